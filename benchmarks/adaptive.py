@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, add_flags, check_flags, check_rows, suite_of
-from speculator import Engine, HeadDrafter, Sampling, Target, load_head
-from speculator.cli import drafting
+from speculator import Engine, HeadDrafter, Sampling, Target, load_head, model_flags
 from speculator.drafters import Drafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import OneLineParser, run_command
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_flags(arguments)
     sizes, temperatures = arguments.batch_size or [1, 8], arguments.temperature or [0.0, 1.0]
     check_rows(2 * max(sizes), arguments.max_prompts)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target)
     suite = suite_of(arguments, arguments.suite, target)
     tuning = read_tuning(arguments.speculator, head)

@@ -33,8 +33,8 @@ from speculator import (
     Target,
     Tree,
     load_head,
+    model_flags,
 )
-from speculator.cli import drafting
 from speculator.decoding.request import acceptance_length
 from speculator.device import dtype_name, hardware
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, then write and print the table."""
     check_flags(arguments)
     check_rows(arguments.batch_size, arguments.max_prompts)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     suite = suite_of(arguments, arguments.suite, target)

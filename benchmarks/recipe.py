@@ -24,8 +24,9 @@ from speculator.tables import gigabytes, markdown_table
 from speculator.target.model import Target
 from train.command_line import parse
 from train.config import HERE, RunConfig
+from train.gpus import place_of
 from train.initialise import new_head
-from train.plan import Plan, place_of
+from train.plan import Plan
 from train.trainer import Collator, SpeculatorTrainer
 
 _DOCUMENT = 512  # mean tokens of a document

@@ -38,7 +38,7 @@ from matplotlib import pyplot as plt
 
 from data.sources import PYTHON_SOURCES
 from eval.suites import add_flags, check_flags, check_lengths, suite_of
-from speculator.cli import drafting
+from speculator import model_flags
 from speculator.device import hardware
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import make_folder, write_json
@@ -234,7 +234,7 @@ def run(arguments: argparse.Namespace) -> None:
     commands = dict(server.partition("=")[::2] for server in arguments.server)
     refuse((not all("{port}" in command for command in commands.values()), "--server: NAME=COMMAND with {port} in it"))
     check_flags(arguments)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     prompts = [target.tokenizer.decode(prompt) for prompt in suite_of(arguments, PYTHON_SOURCES, target).prompts]
     conditions = {"hardware": hardware(target.device), "seconds": arguments.seconds, "commands": commands}

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib import import_module
 
-from speculator.errors import OneLineParser, run_command, start
-from speculator.terminal import working
+from speculator.commands import run_module
+from speculator.errors import OneLineParser, start
 
 COMMANDS = ("prepare", "generate", "view")
 
@@ -27,11 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS)
     command = parser.parse_args(argv[:1]).command
-    # Import only this command: `generate` needs torch, the others do not.
-    module = import_module(f"data.cli.{command}")
-    arguments = module.build_parser().parse_args(argv[1:])
-    with working(f"data {command}"):
-        return run_command(f"data {command}", lambda: module.run(arguments))
+    return run_module(f"data.cli.{command}", f"data {command}", argv[1:])
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class ChatRows:
 
 
 @dataclass(frozen=True)
-class _Habits:
+class _AnswerFormat:
     """What a template writes around answers.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Habits:
 
 
 @lru_cache(maxsize=32)
-def _habits(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool) -> _Habits:
+def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool) -> _AnswerFormat:
     added = any_added(tokenizer)
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     tail, between = text_after_answer(tokenizer, template, with_tools)
@@ -88,7 +88,7 @@ def _habits(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool)
             header = _TRAILING_MARKS.sub("", written.removeprefix(asked)).rstrip(" ")
     except RefusedError:  # a template with needs of its own: the renders of the chat itself decide
         pass
-    return _Habits(
+    return _AnswerFormat(
         header=header if header.strip() else "",
         tail=tail,
         end=end.end() if end else len(tail),
@@ -123,9 +123,10 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
             why = _difference(found.rows[-1], text[:start], number + dropped) if found.rows else ""
             found.rows.append(TextRow(text, [(start, end)], why))
     if not found.rows:
-        number, reason = found.left_out[0] if found.left_out else (None, "a chat without an answer")
-        where = "" if number is None else f"message {number + 1}: "
-        raise RowError(document["where"], where + reason, reason)
+        if not found.left_out:
+            raise RowError(document["where"], "a chat without an answer")
+        first, reason = found.left_out[0]
+        raise RowError(document["where"], f"message {first + 1}: {reason}", reason)
     # What follows the last answer stays in its row if the whole chat continues it.
     for row in found.rows[:-1]:
         row.text = row.text[: row.spans[-1][1]]
@@ -141,7 +142,7 @@ class _Chat:
     def __init__(self, document: dict[str, Any], tokenizer: PreTrainedTokenizerBase):
         self._messages, self._tools, self._tokenizer = document["messages"], document.get("tools"), tokenizer
         try:
-            self._habits = _habits(tokenizer, tokenizer.get_chat_template(None, self._tools), bool(self._tools))
+            self._format = _answer_format(tokenizer, tokenizer.get_chat_template(None, self._tools), bool(self._tools))
         except ValueError as error:  # several templates, none of which is the default
             raise RowError(document["where"], str(error)) from None
         self._rendered: tuple[int, str] = (0, "")
@@ -167,11 +168,11 @@ class _Chat:
         Raises:
             RefusedError: the template rejects these messages, or writes the answer where we can't find it.
         """
-        before, habits = self._render(self._messages[:number], ask=True), self._habits
+        before, form = self._render(self._messages[:number], ask=True), self._format
         text = self._written(number + 1)
         start = len(before)
         if text.startswith(before):
-            start += len(habits.header) if text.startswith(habits.header, start) else 0
+            start += len(form.header) if text.startswith(form.header, start) else 0
         else:
             # The generation prompt has something else than the written turn, as an opened <think>: the turn rules. It
             # begins where it departs from the prompt if only tokens of the template follow there, in the prompt and
@@ -180,9 +181,9 @@ class _Chat:
             header = other.partition(_PROBE)[0]
             place = self._agreement(header, text)
             asked = min(place, self._agreement(before, text))
-            if all(habits.between.fullmatch(each, asked) for each in (before, header)):
+            if all(form.between.fullmatch(each, asked) for each in (before, header)):
                 place = asked
-            elif not habits.between.fullmatch(header, place):
+            elif not form.between.fullmatch(header, place):
                 raise RefusedError("the chat template writes the answer where it can't be found")
             start = len(_TRAILING_MARKS.sub("", text[:place]))
         return text, start, self._end(text, start)
@@ -191,7 +192,7 @@ class _Chat:
         """Return how far two texts agree, up to the beginning of an added token in which they part."""
         place = _common(a, b)
         for text in (a, b):
-            for found in self._habits.added.finditer(text, max(0, place - _LONGEST_TOKEN)):
+            for found in self._format.added.finditer(text, max(0, place - _LONGEST_TOKEN)):
                 if found.start() >= place:
                     break
                 if found.end() > place:
@@ -200,22 +201,22 @@ class _Chat:
 
     def _end(self, text: str, start: int) -> int:
         """Return the end of an answer: after its end token, without what closes the chat (Phi 3 writes EOS there)."""
-        habits = self._habits
-        if habits.tail and text.endswith(habits.tail):
-            end = len(text) - len(habits.tail) + habits.end
-            token = habits.tail[: habits.end].strip()
+        form = self._format
+        if form.tail and text.endswith(form.tail):
+            end = len(text) - len(form.tail) + form.end
+            token = form.tail[: form.end].strip()
             if not token:  # plain text ends the answer
                 return end
             ends = (found.end() for found in re.finditer(re.escape(token), text[:end]) if found.start() >= start)
-            return next((each for each in ends if habits.between.fullmatch(text, each, end)), end)
+            return next((each for each in ends if form.between.fullmatch(text, each, end)), end)
         # The turn ends in its own way, as tool calls do in some templates: after the first of its closing tokens. What
         # follows every answer is not a part of it.
         # The longest common end of the two texts.
-        size = _common(text[::-1], habits.tail[::-1])
-        shared = habits.added.search(text, len(text) - size)
+        size = _common(text[::-1], form.tail[::-1])
+        shared = form.added.search(text, len(text) - size)
         last = shared.start() if shared and size else len(text)
-        closing = habits.closing.search(text[:last], start)
-        found = habits.added.search(text, closing.start(), last) if closing else None
+        closing = form.closing.search(text[:last], start)
+        found = form.added.search(text, closing.start(), last) if closing else None
         return found.end() if found else last
 
     def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
@@ -234,7 +235,7 @@ class _Chat:
                 return False
             spans = [(new.place(old.length(a)), new.place(old.length(b), before=True)) for a, b in row.spans]
         # The model stops at the token that begins the next turn.
-        if self._habits.next_turn and (closing := self._habits.next_turn.match(text, spans[-1][1])):
+        if self._format.next_turn and (closing := self._format.next_turn.match(text, spans[-1][1])):
             spans = [*spans[:-1], (spans[-1][0], closing.end())]
         row.text, row.spans = text, [*spans, *([span] if span else [])]
         return True
@@ -288,6 +289,8 @@ def _fault(message: dict[str, Any], text: str, start: int, end: int) -> str:
 
 def _common(a: str, b: str) -> int:
     """Return the length of the longest common prefix."""
+    # The predicate "the first i + 1 characters differ" is false and then true: its first true i is the answer. Whole
+    # slices compare in C, so this takes a logarithm of comparisons.
     return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])
 
 

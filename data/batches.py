@@ -17,7 +17,7 @@ from filelock import FileLock
 from torch import accelerator
 
 from speculator.errors import UserError
-from speculator.files import acquire, make_folder, new_folder, read_json, sha256, write_text
+from speculator.files import acquire, make_folder, manifest_error, new_folder, read_json, write_manifest, write_text
 from speculator.terminal import Progress
 
 _FEATURES = {
@@ -33,7 +33,7 @@ def state() -> PartialState:
     return PartialState(cpu=not accelerator.is_available())
 
 
-def begun(folder: Path) -> dict[str, Any] | None:
+def stored_record(folder: Path) -> dict[str, Any] | None:
     """Return the record of the finished or unfinished work in a folder, or None if there is none.
 
     Raises:
@@ -52,12 +52,12 @@ def begun(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def awaited(folder: Path) -> dict[str, Any] | None:
-    """Return `begun(folder)`; processes other than the first wait until the work has begun."""
-    record = begun(folder)
+def wait_for_record(folder: Path) -> dict[str, Any] | None:
+    """Return `stored_record(folder)`; processes other than the first wait until the work has begun."""
+    record = stored_record(folder)
     while record is None and not state().is_main_process:
         time.sleep(_POLL_SECONDS)
-        record = begun(folder)
+        record = stored_record(folder)
     return record
 
 
@@ -65,8 +65,8 @@ class Batches:
     """The output folder of generated rows, shared by all processes.
 
         FOLDER/batches/         unfinished work: record.json and one JSON file per finished batch
-        FOLDER/rows/            finished rows, a `datasets` folder
-        FOLDER/manifest.json    written last: the settings, statistics, and checksums of the rows' files
+        FOLDER/rows/            finished rows, a `datasets` folder with checksums.json
+        FOLDER/manifest.json    written last: the settings and statistics
 
     Process k of n makes every n-th batch. The processes learn of each other's batches from the files alone: they wait
     for a slow process outside of any collective, so nothing times out. They synchronize once, at the end. A process
@@ -97,7 +97,7 @@ class Batches:
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
         self._lock = FileLock(self._work / "lock")
-        finished, stored = self.finished, begun(folder)
+        finished, stored = self.finished, stored_record(folder)
         if stored is not None:
             for name, value in record.items():
                 if stored.get(name) != value:
@@ -105,8 +105,8 @@ class Batches:
                         f"{folder} was made with {name} {json.dumps(stored.get(name))}, not {json.dumps(value)}: "
                         "choose another folder, or remove that one"
                     )
-            if finished and stored.get("files") != _checksums(folder / "rows"):
-                raise UserError(f"{folder}/rows does not match the checksums in manifest.json: remove {folder}")
+            if finished and (problem := manifest_error(folder / "rows")):
+                raise UserError(f"{folder}/rows: {problem}: remove {folder}")
         hidden = not progress or not state().is_main_process or self.finished
         self._bar = Progress(title=title, unit="rows", disable=hidden)
         self._tokens, self._start = 0, time.monotonic()
@@ -125,6 +125,7 @@ class Batches:
     def todo(self) -> list[int]:
         """Return the unfinished batches of this process."""
         assigned = range(state().process_index, len(self.rows), state().num_processes)
+        # Process k of n has the batches k, k + n, k + 2n, ...
         # A file is written under another name and then renamed, so a batch either exists as a whole or not at all.
         left = [] if self.finished else [batch for batch in assigned if not self._file(batch).exists()]
         total = sum(len(self.rows[batch]) for batch in assigned)
@@ -187,6 +188,7 @@ class Batches:
             _wait_for(self._file(batch))
             content = read_json(self._file(batch))
             for prompt, rows in zip(prompts, content.pop("rows"), strict=True):
+                # Four bytes a token, while all rows are in memory: lists of integers would take several times that.
                 made[prompt] = [{name: array("i", column) for name, column in row.items()} for row in rows]
                 tokens += sum(sum(row["loss_mask"]) for row in rows)
             facts.append(content)
@@ -196,7 +198,7 @@ class Batches:
 
     def _save(self, rows: Iterable[dict], facts: dict[str, Any]) -> None:
         rows = iter(rows)
-        first = next(rows)
+        first = next(rows)  # it tells the columns; "rejected" may be missing
         features = Features({name: _FEATURES[name] for name in first})
         cache, final = self._work / "cache", self.folder / "rows"
         # From a process that was killed here: without a manifest they may be incomplete.
@@ -207,9 +209,9 @@ class Batches:
                 lambda: chain([first], rows), features=features, cache_dir=str(cache), fingerprint="generated"
             )
             table.save_to_disk(str(scratch))
+            write_manifest(scratch)
         # Last of all: a folder with a manifest is finished, whatever happened to the process afterwards.
-        manifest = {**self.record, **self._notes, **facts, "files": _checksums(final)}
-        write_text(self._manifest, json.dumps(manifest, indent=2))
+        write_text(self._manifest, json.dumps({**self.record, **self._notes, **facts}, indent=2))
 
     def _file(self, batch: int) -> Path:
         return self._work / f"{batch:06d}.json"
@@ -218,7 +220,3 @@ class Batches:
 def _wait_for(file: Path) -> None:
     while not file.exists():
         time.sleep(_POLL_SECONDS)
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): sha256(file) for file in sorted(folder.rglob("*")) if file.is_file()}

@@ -59,6 +59,8 @@ def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS[:count], strict=False)]
     text = chat_text(tokenizer, messages, ask=True, today=DATA_DAY)
+    # Three marks cut the text into four parts: before the first user turn, the two between the turns, and the text that
+    # asks for the second answer.
     parts = re.split("|".join(_MARKS[:count]), text)
     if len(parts) != count + 1 or re.findall("|".join(_MARKS), text) != list(_MARKS[:count]):
         raise UserError(
@@ -128,6 +130,7 @@ class UserTurns:
     def _continue(self, chat: Row, text: str) -> list[int]:
         """Tokenize the text that follows a chat, without an end token that the answer already has."""
         tokens = chat_tokens(text, self.tokenizer)
+        # The answer ends with <|im_end|>, and the template's text between answer and question begins with it.
         return tokens[1:] if chat.ids and tokens[:1] == chat.ids[-1:] else tokens
 
     def add(self, chat: Row, tokens: list[int]) -> str | None:
@@ -139,7 +142,9 @@ class UserTurns:
             following = self._continue(chat, self._texts.again + text + self._texts.ask_again)
         else:
             following = chat_tokens(self._texts.before + text + self._texts.ask, self.tokenizer)
+        # The token that ends a turn may stand at its end only; anywhere else it would open a turn of its own.
         body = tokens[:-1] if tokens[-1] in self._special else tokens
+        # A turn of a chat has to end. Without a chat template the text is a prompt to continue, which must not.
         if ended != (self._texts is not None):
             limit = f"ended within {self._max_prompt_tokens} tokens"
             return f"not {limit}" if self._texts else limit

@@ -131,6 +131,7 @@ async def _fetch(
         answering = Answering(prompts[row], servers[0].tokenizer, longest)
         while answering.prompt is not None:
             server = await free_slots.get()
+            # A server that was dropped leaves its entries in the queue: take them out one by one.
             if server not in available:
                 continue
             try:  # one server answers all turns: it has the chat so far in its cache
@@ -197,11 +198,13 @@ class _Server(Connection):
                 self.longest = (longest or sys.maxsize) - self._max_new_tokens
         except (openai.APIStatusError, AttributeError, TypeError):
             pass  # some servers do not list their models
+        # Servers cut the token that ends an answer; in a chat it is the template's, else the tokenizer's.
         for chat in (False, True):
             end = end_token(self.tokenizer) if chat else None
             self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
         for row, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
             texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
+            # One prompt is not enough: an answer may be certain, as "Paris" is.
             if texts[0] != texts[1] or self._sampling(row).temperature < _WARM:
                 return
         raise UserError(
@@ -232,6 +235,7 @@ class _Server(Connection):
                 extra_body={**samplers, "return_token_ids": True},
             )
             answer = await asyncio.wait_for(request, _REQUEST_SECONDS)
+            # A server for training also stores hidden states; those of this answer are deleted at once.
             await asyncio.to_thread(discard, answer)
             choice = answer.choices[0]
             ended = choice.finish_reason == "stop"
@@ -251,6 +255,7 @@ class _Server(Connection):
     def _tokenize(self, prompt: list[int], text: str, ended: bool, chat: bool) -> list[int]:
         """Tokenize the text of a completion, and append the end token that the server has removed."""
         before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        assert isinstance(before, str)
         tokens = self.tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]
         if tokens[: len(prompt)] == prompt:
             tokens = tokens[len(prompt) :]

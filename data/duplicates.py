@@ -27,11 +27,15 @@ class NearDuplicates:
     def add(self, text: str) -> bool:
         """Return True if the text nearly duplicates an earlier one; otherwise add it."""
         signature = self._signature(text)
+        # Texts of Jaccard similarity s agree in a band of r hashes with chance s^r, and in one of b bands with
+        # 1 - (1 - s^r)^b. Only the last text of each bucket is compared with.
         bands = signature.reshape(_BANDS, _ROWS).astype("<u4")
         buckets = [zlib.crc32(band.tobytes()) % _BUCKETS for band in bands]
         places = {int(self._last[band, bucket]) for band, bucket in enumerate(buckets)} - {-1}
         if any((self._signatures[place] == signature).mean() >= MIN_SIMILARITY for place in places):
             return True
+        # The oldest text's place is used again; its entries in the tables then lead to this text, which only costs a
+        # comparison.
         place = self._count % _BUCKETS
         self._signatures[place] = signature
         self._last[range(_BANDS), buckets] = place

@@ -133,6 +133,7 @@ def self_rows(
     def generate(what: str, prompts: list[list[int]], how: Sequence[Sampling], count: int, ends: Ends | None):
         """Run a pass; return the new tokens of each row, and the marks on those that replaced rejected ones."""
         output = work.begin() / f"{len(passes) + 1}-{what}"
+        # `ends` are those of user turns: marks are wanted on answers only.
         marked = mark_rejected and ends is None
         options: dict[str, Any] = {
             "sampling": how,
@@ -158,6 +159,7 @@ def self_rows(
 
     chats = active = [Row() for _ in range(rows)]
     dropped: Counter[str] = Counter()
+    # Two passes per turn: all user turns, then all answers. Only chats whose answer has ended get another turn.
     while active and len(passes) < 2 * turns:
         prompts = [users.prompt(chat) for chat in active]
         user_turns, _ = generate("prompts", prompts, [prompt_sampling], max_prompt_tokens, users.ends)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from data.batches import Batches, awaited
+from data.batches import Batches, wait_for_record
 from data.conversations import Answering, Conversation
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, check_prompts, rejection_marks
@@ -111,7 +111,7 @@ def generate_rows(
 
     if isinstance(drafter, AdaptiveDrafter):
         # A resumed run drafts by the costs that the first one measured, so its rows are those of an uninterrupted one.
-        stored = awaited(Path(folder)) or {}
+        stored = wait_for_record(Path(folder)) or {}
         cost: Any = drafter.cost  # a `CostTable`
         notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in cost.entries]}
         table = CostTable([entry_from_json(entry) for entry in notes["costs"]], learns=False)
@@ -120,6 +120,7 @@ def generate_rows(
             shape = drafter.fastest(all(each.greedy for each in samplings), slots)
             drafter = HeadDrafter(drafter.head, shape)
     # A few batches are decoded twice, with and without drafts, for the speedup that the manifest reports.
+    # Evenly spread: the pieces go from long prompts to short ones.
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
     record = {
@@ -139,6 +140,7 @@ def generate_rows(
         """Decode the first answers of some rows; return the number of tokens after the prefill's, and the seconds."""
         engine.forget()
         how = [setting(row) for row in rows]
+        # The prefill's token is not counted: its time is that of the prompt.
         made = engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
         return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
 

@@ -30,6 +30,7 @@ def pack(
         # What fills whole rows leaves the buffer, so it never holds more than one row and one document.
         whole = len(columns["input_ids"]) // length * length
         for start in range(0, whole, length):
+            # Whole rows only: with rows of 8 and max_tokens 20, two rows and no shorter third one.
             if max_tokens is not None and emitted + length > max_tokens:
                 return
             row = {name: column[start : start + length] for name, column in columns.items()}
@@ -39,5 +40,6 @@ def pack(
             emitted += length
         for column in columns.values():
             del column[:whole]
+    # A text of one token has no next token to predict.
     if not emitted and len(columns["input_ids"]) > 1:
         yield columns

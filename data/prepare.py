@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,44 @@ class TooLittleTextError(SourceError):
     """A split without text."""
 
 
+@dataclass(frozen=True)
+class _Request:
+    """Which rows to prepare. They do not depend on `num_proc`; `max_bad_rows` decides whether they are accepted.
+
+    Attributes:
+        limits: largest number of tokens, and of rows; None: all.
+    """
+
+    sources: Sequence[str]
+    split: str
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    limits: tuple[int | None, int | None]
+    max_bad_rows: float
+    num_proc: int | None
+
+    @property
+    def name(self) -> str:
+        return f"the {self.split} split of {', '.join(self.sources)}"
+
+    @property
+    def max_share(self) -> float:
+        """Largest accepted share of bad rows. Splits other than train are small: any share is accepted once one is."""
+        return self.max_bad_rows if self.split == "train" or not self.max_bad_rows else 1.0
+
+    def key(self) -> str:
+        """Return the name of the rows' cache folder: a hash of everything that they depend on."""
+        identity = {
+            "sources": [[fingerprint(source.location), source.weight] for source in parse(self.sources)],
+            "arguments": [self.split, self.length, *self.limits],
+            "special_tokens": [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id],
+            "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+            "chat_template": self.tokenizer.chat_template,
+            "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _CODE],
+        }
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
+
+
 def token_rows(
     sources: Sequence[str],
     split: str,
@@ -41,7 +80,6 @@ def token_rows(
     length: int,
     *,
     max_tokens: int | None = None,
-    max_package_bytes: int = 2_000_000,
     max_bad_rows: float = 0.0,
     first_rows: int | None = None,
     num_proc: int | None = None,
@@ -62,9 +100,8 @@ def token_rows(
         SourceError: an unreadable source, too many bad rows, or a split without text.
     """
     limits = max_tokens, first_rows
-    folder, manifest = _cached(sources, split, tokenizer, length, limits, max_package_bytes, max_bad_rows, num_proc)
-    Tally.from_record(manifest["bad_rows"], 0.0).warn(_name(sources, split))
-    return Dataset.load_from_disk(str(folder))
+    rows, _ = _cached(_Request(sources, split, tokenizer, length, limits, max_bad_rows, num_proc))
+    return rows
 
 
 def save_rows(
@@ -74,14 +111,13 @@ def save_rows(
     output: Path,
     *,
     max_tokens: int | None = None,
-    max_package_bytes: int = 2_000_000,
     max_bad_rows: float = 0.0,
     num_proc: int | None = None,
 ) -> dict[str, dict[str, int]]:
     """Write the rows of every split that has text into a new `datasets` folder, which is a valid source.
 
     Args:
-        sources, tokenizer, length, max_package_bytes, max_bad_rows, num_proc: see `token_rows`.
+        sources, tokenizer, length, max_bad_rows, num_proc: see `token_rows`.
         output: folder, which must not exist.
         max_tokens: largest number of tokens per split.
 
@@ -96,68 +132,33 @@ def save_rows(
     rows: dict[str, Dataset] = {}
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
+        request = _Request(sources, split, tokenizer, length, (max_tokens, None), max_bad_rows, num_proc)
         try:
-            limits = max_tokens, None
-            folder, manifest = _cached(
-                sources, split, tokenizer, length, limits, max_package_bytes, max_bad_rows, num_proc
-            )
+            rows[split], counts[split] = _cached(request)
         except TooLittleTextError:
             if split == "train":
                 raise
-            log(f"{_name(sources, split)} has no text, so it is left out")
-            continue
-        rows[split] = Dataset.load_from_disk(str(folder))
-        counts[split] = manifest["counts"]
-        Tally.from_record(manifest["bad_rows"], 0.0).warn(_name(sources, split))
+            log(f"{request.name} has no text, so it is left out")
     with new_folder(output) as scratch:
         DatasetDict(rows).save_to_disk(str(scratch))
     return counts
 
 
-def _name(sources: Sequence[str], split: str) -> str:
-    return f"the {split} split of {', '.join(sources)}"
-
-
-def _cached(
-    sources: Sequence[str],
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    limits: tuple[int | None, int | None],
-    max_package_bytes: int,
-    max_bad_rows: float,
-    num_proc: int | None,
-) -> tuple[Path, dict[str, Any]]:
-    """Return the cache folder of these rows and its manifest; prepare the rows if they are missing."""
-    identity = {
-        "sources": [[fingerprint(source.location), source.weight] for source in parse(sources)],
-        "arguments": [split, length, *limits, max_package_bytes],
-        "special_tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id],
-        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        "chat_template": tokenizer.chat_template,
-        "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _CODE],
-    }
-    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
-    folder = cache_folder() / key
+def _cached(request: _Request) -> tuple[Dataset, dict[str, int]]:
+    """Return the rows from the cache, and their counts; prepare the rows if they are missing."""
+    folder = cache_folder() / request.key()
     manifest = folder / _MANIFEST
-    max_share = max_bad_rows if split == "train" or not max_bad_rows else 1.0
     if not manifest.exists():
         make_folder(folder.parent)
         with _locked(Path(f"{folder}.lock")):
+            # Again, under the lock: another process may have prepared the rows while this one waited.
             if not manifest.exists():
-                tally = Tally(max_share)
-                documents = token_documents(
-                    sources,
-                    split,
-                    tokenizer,
-                    max_package_bytes=max_package_bytes,
-                    tally=tally,
-                    processes=num_proc or default_processes(),
-                )
-                _prepare(folder, documents, length, *limits, _name(sources, split), tally)
+                _prepare(folder, request)
     content = read_json(manifest)
-    Tally.from_record(content["bad_rows"], max_share).check(_name(sources, split))
-    return folder, content
+    Tally.from_record(content["bad_rows"], request.max_share).check(request.name)
+    rows = Dataset.load_from_disk(str(folder))
+    Tally.from_record(content["bad_rows"], 0.0).warn(request.name)
+    return rows, content["counts"]
 
 
 @contextmanager
@@ -181,16 +182,12 @@ def _locked(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _prepare(
-    folder: Path,
-    documents: Iterator[dict[str, Any]],
-    length: int,
-    max_tokens: int | None,
-    first_rows: int | None,
-    name: str,
-    tally: Tally,
-) -> None:
+def _prepare(folder: Path, request: _Request) -> None:
+    """Write the rows and their manifest into a new folder."""
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
+    tally, name, (max_tokens, first_rows) = Tally(request.max_share), request.name, request.limits
+    processes = request.num_proc or default_processes()
+    documents = token_documents(request.sources, request.split, request.tokenizer, tally=tally, processes=processes)
     bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=max_tokens)
 
     def counted() -> Iterator[dict[str, Any]]:
@@ -199,7 +196,7 @@ def _prepare(
             yield document
 
     def rows() -> Iterator[dict[str, list[int]]]:
-        for row in pack(counted(), length, max_tokens):
+        for row in pack(counted(), request.length, max_tokens):
             counts["rows"] += 1
             counts["tokens"] += len(row["input_ids"])
             counts["tokens_with_loss"] += sum(row["loss_mask"])
@@ -211,7 +208,7 @@ def _prepare(
         if not counts["rows"]:
             copies = f": {tally.counted_copies()}" if tally.copies else ""
             raise TooLittleTextError(f"{name} has no text: give more documents, at least 20{copies}")
-        if tally.copies and counts["tokens"] <= length:
+        if tally.copies and counts["tokens"] <= request.length:
             log(f"{name} has little text: {tally.counted_copies()}")
         if not counts["tokens_with_loss"]:
             raise SourceError(f"{name}: no token has loss: the loss masks are all 0")

@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Room:
+class PromptLimits:
     """Limits on the length of prompts.
 
     Attributes:
@@ -77,6 +77,107 @@ class TokenPrompts(list[list[int]]):
     left_out = 0
 
 
+_CutPrompt = tuple[Conversation, bool]
+"""A prompt, and whether its answer ends by itself."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Where documents are cut into prompts.
+
+    Attributes:
+        prompt_tokens: length of the prompts of a text.
+        per_text: largest number of prompts of a text.
+        last_turn: cut chats after the user's last turn, not before the first answer.
+        turns: number of answers for which a chat keeps the messages between them; None: all.
+        tally: counts unusable rows.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompt_tokens: int
+    per_text: int
+    last_turn: bool
+    turns: int | None
+    tally: Tally
+
+    def take(
+        self, sources: Sequence[str], split: str | None, count: int, limits: PromptLimits | None, tally: Tally | None
+    ) -> tuple[list[_CutPrompt], int]:
+        """Mix the prompts of some sources by weight; return the first `count` that fit, and the number that don't."""
+        parts, weights = streams(sources, split, tally)
+        mixed = interleave([self.prompts(part) for part in parts], weights, lambda prompt: 1)
+        if limits is None:
+            return list(islice(mixed, count)), 0
+        name = ", ".join(sources) + (f" ({split})" if split else "")
+        taken, left_out = limits.take(name, ((each[0].ids, each) for each in mixed), count)
+        return [each for _, each in taken], left_out
+
+    def prompts(self, documents: Iterator[dict[str, Any]]) -> Iterator[_CutPrompt]:
+        """Cut the documents of a stream."""
+        first = list(islice(documents, 1))
+        if first and "document_ids" in first[0]:
+            first += islice(documents, _PACKED_HEAD)
+        # In packed texts every token has loss; in packed chats one of the first rows has a token without.
+        packed_text = all(all(row.get("loss_mask", [1])) for row in first)
+        for row in (as_chat(row, self.tokenizer) for row in chain(first, documents)):
+            try:
+                if "input_ids" in row:
+                    check_tokens(row, self.tokenizer)
+                yield from self._of(row, packed_text)
+            except RowError as error:
+                self.tally.add(error)
+
+    def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[_CutPrompt]:
+        """Cut one document."""
+        if "text" in row:
+            yield from ((Conversation(ids), False) for ids in self._of_lines(row))
+        elif "messages" in row:
+            yield self._of_chat(row), True
+        elif "prompt" in row:
+            if ids := text_tokens([row["prompt"]], self.tokenizer)[0]:
+                yield Conversation(ids), True
+        elif "document_ids" in row and not packed_text:
+            # The first document of a row may have begun in the row before, so only the others are cut: of the
+            # document ids 0 0 0 1 1 1 2 2 these are 1 and 2.
+            parts = groupby(zip(row["document_ids"], row["input_ids"], row["loss_mask"], strict=True), lambda c: c[0])
+            for _, tokens, mask in [list(zip(*part, strict=True)) for _, part in parts][1:]:
+                if 1 in mask:  # otherwise the row ends before the first token with loss
+                    yield from self._of_tokens(list(tokens), list(mask))
+        else:
+            yield from self._of_tokens(row["input_ids"], row["loss_mask"])
+
+    def _of_lines(self, row: dict[str, Any]) -> Iterator[list[int]]:
+        """Yield prompts that begin at up to `per_text` different lines of a text."""
+        lines, made = row["text"].splitlines(keepends=True), set()
+        for k in range(self.per_text):
+            # The line depends on the document's id alone, so every run takes the same prompt.
+            digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
+            start = int.from_bytes(digest[:8], "big") % len(lines)
+            text = "".join(lines[start:])[: self.prompt_tokens * 16]
+            ids = text_tokens([text], self.tokenizer)[0][: self.prompt_tokens]
+            if len(ids) == self.prompt_tokens and tuple(ids) not in made:
+                made.add(tuple(ids))
+                yield ids
+
+    def _of_chat(self, row: dict[str, Any]) -> Conversation:
+        """Cut a chat after the user's last turn, or at its answers."""
+        messages, roles = row["messages"], [message["role"] for message in row["messages"]]
+        opening, later = split_at_answers(messages, self.turns)
+        if self.last_turn and "user" in roles:
+            opening, later = messages[: len(roles) - roles[::-1].index("user")], []
+        if "user" not in (message["role"] for message in opening):
+            raise RowError(row["where"], "a chat without a user turn before the answer")
+        text = document_text(row, self.tokenizer, len(opening), ask=True)
+        return Conversation(chat_tokens(text, self.tokenizer), opening, later, row.get("tools"))
+
+    def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[_CutPrompt]:
+        """Yield the tokens before the first one with loss, or the first `prompt_tokens` if that one comes first."""
+        if 1 in mask and not mask[0]:
+            yield Conversation(ids[: mask.index(1)]), True
+        elif len(ids) >= self.prompt_tokens:
+            yield Conversation(ids[: self.prompt_tokens]), False
+
+
 def prompts(
     sources: Sequence[str],
     split: str | None,
@@ -86,8 +187,7 @@ def prompts(
     *,
     per_text: int = 1,
     last_turn: bool = False,
-    room: Room | None = None,
-    max_package_bytes: int = 2_000_000,
+    limits: PromptLimits | None = None,
     tally: Tally | None = None,
 ) -> TokenPrompts:
     """Return up to `count` prompts: at most `per_text` different ones of each text, and one of any other document.
@@ -101,15 +201,14 @@ def prompts(
     Weights of sources are shares of the prompts.
 
     Args:
-        room: prompts that do not fit are skipped and counted.
+        limits: prompts that do not fit are skipped and counted.
         tally: counts unusable rows (default: the first one raises).
 
     Raises:
         SourceError: an unreadable source or row, or no prompt fits.
     """
-    parts, weights = streams(sources, split, max_package_bytes, tally)
-    cut = [_prompts(part, tokenizer, prompt_tokens, per_text, last_turn, 1, tally or Tally()) for part in parts]
-    taken, left_out = _take(cut, weights, sources, split, count, room)
+    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, 1, tally or Tally())
+    taken, left_out = cut.take(sources, split, count, limits, tally)
     found = TokenPrompts(each.ids for each, _ in taken)
     found.left_out, found.ends = left_out, any(ends for _, ends in taken)
     return found
@@ -124,109 +223,9 @@ def conversations(
     *,
     turns: int | None = None,
     per_text: int = 1,
-    room: Room | None = None,
-    max_package_bytes: int = 2_000_000,
+    limits: PromptLimits | None = None,
     tally: Tally | None = None,
 ) -> list[Conversation]:
     """Return up to `count` prompts as `prompts` does, chats with what follows their first `turns` answers (all)."""
-    parts, weights = streams(sources, split, max_package_bytes, tally)
-    cut = [_prompts(part, tokenizer, prompt_tokens, per_text, False, turns, tally or Tally()) for part in parts]
-    taken, _ = _take(cut, weights, sources, split, count, room)
-    return [each for each, _ in taken]
-
-
-_Found = tuple[Conversation, bool]
-"""A prompt, and whether its answer ends by itself."""
-
-
-def _take(
-    cut: list[Iterator[_Found]],
-    weights: list[float],
-    sources: Sequence[str],
-    split: str | None,
-    count: int,
-    room: Room | None,
-) -> tuple[list[_Found], int]:
-    """Mix prompts by weight; return the first `count` that fit, and the number of those that don't."""
-    mixed = interleave(cut, weights, lambda prompt: 1)
-    if room is None:
-        return list(islice(mixed, count)), 0
-    name = ", ".join(sources) + (f" ({split})" if split else "")
-    taken, left_out = room.take(name, ((each[0].ids, each) for each in mixed), count)
-    return [each for _, each in taken], left_out
-
-
-def _prompts(
-    rows: Iterator[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_tokens: int,
-    per_text: int,
-    last_turn: bool,
-    turns: int | None,
-    tally: Tally,
-) -> Iterator[_Found]:
-    first = list(islice(rows, 1))
-    if first and "document_ids" in first[0]:
-        first += islice(rows, _PACKED_HEAD)
-    # In packed texts every token has loss; in packed chats one of the first rows has a token without.
-    packed_text = all(all(row.get("loss_mask", [1])) for row in first)
-    for row in (as_chat(row, tokenizer) for row in chain(first, rows)):
-        if "input_ids" in row:
-            try:
-                check_tokens(row, tokenizer)
-            except RowError as error:
-                tally.add(error)
-                continue
-        if "text" in row:
-            yield from ((Conversation(ids), False) for ids in _line_prompts(row, tokenizer, prompt_tokens, per_text))
-        elif "messages" in row:
-            try:
-                yield _chat(row, tokenizer, last_turn, turns), True
-            except RowError as error:
-                tally.add(error)
-        elif "prompt" in row:
-            if ids := text_tokens([row["prompt"]], tokenizer)[0]:
-                yield Conversation(ids), True
-        elif "document_ids" in row and not packed_text:
-            parts = groupby(zip(row["document_ids"], row["input_ids"], row["loss_mask"], strict=True), lambda c: c[0])
-            for _, ids, mask in [list(zip(*part, strict=True)) for _, part in parts][1:]:
-                if 1 in mask:  # otherwise the row ends before the first token with loss
-                    yield from _before_loss(list(ids), list(mask), prompt_tokens)
-        else:
-            yield from _before_loss(row["input_ids"], row["loss_mask"], prompt_tokens)
-
-
-def _line_prompts(
-    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, per_text: int
-) -> Iterator[list[int]]:
-    """Yield prompts that begin at up to `per_text` different lines of a text."""
-    lines, made = row["text"].splitlines(keepends=True), set()
-    for k in range(per_text):
-        # The line depends on the document's id alone, so every run takes the same prompt.
-        digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
-        start = int.from_bytes(digest[:8], "big") % len(lines)
-        text = "".join(lines[start:])[: prompt_tokens * 16]
-        ids = text_tokens([text], tokenizer)[0][:prompt_tokens]
-        if len(ids) == prompt_tokens and tuple(ids) not in made:
-            made.add(tuple(ids))
-            yield ids
-
-
-def _chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, last_turn: bool, turns: int | None) -> Conversation:
-    """Cut a chat after the user's last turn, or at its answers."""
-    messages, roles = row["messages"], [message["role"] for message in row["messages"]]
-    opening, later = split_at_answers(messages, turns)
-    if last_turn and "user" in roles:
-        opening, later = messages[: len(roles) - roles[::-1].index("user")], []
-    if "user" not in (message["role"] for message in opening):
-        raise RowError(row["where"], "a chat without a user turn before the answer")
-    text = document_text(row, tokenizer, len(opening), ask=True)
-    return Conversation(chat_tokens(text, tokenizer), opening, later, row.get("tools"))
-
-
-def _before_loss(ids: list[int], mask: list[int], prompt_tokens: int) -> Iterator[_Found]:
-    """Yield the tokens before the first one with loss, or the first `prompt_tokens` if that one comes first."""
-    if 1 in mask and not mask[0]:
-        yield Conversation(ids[: mask.index(1)]), True
-    elif len(ids) >= prompt_tokens:
-        yield Conversation(ids[:prompt_tokens]), False
+    cut = _Cut(tokenizer, prompt_tokens, per_text, False, turns, tally or Tally())
+    return [each for each, _ in cut.take(sources, split, count, limits, tally)[0]]

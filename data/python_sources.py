@@ -13,6 +13,8 @@ from typing import Any
 _TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
 _FILE_BYTES = range(1_000, 200_000)
 _MAX_DIGIT_SHARE = 0.10
+MAX_PACKAGE_BYTES = 2_000_000
+"""Largest number of bytes of each top-level package."""
 
 
 def files() -> dict[str, Path]:
@@ -27,11 +29,11 @@ def files() -> dict[str, Path]:
     return found
 
 
-def documents(max_package_bytes: int) -> Iterator[dict[str, Any]]:
+def documents() -> Iterator[dict[str, Any]]:
     """Yield the Python files of the standard library and installed packages: real text on every machine.
 
     Tests, files outside of 1-200 kB, generated tables (more than 10% digits) and text that is not UTF-8 are skipped.
-    Ids are module paths ("json/decoder.py"). Files come in the order of their ids' hashes, so `max_package_bytes`
+    Ids are module paths ("json/decoder.py"). Files come in the order of their ids' hashes, so `MAX_PACKAGE_BYTES`
     selects the same files everywhere.
     """
     found = files()
@@ -40,7 +42,7 @@ def documents(max_package_bytes: int) -> Iterator[dict[str, Any]]:
         package = name.split("/")[0]
         try:
             size = found[name].stat().st_size
-            if size not in _FILE_BYTES or taken[package] + size > max_package_bytes:
+            if size not in _FILE_BYTES or taken[package] + size > MAX_PACKAGE_BYTES:
                 continue
             raw = found[name].read_bytes()
             text = raw.decode()

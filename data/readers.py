@@ -41,20 +41,19 @@ _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(
 Document = dict[str, Any]
 
 
-def read(location: str, max_package_bytes: int) -> Iterator[Document]:
+def read(location: str) -> Iterator[Document]:
     """Yield the documents of a source.
 
     Args:
         location: "python-sources"; a local file or folder; or a hub dataset: "org/name" or "org/name/config", with
             ":split" unless the split is "train". Local files take precedence.
-        max_package_bytes: for "python-sources": largest number of bytes of each top-level package.
 
     Raises:
         SourceError: the source does not exist or can't be read.
     """
     path = Path(location)
     if location == PYTHON_SOURCES:
-        return python_sources.documents(max_package_bytes)
+        return python_sources.documents()
     if not path.exists():
         name, config, split = hub_id(location)
         return _dataset_rows(hub_dataset(name, config, split), f"{name}:{config or ''}:{split}", location)
@@ -75,6 +74,8 @@ def fingerprint(location: str) -> str:
         return hub_dataset(*hub_id(location))._fingerprint
     stats = ((name, path.stat()) for name, path in sorted(files.items()))
     facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    if location == PYTHON_SOURCES:
+        facts.append(("limit", python_sources.MAX_PACKAGE_BYTES, 0))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -106,6 +107,7 @@ def _recorded(folder: Path) -> Iterator[Document]:
     files = _readable_files(folder)  # listed once, because the server may be adding shards
     count = sum(1 for file in files for _ in parse_rows(file))
     for number, document in enumerate(chain.from_iterable(_local_file(file, file.name) for file in files)):
+        # By age: of 200 rows 0..179 train, 180..189 validate, and the newest ten are held out.
         bucket = 100 * number // count
         yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
 
@@ -187,6 +189,7 @@ def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
     while True:
         piece: list[bytes] = []
         size = 0
+        # A line longer than _LINE_BYTES comes in parts, which may end inside a character: the decoder keeps its bytes.
         while size < _PIECE_BYTES and (line := stream.readline(_LINE_BYTES)):
             piece.append(line)
             size += len(line)
@@ -219,7 +222,8 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
         saved = load_from_disk(str(path))
     except Exception as error:  # the library raises many types for damaged files
         raise SourceError(f"{path}: can't be loaded: {first_line(error)}") from None
-    if isinstance(saved, DatasetDict) and list(saved) == ["train"]:  # the library's name for data without splits
+    # "train" alone is the library's name for data without splits: it is split by us.
+    if isinstance(saved, DatasetDict) and list(saved) == ["train"]:
         saved = saved["train"]
     if isinstance(saved, Dataset):
         yield from _dataset_rows(saved, path.name, str(path))

@@ -92,6 +92,7 @@ def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBas
     chats = _chats([document for document in batch if "messages" in document], tokenizer)
     rows: list[dict[str, Any] | RowError] = []
     for document in batch:
+        rendered: Any  # pairs or triples: token ids, loss mask, and maybe the marks of rejected drafts
         facts: dict[str, Any] = {}
         try:
             if "text" in document:

@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from speculator.chat import clean_message, clean_tools, from_json
+from speculator.chat import clean_messages, clean_tools, from_json
 from speculator.errors import UserError, check_text
 
 _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected")
@@ -92,9 +93,9 @@ def content(row: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _text(value: Any, where: str, what: str, kind: str | None = None) -> str:
+def _text(value: Any, where: str, what: str) -> str:
     if not isinstance(value, str):
-        raise RowError(where, f"{what} is not a text", f"{kind or what} is not a text")
+        raise RowError(where, f"{what} is not a text")
     try:
         check_text(what, value)
     except UserError as error:
@@ -114,20 +115,17 @@ def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
         raise RowError(where, "a chat without messages" if messages == [] else '"messages" is not a list of objects')
     if len(messages) > _MAX_MESSAGES:
         raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
-    chat, size = [], 0
-    for number, given in enumerate(messages, start=1):
-        of = f"of message {number}", "of a message"
-        try:
-            message = clean_message(given)
-        except UserError as error:
-            raise RowError(where, f"message {number} has {error}", f"a message has {error}") from None
-        if not isinstance(message, dict):
-            raise RowError(where, '"messages" is not a list of objects')
-        for key in ("role", "content"):
-            if key == "role" or "content" in message or "tool_calls" not in message:
-                size += len(_text(message.get(key), where, f'the "{key}" {of[0]}', f'the "{key}" {of[1]}'))
-        chat.append(message)
-    _check_size(where, size)
+    try:
+        chat = clean_messages(messages)
+    except UserError as error:
+        raise RowError(where, str(error), re.sub(r"message \d+", "a message", str(error))) from None
+    texts = [
+        _text(message[key], where, f'the "{key}" of message {number}')
+        for number, message in enumerate(chat, start=1)
+        for key in ("role", "content")
+        if key in message
+    ]
+    _check_size(where, sum(map(len, texts)))
     # An assistant that speaks first, as in a greeting, wrote that in no context of its own.
     dropped = next((number for number, message in enumerate(chat) if message["role"] != "assistant"), len(chat))
     if dropped == len(chat):
@@ -167,7 +165,7 @@ def _from_alpaca(given: dict[str, Any], where: str) -> list[dict[str, str]]:
 
 def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
     ids = given["input_ids"]
-    columns = {
+    columns: dict[str, Any] = {
         "input_ids": ids,
         "loss_mask": given.get("loss_mask", [1] * len(ids) if isinstance(ids, list) else None),
         **{name: given[name] for name in ("document_ids", "rejected") if name in given},

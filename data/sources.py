@@ -92,6 +92,7 @@ def _splits_of_few(rows: list[dict[str, Any]]) -> dict[str, str]:
     ids = [row["id"] for row in rows if "split" not in row and "fault" not in row]
     if len(ids) < len(SPLITS) or {split_of(each) for each in ids} == set(SPLITS):
         return {}
+    # By the hash's rank, not its value: 30 documents may all hash to "train", but one of 30 is the first.
     ids.sort(key=lambda each: hashlib.sha256(each.encode()).digest())
     count = max(1, len(ids) // 20)
     names = ["validation"] * count + ["held-out"] * count + ["train"] * (len(ids) - 2 * count)
@@ -102,7 +103,6 @@ def documents(
     sources: Sequence[str],
     split: str | None,
     *,
-    max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the documents of one split, one source after the other, without exact duplicates.
@@ -110,12 +110,11 @@ def documents(
     Args:
         sources: see the module's docstring.
         split: "train", "validation" or "held-out"; None: all three.
-        max_package_bytes: for "python-sources": largest number of bytes of each top-level package.
         tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
     seen: set[bytes] = set()
     for source in parse(sources):
-        yield from _documents(read(source.location, max_package_bytes), split, tally or Tally(), seen)
+        yield from _documents(read(source.location), split, tally or Tally(), seen)
 
 
 def _documents(
@@ -160,11 +159,11 @@ def _digest(row: dict[str, Any]) -> bytes | None:
     return hashlib.sha256(_identity(row)).digest()[:16] if row.get("text", "x").strip() else None
 
 
-def _first_sources(locations: Sequence[str], max_package_bytes: int) -> dict[bytes, int]:
+def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
     """Map the digest of each document, except those of the last source, to the first source that has it."""
     first: dict[bytes, int] = {}
     for source, location in enumerate(locations[:-1]):
-        for row in read(location, max_package_bytes):
+        for row in read(location):
             digest = None if "fault" in row else _digest(row)
             if digest is not None:
                 first.setdefault(digest, source)
@@ -186,7 +185,6 @@ def token_documents(
     split: str | None,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    max_package_bytes: int = 2_000_000,
     tally: Tally | None = None,
     processes: int = 1,
 ) -> Iterator[dict[str, Any]]:
@@ -195,14 +193,15 @@ def token_documents(
     Sources without weights follow each other. With weights, each source has its share of the tokens at every point,
     up to one document, until the first source ends.
     """
-    parts, weights = streams(sources, split, max_package_bytes, tally)
+    parts, weights = streams(sources, split, tally)
+    # The streams are read in turn, each by processes of its own.
     each = max(1, processes // len(parts))
     rendered = [render(stream, tokenizer, tally, each) for stream in parts]
     return interleave(rendered, weights, lambda document: len(document["input_ids"]))
 
 
 def streams(
-    sources: Sequence[str], split: str | None, max_package_bytes: int, tally: Tally | None
+    sources: Sequence[str], split: str | None, tally: Tally | None
 ) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
     """Return one stream of documents, or one per source if they have weights, and the weights.
 
@@ -212,12 +211,12 @@ def streams(
     parsed = parse(sources)
     weights = [source.weight for source in parsed if source.weight is not None]
     if not weights:
-        return [documents(sources, split, max_package_bytes=max_package_bytes, tally=tally)], [1.0]
+        return [documents(sources, split, tally=tally)], [1.0]
     locations = [source.location for source in parsed]
-    first = cache(lambda: _first_sources(locations, max_package_bytes))
+    first = cache(lambda: _first_sources(locations))
 
     def stream(source: int) -> Iterator[dict[str, Any]]:
-        rows = read(locations[source], max_package_bytes)
+        rows = read(locations[source])
         # The first source keeps all its documents, so a single source is read once.
         earlier = (lambda digest: first().get(digest, source) < source) if source else (lambda digest: False)
         return _documents(rows, split, tally or Tally(), set(), earlier)
@@ -229,6 +228,7 @@ def interleave(streams: list[Iterator[Item]], weights: list[float], size: Callab
     """Yield from the stream that is furthest below its share, until that stream ends."""
     drawn = [0] * len(streams)
     while True:
+        # With weights 3 and 1 and items of size 1: streams 0, 1, 0, 0, 0, 1, 0, 0, ... After 4 items 3 and 1 are drawn.
         index = min(range(len(streams)), key=lambda i: drawn[i] / weights[i])
         item = next(streams[index], None)
         if item is None:

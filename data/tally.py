@@ -84,6 +84,7 @@ class Tally:
         self.kinds[error.kind] += 1
         if len(self.first) < _EXAMPLES:
             self.first.append(str(error))
+        # A file of the wrong kind has bad rows only; it need not be read to its end to say so.
         if self.bad >= _HOPELESS and self.bad > self.rows / 2:
             self.check("the first rows")
 

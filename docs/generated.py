@@ -67,7 +67,7 @@ def settings(section: str) -> str:
 def gpus(_: str) -> str:
     """Table of the GPUs that `--plan` knows."""
     header = ["name", "memory, GB", "bandwidth, TB/s", "TFLOP/s in 16 bits", "TFLOP/s in float32"]
-    return _table(header, ([name, *map(str, gpu)] for name, gpu in import_module("train.plan").GPUS.items()))
+    return _table(header, ([name, *map(str, gpu)] for name, gpu in import_module("train.gpus").GPUS.items()))
 
 
 def _default(value: Any) -> str:

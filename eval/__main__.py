@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
-from speculator.errors import run_command, start
-from speculator.terminal import working
+from speculator.commands import run_module
+from speculator.errors import start
 
 COMMANDS = ("tune", "compare", "gate", "lossless")
 """Subcommands; without one, `eval.run` measures and reports."""
@@ -15,12 +14,9 @@ COMMANDS = ("tune", "compare", "gate", "lossless")
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code; wrong input is one line on stderr and exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
-    name = next((command for command in COMMANDS if argv[:1] == [command]), None)
-    module = import_module(f"eval.{name or 'run'}")  # takes seconds, so after `start`
-    arguments = module.build_parser().parse_args(argv[1:] if name else argv)
-    title = f"eval {name}" if name else "eval"
-    with working(title):
-        return run_command(title, lambda: module.run(arguments))
+    if argv[:1] and argv[0] in COMMANDS:
+        return run_module(f"eval.{argv[0]}", f"eval {argv[0]}", argv[1:])
+    return run_module("eval.run", "eval", argv)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         return {"value": value, "low": None, "high": None}
     return {
         "value": value,
+        # Squares of the distances to the bounds add up as variances do; A's upper bound makes the difference small.
         "low": value - math.hypot(b["value"] - b["low"], a["high"] - a["value"]),
         "high": value + math.hypot(b["high"] - b["value"], a["value"] - a["low"]),
     }

@@ -124,7 +124,7 @@ def _compile_config() -> CompileConfig:
     config = CompileConfig()
     if not torch.accelerator.is_available():
         config.mode = "default"  # the other modes are about CUDA graphs
-        config._compile_all_devices = True
+        config._compile_all_devices = True  # type: ignore[assignment]
     return config
 
 
@@ -210,9 +210,11 @@ def measure_suite(
                 if max(map(len, prompts)) + max_new_tokens > target.context_length:
                     measured.turns_left_out += len(batch) * (turns - turn)
                     break
+            # By the prompt and the turn, so that a text does not depend on what was decoded before.
             seeded = replace(sampling, seed=sampling.seed + batch[0] + turn * len(suite.prompts))
             tries: dict[str, Timed] = {decoder.key: Timed() for decoder in table}
             for _ in range(repeats):
+                # Each decoder is first, second, ... equally often.
                 order = order[1:] + order[:1]
                 for decoder in order:
                     decoder.run(prompts, seeded, max_new_tokens, tries[decoder.key], stop_at)
@@ -224,6 +226,7 @@ def measure_suite(
             for given, answer in zip(answers, plain, strict=True):
                 given.append(answer[:-1] if answer[-1] in stop_at else answer)
             if number in cost_batches and not turn:
+                # Costs at the middle of the answers: they grow with the context.
                 halfway = [p + answer[: len(answer) // 2] for p, answer in zip(prompts, plain, strict=True)]
                 blocks = -(-_COST_BLOCKS // len(cost_batches))
                 for decoder in table:

@@ -18,10 +18,9 @@ from eval.metrics import paired_bootstrap
 from eval.servers import SERVERS, default_lengths
 from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
-from speculator import HeadDrafter, Sampling, Target, generate, load_head
+from speculator import HeadDrafter, Sampling, Target, generate, load_head, model_flags
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import load_drafter
-from speculator.cli import drafting
 from speculator.decoding.request import acceptance_length
 from speculator.drafters import Chain
 from speculator.errors import OneLineParser, refuse, show
@@ -36,7 +35,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="speculator eval gate", description=__doc__)
     parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
     parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
-    drafting.add_revision(parser, "OLD")
+    model_flags.add_revision(parser, "OLD")
     add_flags(parser, max_prompts=64)
     parser.add_argument(
         "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"
@@ -61,13 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_output_file("--output", arguments.output)
     share = arguments.guard_loss
     refuse((not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"))
-    target, sampling = drafting.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
+    target, sampling = model_flags.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
     folders = head_folder(arguments.old, arguments.speculator_revision), head_folder(arguments.new)
     heads = [load_head(folder, target) for folder in folders]
     suite = suite_of(arguments, arguments.suite, target)
     guard = suite_of(arguments, arguments.guard, target) if arguments.guard else None
     for each in filter(None, (suite, guard)):
         check_lengths(target, max(map(len, each.prompts)), arguments.max_new_tokens)
+    drafters: list[HeadDrafter]
     if arguments.server == "ours":
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]
     else:

@@ -30,12 +30,17 @@ def transformers_greedy(
     Returns the new tokens, their logits [S, V], and the largest difference to the logits of the same sequence
     processed `width` tokens at a time, at least the precision of the largest logit.
     """
-    ids = torch.tensor([prompt], device=target.device)
+    ids, start = (torch.tensor([each], device=target.device) for each in (prompt, target.text(prompt)))
+    # With an encoder the prompt is its source, and transformers continues the decoder's first tokens.
+    source = {"input_ids": ids} if target.encoder else {}
+    name = "decoder_input_ids" if target.encoder else "input_ids"
     eos = sorted(target.eos_token_ids) or None  # `as_loaded` drops the generation config
     with as_loaded(target):
         output = target.model.generate(
-            ids,
+            **source,
+            **{name: start},
             attention_mask=torch.ones_like(ids),
+            decoder_start_token_id=int(start[0, 0]) if source else None,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             use_cache=True,
@@ -46,15 +51,16 @@ def transformers_greedy(
         )
         logits = torch.cat(output.logits)
         text = output.sequences[:, :-1]
-        given = target.model(ids, use_cache=True)
+        given = target.model(**source, **{name: start}, use_cache=True)
+        # The new tokens again, `width` at a time as a verification reads them: only the rounding can differ.
         again = [given.logits[0, -1:]]
-        for start in range(len(prompt), text.shape[1], width):
-            cache = {target.cache_name: given[target.cache_name]}
-            given = target.model(text[:, start : start + width], use_cache=True, **cache)
+        for begin in range(start.shape[1], text.shape[1], width):
+            cache = {target.cache_name: given[target.cache_name], name: text[:, begin : begin + width]}
+            given = target.model(**source, use_cache=True, **cache)
             again.append(given.logits[0])
     difference = (torch.cat(again).double() - logits.double()).abs().max().item()
     precision = torch.finfo(target.dtype).eps * logits.abs().max().item()
-    return output.sequences[0, len(prompt) :].tolist(), logits, max(difference, precision)
+    return output.sequences[0, start.shape[1] :].tolist(), logits, max(difference, precision)
 
 
 def gaps(logits: Tensor) -> list[float]:  # [S, V] -> S
@@ -123,7 +129,7 @@ def greedy_checks(
         # Both runs process the same tokens up to their first difference, whose logits are still comparable.
         shared = min(common_prefix(drafted[-1], plain[-1]) + 1, len(drafted[-1]), len(plain[-1]))
         apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()
-        moved = max(moved, apart) if apart == apart else math.inf
+        moved = max(moved, apart) if apart == apart else math.inf  # a NaN would be lost in `max`
         positions += shared
     together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens)
     tolerance = 4 * rounding

@@ -16,8 +16,7 @@ from eval.checks import Check
 from eval.greedy_check import greedy_checks
 from eval.sampled_check import coupled_checks, sampled_checks
 from eval.suites import add_flags, check_flags, check_lengths, suite_of
-from speculator import Drafter, Target
-from speculator.cli import drafting
+from speculator import Drafter, Target, model_flags
 from speculator.decoding.drafter import Shape
 from speculator.decoding.verify import MATCH
 from speculator.device import dtype_name
@@ -33,7 +32,7 @@ def build_parser() -> OneLineParser:
     """Return the parser of `speculator eval lossless`."""
     parser = OneLineParser(prog="speculator eval lossless", description=__doc__)
     add_flags(parser, max_prompts=32)
-    drafting.add_flags(parser)
+    model_flags.add_flags(parser)
     parser.add_argument(
         "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
     )
@@ -52,11 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.temperature = arguments.temperature or [0.0, 1.0]
     check_flags(arguments)
     refuse_below(arguments, samples=100, sampled_prompts=1, max_new_tokens=3 if max(arguments.temperature) > 0 else 2)
-    drafting.check(arguments, required=True)
+    model_flags.check(arguments, required=True)
     check_output_file("--output", arguments.output)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
-    drafter = drafting.drafter(arguments, target)
+    drafter = model_flags.drafter(arguments, target)
     adaptive = _adaptive(arguments, target, drafter)
     suite = suite_of(arguments, arguments.suite, target)
     temperatures, rule = arguments.temperature, arguments.rule
@@ -95,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AdaptiveDrafter | None:
     """Make an adaptive drafter if no flag names a shape. It uses the step costs of one row, at which drafting pays."""
-    if not isinstance(drafter, HeadDrafter) or drafting.shaped(arguments):
+    if not isinstance(drafter, HeadDrafter) or model_flags.shaped(arguments):
         return None
     tuning = read_tuning(arguments.speculator, drafter.head)
     tuned = adaptive_drafter(drafter.head, target, tuning, temperatures=arguments.temperature)

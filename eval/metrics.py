@@ -117,7 +117,8 @@ def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int 
     """
     sums: dict[tuple[int, int], list[int]] = {}
     for prompt_length, steps in sequences:
-        length = prompt_length + 1  # the prefill's token
+        # A step of a text begins at its length so far: with 10 tokens of prompt, at 11, since the prefill gave one.
+        length = prompt_length + 1
         for step in steps:
             if not step.cut:
                 total = sums.setdefault(_bucket(length, trained_length), [0, 0])
@@ -138,6 +139,7 @@ def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int 
 
 def _bucket(length: int, edge: int | None) -> tuple[int, int]:
     """Bounds of the bucket of a length: 0 to 64, 64 to 128, ...; the bucket around `edge` is split there."""
+    # 100 has 7 bits, so its bucket ends at 2^7 = 128, and begins at 64.
     high = max(64, 1 << length.bit_length())
     low = high // 2 if high > 64 else 0
     if edge is not None and low < edge < high:
@@ -208,6 +210,7 @@ def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_le
 
 def rows_busy(timed: Timed) -> float:
     """Mean share of a batch's rows that still decode, over the steps until its slowest row ends."""
+    # Rows of 10, 6 and 2 steps: 18 of 3 * 10 are busy. Drafts end some rows earlier than others.
     useful = sum(len(row) for batch in timed.batches for row in batch.steps)
     return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches) if useful else 1.0
 

@@ -6,6 +6,7 @@ import base64
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -57,7 +58,7 @@ def write_page(report: dict, traces: Sequence[Trace], folder: Path) -> None:
 
 
 def page(report: dict, traces: Sequence[Trace], pictures: dict[str, bytes]) -> str:
-    """The page's HTML. Jinja escapes every text of a model, a file or a name."""
+    """The page's HTML."""
     lengths, captions = head_lengths(report), plots(report)
     prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row["name"], t.row["temperature"], t.prompt))]
     steps = [step for trace in traces for step in trace.steps]
@@ -69,14 +70,9 @@ def page(report: dict, traces: Sequence[Trace], pictures: dict[str, bytes]) -> s
         categories += [
             _category(row, part, lengths) for row in drafter_rows(rows) for part in row.get("categories", ())
         ]
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-    )
     several = len({row["batch_size"] for row in report["suites"]}) > 1
-    return environment.get_template("page.html").render(
+    return fill_template(
+        "page.html",
         headlines=headlines(report),
         facts=facts(report),
         warnings=report["warnings"],
@@ -89,6 +85,17 @@ def page(report: dict, traces: Sequence[Trace], pictures: dict[str, bytes]) -> s
         prompts=prompts,
         label=lambda row: label(row, lengths),
     )
+
+
+def fill_template(name: str, **values: Any) -> str:
+    """Fill a template of this folder. Jinja escapes every text of a model, a file or a name."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    return environment.get_template(name).render(**values)
 
 
 def _number(value: float | None, form: str = ".2f") -> Cell:

@@ -1,4 +1,4 @@
-"""The plots of a report, drawn from report.json."""
+"""The plots of a report and of the rounds of `speculator adapt`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from eval.report import decoder_lines, drafter_rows, groups, head_lengths, label, plots, reached
@@ -65,10 +67,35 @@ def draw_plots(report: dict, folder: Path) -> None:
             figure.legend(
                 found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 4), fontsize=8
             )
-        content = io.BytesIO()
-        figure.savefig(content, dpi=150)
-        write_bytes(folder / f"{name}.png", content.getvalue())
-        plt.close(figure)
+        _save(figure, folder / f"{name}.png", dpi=150)
+
+
+def plot_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write an .svg of the acceptance length of the old and the new head in each round of `speculator adapt`.
+
+    Args:
+        rounds: contents of the rounds' round.json.
+    """
+    figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    numbers = range(1, len(rounds) + 1)
+    old, new = zip(*(each["gate"]["suite"]["acceptance_length"] for each in rounds), strict=True)
+    axis.plot(numbers, old, "s-", color=_BASELINE, label="head before the round")
+    for loaded, fill, name in ((True, _COLOURS["head"], "new head, in use"), (False, "none", "new head, not in use")):
+        among = [n for n in numbers if (rounds[n - 1]["outcome"] == "in use") is loaded]
+        axis.plot(among, [new[n - 1] for n in among], "o", color=_COLOURS["head"], markerfacecolor=fill, label=name)
+    axis.set_xticks(numbers)
+    axis.set_xlabel("round")
+    axis.set_ylabel("acceptance length")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    _save(figure, file, metadata={"Date": None})
+
+
+def _save(figure: Figure, file: Path, **settings: Any) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format=file.suffix[1:], **settings)
+    write_bytes(file, content.getvalue())
+    plt.close(figure)
 
 
 def _height(name: str, rows: list[dict]) -> float:
@@ -106,7 +133,7 @@ def _speed(axis, rows: list[dict], lengths: set[int]) -> None:
 
 
 def _acceptance(axis, rows: list[dict], lengths: set[int]) -> None:
-    """Acceptance rate by draft position, of what a model drafts: lookup and mixed drafts have other positions."""
+    """Acceptance rate by draft position, of what a model drafts: lookup and hybrid drafts have other positions."""
     for row in drafter_rows(rows):
         if row["drafter"] in ("head", "draft_model"):
             rates = row["acceptance_by_position"][: reached(row)]

@@ -30,9 +30,8 @@ from eval.servers import SERVERS, default_lengths, server_decoders, server_log
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind
 from eval.traces import Trace, trace_suite
-from speculator import HeadDrafter, Sampling, Target, load_head
+from speculator import HeadDrafter, Sampling, Target, load_head, model_flags
 from speculator.checkpoints import head_folder
-from speculator.cli import drafting
 from speculator.device import dtype_name, hardware
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
@@ -49,7 +48,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="speculator eval", description=__doc__)
     add_flags(parser, max_prompts=32)
     parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
-    drafting.add_revision(parser)
+    model_flags.add_revision(parser)
     parser.add_argument(
         "--suite",
         action="append",
@@ -122,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.server_url:
         return serving.run(arguments)
     tracking.check(arguments.report_to)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
     head = load_head(folder, target)
     draft_model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None

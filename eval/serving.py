@@ -27,7 +27,7 @@ from speculator.files import make_folder, read_json, write_json
 from speculator.tables import markdown_table
 from speculator.vllm_counters import read_counters
 
-FORECAST = "forecast.json"
+FORECAST_FILE = "forecast.json"
 _REQUESTS = 8  # at a time
 
 
@@ -37,19 +37,19 @@ def write_forecast(folder: Path, evaluation: dict[str, Any]) -> None:
     Args:
         evaluation: an entry of the training log: what an evaluation found.
     """
-    depth = sum(name.startswith("eval_head") and name.endswith("/prefix_accuracy") for name in evaluation)
+    depth = sum(name.startswith("eval_position") and name.endswith("/prefix_accuracy") for name in evaluation)
     forecast = {
         "how": "teacher-forced, greedy, on validation rows",
         "acceptance_length": evaluation["eval_teacher_forced_acceptance_length"],
-        "accepted_per_draft": [evaluation[f"eval_head{i}/prefix_accuracy"] for i in range(depth)],
+        "accepted_per_draft": [evaluation[f"eval_position{i}/prefix_accuracy"] for i in range(depth)],
     }
-    write_json(folder / FORECAST, forecast)
+    write_json(folder / FORECAST_FILE, forecast)
 
 
 def commands_for_server(folder: Path, target: str) -> list[str]:
     """Lines about a head that was trained with servers: the forecast, and how vLLM serves and measures the head."""
     head, name = load_any(folder), shlex.quote(target)
-    forecast = read_json(folder / FORECAST)
+    forecast = read_json(folder / FORECAST_FILE)
     lines = [
         f"forecast of the acceptance length: {forecast['acceptance_length']:.2f} ({forecast['how']})",
         f"head:    {folder}",
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
                 )
         except openai.APIError as error:
             raise UserError(server.describe(error)) from None
-    forecast = read_json(head / FORECAST) if (head / FORECAST).is_file() else None
+    forecast = read_json(head / FORECAST_FILE) if (head / FORECAST_FILE).is_file() else None
     make_folder(arguments.output)
     write_json(arguments.output / "served.json", {"server": server.url, "suites": rows, "forecast": forecast})
     print(_table(rows, forecast))

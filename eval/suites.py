@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.prompts import Room, prompts
+from data.prompts import PromptLimits, prompts
 from data.readers import is_recorded, raw_rows
 from data.rows import content
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
+from speculator import model_flags
 from speculator.chat import DATA_DAY
-from speculator.cli import drafting
 from speculator.decoding.sampling import Sampling
 from speculator.errors import OneLineParser, UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
@@ -72,17 +72,17 @@ def load_suite(
     """
     if not source:
         raise UserError("--suite is empty; give a .jsonl or .txt file, a hub dataset or python-sources")
-    tokenizer, room = target.tokenizer, Room(target.name, target.context_length, max_new_tokens)
+    tokenizer, limits = target.tokenizer, PromptLimits(target.name, target.context_length, max_new_tokens)
     if source == PYTHON_SOURCES or _is_document(source):
-        return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
+        return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
     rows = list(raw_rows(source))
     if not rows:
         raise UserError(f"--suite {source}: no rows in it")
     if _is_text(rows[0][1]):
-        return held_out(source, tokenizer, prompt_tokens, max_prompts, room)
+        return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
     chat = not raw and tokenizer.chat_template is not None
     conversations = _interleave(_prompt(where, row, chat) for where, row in rows)
-    taken, left_out = room.take(
+    taken, left_out = limits.take(
         source, ((conversation.tokens(tokenizer), conversation) for conversation in conversations), max_prompts
     )
     return Suite(Path(source).name, [ids for ids, _ in taken], [conversation for _, conversation in taken], left_out)
@@ -110,6 +110,7 @@ def _prompt(where: str, row: Any, chat: bool) -> Prompt:
     if isinstance(row, dict) and not any(row.get(key) is not None for key in KEYS):
         row = content(row, where)  # the other formats of chats
     prompt = prompt_of(where, row)
+    # Up to and with the last user message: of [user, assistant, user, assistant] the first three.
     roles = [message.get("role") for message in prompt.messages]
     refuse(("user" not in roles, f"{where}: no message of the user"))
     messages = prompt.messages[: len(roles) - roles[::-1].index("user")]
@@ -133,13 +134,13 @@ def held_out(
     tokenizer: PreTrainedTokenizerBase,
     prompt_tokens: int,
     max_prompts: int,
-    room: Room | None = None,
+    limits: PromptLimits | None = None,
 ) -> Suite:
     """Prompts of the held-out split of python-sources and of recorded answers, or of all documents of a file."""
     recorded = is_recorded(Path(source))
     split = "held-out" if source == PYTHON_SOURCES or recorded else None
     tally = Tally(max_share=1.0) if recorded else None  # a killed writer leaves half a row
-    suite = from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, room=room, tally=tally)
+    suite = from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, limits=limits, tally=tally)
     if tally:
         tally.warn(source)
     return suite
@@ -152,8 +153,7 @@ def from_text(
     max_prompts: int,
     *,
     split: str | None,
-    room: Room | None = None,
-    max_package_bytes: int = 2_000_000,
+    limits: PromptLimits | None = None,
     tally: Tally | None = None,
 ) -> Suite:
     """Prompts of data sources: at most one cut of each document, and chats up to the user's last message.
@@ -162,8 +162,7 @@ def from_text(
         prompt_tokens: length of the prompts that are cut from text, special tokens included.
         max_prompts: limit of the suite.
         split: "validation" or "held-out", which training never uses; None uses every document.
-        room: leaves out prompts that do not fit the context.
-        max_package_bytes: as in the training.
+        limits: leaves out prompts that do not fit the context.
         tally: counts unusable rows (default: the first one raises).
     """
     name = ", ".join(Path(source.location).name for source in parse(sources))
@@ -174,8 +173,7 @@ def from_text(
         prompt_tokens,
         max_prompts,
         last_turn=True,
-        room=room,
-        max_package_bytes=max_package_bytes,
+        limits=limits,
         tally=tally,
     )
     if not found:
@@ -185,7 +183,7 @@ def from_text(
 
 def add_flags(parser: OneLineParser, max_prompts: int) -> None:
     """Add the flags of every measurement: the target, and the number and size of the prompts."""
-    drafting.add_target_flags(parser)
+    model_flags.add_target_flags(parser)
     parser.add_argument(
         "--max_prompts", type=int, default=max_prompts, help=f"prompts per suite (default: {max_prompts})"
     )

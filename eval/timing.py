@@ -103,9 +103,9 @@ def time_ours(
         engines[key] = engine
     # The first run of a shape captures graphs, which takes seconds: it is decoded again from the beginning.
     for _ in range(_TRIES):
-        engine.forget()
+        engine.forget()  # prefixes of the run before would be shared, and the prefill would be free
         prepared = Captured.prepared
-        restart_memory(target.device)
+        reset_peak_memory(target.device)
         synchronize()
         generation = engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at)
         if Captured.prepared == prepared:
@@ -172,7 +172,7 @@ def time_transformers(
         how["eos_token_id"] = list(stop_at)
     streamer = _FirstToken()
     torch.manual_seed(sampling.seed)
-    restart_memory(target.device)
+    reset_peak_memory(target.device)
     with as_loaded(target):
         synchronize()
         started = time.perf_counter()
@@ -214,19 +214,19 @@ def memory_kind(device: torch.device) -> str | None:
     """Kind of memory that `peak_memory` measures on this machine; None if it can't be measured per batch."""
     if device.type == "cuda":
         return "allocated on the device"
-    return "resident memory of the process" if _restart_resident() else None
+    return "resident memory of the process" if _reset_resident() else None
 
 
-def restart_memory(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak that `peak_memory` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        _restart_resident()
+        _reset_resident()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes since `restart_memory`, on the GPU or of the process (Linux; 0 elsewhere)."""
+    """Peak bytes since `reset_peak_memory`, on the GPU or of the process (Linux; 0 elsewhere)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
@@ -235,7 +235,7 @@ def peak_memory(device: torch.device) -> int:
     return 0
 
 
-def _restart_resident() -> bool:
+def _reset_resident() -> bool:
     with suppress(OSError):
         _CLEAR.write_text("5")  # resets the peak resident memory
         return True

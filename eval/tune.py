@@ -18,9 +18,8 @@ import torch
 
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
-from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
+from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head, model_flags
 from speculator.checkpoints.hub import is_hub_id
-from speculator.cli import drafting
 from speculator.drafters.costs import CostTable, entry_to_json
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.measure import StepSeconds, measure_costs, timed_steps
@@ -51,7 +50,7 @@ def build_parser() -> OneLineParser:
         required=True,
         help="folder of a head, to write decoding.json to; with --output, also a hub id",
     )
-    drafting.add_revision(parser)
+    model_flags.add_revision(parser)
     parser.add_argument("--suite", default=PYTHON_SOURCES, help="prompts to measure on (default: python-sources)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="file to write instead of decoding.json in the head's folder")
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_flags(arguments)
     check_rows(1, arguments.max_prompts)
     check_output_file("--output", output)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target, arguments.speculator_revision)
     suite = suite_of(arguments, arguments.suite, target)
     check_lengths(target, max(map(len, suite.prompts)), arguments.max_new_tokens)
@@ -119,6 +118,7 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
     trees: dict[str, list] = {}
     for kind in _KINDS:
         greedy = kind == "greedy"
+        # Tokens per plain step's time: E over the cost of drafting and verifying.
         speeds = {
             choice: expected_tokens(choice.acceptance[greedy]) / cost(choice.shape, choice.shape.nodes, greedy, 1)
             for choice in choices
@@ -166,6 +166,7 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
     for prompt, answer in texts:
         drafter, text = NgramDrafter(1), list(prompt)
         for token in answer:
+            # `size` is the length of the match that ends the text so far, `path` what followed it before.
             ((size, path),) = drafter.look([text])
             if size:
                 at = min(size, _LOOKUP_SIZES) - 1
@@ -241,6 +242,7 @@ def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> list[Node]:
             (acceptance[depth][rank] * (1 + best(depth + 1, 0, m - 1)[0]) + best(depth, rank + 1, budget - m)[0], m)
             for m in range(1, budget + 1)
         ]
+        # Of equally good splits the one with fewer nodes in this child: the tree stays wide.
         return max(options, key=lambda option: (option[0], -option[1]))
 
     def grow(path: Node, rank: int, budget: int) -> list[Node]:

@@ -18,19 +18,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from speculator.errors import OneLineParser, run_command, start
 from speculator.terminal import working
 from speculator.workshop import make_importable
 
-COMMANDS = ("generate", "serve", "adapt", "inspect", "export", "push")
+COMMANDS = {name: f"speculator.cli.{name}" for name in ("generate", "serve", "inspect", "export", "push")}
+COMMANDS["adapt"] = "train.adapt"
+"""Modules with `HELP`, `add_flags(parser)` and `run(arguments)`."""
 WORKSHOP = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__main__"}
-"""Commands of the packages of these names, which need the extra `train`."""
-_MODULES = {**WORKSHOP, "server-command": "train.server_command"}
+"""Packages whose commands have parsers of their own: modules with `main(argv)`."""
+_MAINS = {**WORKSHOP, "server-command": "train.server_command"}
 _SILENT = ("inspect", "export", "push")
 """Commands of `COMMANDS` that print nothing while they work."""
 _DISTRIBUTION = "speculator-llm"
@@ -41,13 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"speculator {_version()}")
-    parser.add_argument("command", choices=(*_MODULES, *COMMANDS))
+    parser.add_argument("command", choices=(*_MAINS, *COMMANDS))
     if not argv:
         parser.print_help()
         return 0
     command = parser.parse_args(argv[:1]).command
-    if command in _MODULES:
-        return _workshop(command)(argv[1:])
+    if command in _MAINS:
+        return _module(command).main(argv[1:])
     arguments = build_parser(command).parse_args(argv[1:])
     with working(command) if command in _SILENT else nullcontext():
         return run_command("speculator", lambda: arguments.run(arguments))
@@ -60,10 +62,14 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _workshop(command: str) -> Callable[[list[str]], int]:
+def _module(command: str) -> Any:
+    """Import the module of one command, which takes seconds; those of the workshop need the extra `train`."""
+    name = {**_MAINS, **COMMANDS}[command]
+    if name.startswith("speculator."):
+        return import_module(name)
     make_importable()
     try:
-        return import_module(_MODULES[command]).main
+        return import_module(name)
     except ModuleNotFoundError as error:
         print(
             f"speculator {command}: the package {error.name} is missing: pip install '{_DISTRIBUTION}[train]'",
@@ -73,8 +79,8 @@ def _workshop(command: str) -> Callable[[list[str]], int]:
 
 
 def build_parser(command: str) -> OneLineParser:
-    """Build the parser of one command."""
-    module = import_module(f"speculator.cli.{command}")  # takes seconds, so only the command that is asked for
+    """Build the parser of one of `COMMANDS`."""
+    module = _module(command)
     parser = OneLineParser(prog=f"speculator {command}", description=module.HELP)
     parser.set_defaults(run=module.run)
     module.add_flags(parser)

@@ -94,6 +94,31 @@ def clean_message(message: Any) -> Any:
     return message
 
 
+def clean_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat, each as `clean_message` returns it, or parse them from JSON text.
+
+    Raises:
+        UserError: they are not objects with text as "role" and "content"; a message with tool calls needs no content.
+    """
+    messages = from_json(messages)
+    cleaned = []
+    for number, given in enumerate(messages if isinstance(messages, list) else (), start=1):
+        try:
+            message = clean_message(given)
+        except UserError as error:
+            raise UserError(f"message {number} has {error}") from None
+        if not isinstance(message, dict):
+            break
+        for key in ("role", "content"):
+            needed = key == "role" or "content" in message or "tool_calls" not in message
+            if needed and not isinstance(message.get(key), str):
+                raise UserError(f'the "{key}" of message {number} is not a text')
+        cleaned.append(message)
+    if not cleaned or len(cleaned) < len(messages):
+        raise UserError('"messages" is not a list of objects')
+    return cleaned
+
+
 def clean_tools(tools: Any) -> Any:
     """Return tools as a list of objects, or None if there are none; they may be JSON text, whole or each."""
     tools = from_json(tools)

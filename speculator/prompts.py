@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import answer_message, chat_text, chat_tokens, clean_message, clean_tools, from_json
+from speculator.chat import answer_message, chat_text, chat_tokens, clean_messages, clean_tools
 from speculator.errors import UserError, check_text
 from speculator.files import read_rows
 
@@ -120,26 +120,16 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     if key == "prompt" and isinstance(value, list):  # TRL's conversational form
         key = "messages"
     if key == "messages":
-        value = [from_json(each) for each in value] if isinstance(value := from_json(value), list) else value
-    texts = value if key == "turns" else [value]
-    kind = dict if key == "messages" else str
-    items = value if key == "messages" else texts
-    if not isinstance(items, list) or not items or not all(isinstance(item, kind) for item in items):
-        raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
-    if key != "messages":
-        chat = key != "prompt" or isinstance(row.get("completion"), str)
-        return Prompt([_user(texts[0])], texts[1:], chat, None, category, where)
-    messages = []
-    for number, given in enumerate(items, start=1):
         try:
-            message = clean_message(given)
+            messages = clean_messages(value)
         except UserError as error:
-            raise UserError(f"{where}: message {number} has {error}") from None
-        # An assistant message with tool calls has no content.
-        if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
-            raise UserError(f'{where}: "content" of a message must be text')
-        messages.append(message)
-    return Prompt(messages, [], True, clean_tools(row.get("tools")), category, where)
+            raise UserError(f"{where}: {error}") from None
+        return Prompt(messages, [], True, clean_tools(row.get("tools")), category, where)
+    texts = value if key == "turns" else [value]
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
+    chat = key != "prompt" or isinstance(row.get("completion"), str)
+    return Prompt([_user(texts[0])], texts[1:], chat, None, category, where)
 
 
 def _user(content: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ _T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
 _BART = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4}
 _BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
 _BART |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-_BART |= {"forced_eos_token_id": None}
+_BART |= {"forced_eos_token_id": None, "tie_word_embeddings": False}
 _GEMMA = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
 _GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4, "max_position_embeddings": 64}
 _GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
@@ -59,12 +59,16 @@ def tiny_encoder_decoder(family: str, dtype: torch.dtype = torch.float32):
     """Make a random model whose distributions are far from uniform, and whose source matters."""
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(copy.deepcopy(CONFIGS[family])).to(dtype)
-    for parameter in model.parameters():
-        if parameter.ndim == 2 and family not in BY_DISTANCE:
-            parameter.data *= 4
-    for name, parameter in model.named_parameters():
-        if "relative_attention_bias" in name:
-            parameter.data *= 8
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2 and family in BY_TABLE:
+            weight.data *= 4
+        elif weight.ndim == 2:  # else the newest token's embedding alone decides
+            embedding, mixed = (
+                "shared" in name or "embed_tokens" in name,
+                "ttention.o." in name or "ttention.v." in name,
+            )
+            bias, others = "relative_attention_bias" in name, 4 if family in BY_ARGUMENT else 1
+            weight.data *= 8 if bias else 0.1 * others if embedding else 3 if mixed else others
     return model.eval()
 
 

@@ -14,7 +14,7 @@ from speculator import Target, generate
 from speculator.prompts import read_prompts
 from train.command_line import parse
 from train.config import ROOT
-from train.run import _run
+from train.run import run as run_all
 
 BASE_EOS = 7
 LONG = 60
@@ -55,13 +55,13 @@ def test_the_end_is_known_and_logged_once(folder, capsys):
     assert end in target.eos_token_ids
 
 
-def test_generate_stops(target, prompts):
+def test_generate_stops_at_the_end_token_of_the_template(target, prompts):
     end = target.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids = [prompt.tokens(target.tokenizer) for _, prompt in read_prompts(prompts)]
     check(generate(target, None, ids, max_new_tokens=LONG).tokens, end)
 
 
-def test_the_server_stops(target):
+def test_the_server_stops_at_the_end_token_of_the_template(target):
     end = target.tokenizer.convert_tokens_to_ids("<|im_end|>")
     with serving(target) as (url, _):
         answers = []
@@ -80,7 +80,7 @@ def answers_in(rows):
         yield from (row["input_ids"][a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
-def test_generated_data_stops(folder, target, prompts, tmp_path):
+def test_generated_data_stops_at_the_end_token_of_the_template(folder, target, prompts, tmp_path):
     end = target.tokenizer.convert_tokens_to_ids("<|im_end|>")
     flags = ["--target", str(folder), "--prompts", str(prompts), "--max_new_tokens", str(LONG)]
     assert data_main(["generate", *flags, "--output", str(tmp_path / "out")]) == 0
@@ -88,7 +88,7 @@ def test_generated_data_stops(folder, target, prompts, tmp_path):
 
 
 @pytest.mark.soak
-def test_stage_2_stops(folder, target, tmp_path, monkeypatch):
+def test_stage_2_stops_at_the_end_token_of_the_template(folder, target, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     end = target.tokenizer.convert_tokens_to_ids("<|im_end|>")
     rows = [[{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": "a"}] for i in range(300)]
@@ -112,5 +112,5 @@ def test_stage_2_stops(folder, target, tmp_path, monkeypatch):
     for stage in ("stage1", "stage2"):
         settings |= {f"{stage}.{name}": 2 for name in ("per_device_train_batch_size", "max_steps", "save_steps")}
         settings |= {f"{stage}.eval_steps": 2, f"{stage}.warmup_steps": 0, f"{stage}.logging_steps": 1}
-    _run(parse([word for key, value in settings.items() for word in (f"--{key}", str(value))]))
+    run_all(parse([word for key, value in settings.items() for word in (f"--{key}", str(value))]))
     check(list(answers_in(load_from_disk(str(tmp_path / "run" / "generated" / "rows")))), end)

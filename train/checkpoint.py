@@ -16,7 +16,7 @@ from speculator.errors import UserError, first_line
 from speculator.files import manifest_error
 
 METRIC = "eval_acceptance_length"
-FORECAST = "eval_teacher_forced_acceptance_length"
+FORECAST_METRIC = "eval_teacher_forced_acceptance_length"
 """Stands in for `METRIC` if the target is not decoded during training."""
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -56,6 +56,7 @@ def best(
     figures = {entry["step"]: entry[metric] for entry in history if metric in entry}
     there = numbered(stage)
     steps = [step for step in there if step in figures and planned(step, save_steps, max_steps)]
+    # The highest metric first, and of equal ones the earliest step.
     return _first_whole([there[step] for step in sorted(steps, key=lambda step: (-figures[step], step))])
 
 

@@ -54,7 +54,9 @@ def settings(config: RunConfig) -> None:
     if config.target.server:
         _server(config)
     elif config.target.parallel in SHARDED:
-        writes_nothing(config, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map")
+        check_writes_no_text(
+            config, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map"
+        )
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
         raise UserError(f"loss: at least one of {', '.join(losses)} must be above 0")
@@ -83,7 +85,7 @@ def _server(config: RunConfig) -> None:
     )
 
 
-def writes_nothing(config: RunConfig, why: str, instead: str = "") -> None:
+def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None:
     """Raise a UserError if a target that is not decoded, for the reason `why`, would write text."""
     wanted = (f"the source {SELF}", names_self(config.data.sources)), ("stage 2", bool(config.stage2.max_steps))
     for what in (name for name, asked in wanted if asked):

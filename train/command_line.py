@@ -179,9 +179,9 @@ def parse(argv: list[str]) -> RunConfig:
     config = _one_length(argv, config)
     if not config.speculator.warm_start:
         return config
-    from train.initialise import with_shape_of_start  # imports torch
+    from train.initialise import with_settings_of_start  # imports torch
 
     try:
-        return with_shape_of_start(config, vars(given.speculator))
+        return with_settings_of_start(config, vars(given.speculator))
     except (UserError, OSError) as error:
         _fail(str(error))

@@ -107,8 +107,6 @@ class DataConfig:
     """Tokens per row; 0 takes the target's context, at most 4,096."""
     max_tokens: PositiveInt | None = None
     """Maximum number of training tokens (default: all)."""
-    max_package_bytes: PositiveInt = 2_000_000
-    """Maximum number of bytes of each top-level package, for python-sources."""
     raw: bool = False
     """Never apply the target's chat template: prompts and completions stay text."""
     max_bad_rows: ClosedUnitInterval = 0.05
@@ -140,7 +138,7 @@ class LossConfig:
 
 @dataclass
 class StageConfig:
-    """One stage of training, in transformers' names."""
+    """One stage of training. Fields named as in transformers' `TrainingArguments` are passed to it as they are."""
 
     max_steps: NonNegativeInt = 1000
     """Optimiser steps, unless epochs is set."""

@@ -49,7 +49,7 @@ _TEMPLATE = (
 Stage = TypeVar("Stage", bound=StageConfig)
 
 
-def rehearse(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
+def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
     """Run the config on stand-ins in a temporary folder, and print what was done.
 
     The first rows of local sources are read. The files of the target and its adapter, hub datasets and
@@ -181,6 +181,7 @@ def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
         str(folder / f"source{number}") + (f"@{source.weight}" if source.weight else "")
         for number, source in enumerate(parse(config.data.sources))
     ]
+    # A row of L tokens has labels for N positions from L = N + 2 on.
     length = max(_LENGTH, config.speculator.n_predict + 2)
     prompt = length // 2
     generate = replace(
@@ -250,4 +251,4 @@ def _done(config: RunConfig, run: Path) -> Iterator[str]:
             yield f"{name} on stand-ins: one step and an evaluation; checkpoint and head written"
     rows = json.loads((run / "eval" / "report.json").read_text())["suites"]
     yield f"evaluation on stand-ins: {len(rows)} rows of a report; nothing is kept"
-    yield "memory, time and disk of the real run: --plan"
+    yield "memory and time of the real run: --plan"

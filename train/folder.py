@@ -1,4 +1,4 @@
-"""The folder of a run: config.yaml identifies the run, and nothing else is overwritten."""
+"""The folder of a run: its lock, and config.yaml, which says what a resumed run must have in common with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that a result depends on."""
+    """Return the settings that the result of a run depends on, as YAML values."""
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
     del settings["data"]["num_proc"]
     # Any servers of the target will do, so their addresses do not matter.
@@ -40,15 +40,15 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
-    """Raise a UserError if the folder holds anything but this run, finished or not.
+def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
+    """Raise a UserError unless the folder is new, or holds this run, finished or not.
 
-    These changes keep the run the same: `report_to`; stage 2 until it begins; an accumulation that gives another number
-    of processes the same rows per optimiser step.
+    A run stays the same if `report_to` changes, or stage 2 before it begins. Another number of processes needs a
+    `gradient_accumulation_steps` that keeps the rows per optimiser step.
     """
     record = folder / _RECORD
     if not record.exists():
-        if folder.exists() and (not folder.is_dir() or any(not _is_passing(path) for path in folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(not _is_temporary(path) for path in folder.iterdir())):
             raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir")
         return
     found, now = _read(record), _settings(config)
@@ -58,6 +58,7 @@ def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
         free.append("stage2")
     before |= {name: now[name] for name in free}
     for stage in ("stage1", "stage2"):
+        # 4 steps on 2 processes are the rows of 8 steps on 1: the product counts.
         steps = now[stage][_ACCUMULATION]
         if before[stage].get(_ACCUMULATION, 0) * found["processes"] == steps * processes:
             before[stage][_ACCUMULATION] = steps
@@ -65,22 +66,23 @@ def refuse_foreign(folder: Path, config: RunConfig, processes: int) -> None:
     if difference and not config.overwrite_output_dir:
         raise UserError(
             f"{folder} holds a run with another {difference}; choose another --output_dir, such as "
-            f"{_unused(folder)}; --overwrite_output_dir deletes the run that is there"
+            f"{_unused_name(folder)}; --overwrite_output_dir deletes the run that is there"
         )
 
 
-def _unused(folder: Path) -> Path:
+def _unused_name(folder: Path) -> Path:
     """The first of FOLDER-2, FOLDER-3, ... that does not exist."""
     return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 
-def _is_passing(path: Path) -> bool:
+def _is_temporary(path: Path) -> bool:
+    """Return whether a file is none of a run's: what a killed process left, or the lock."""
     return is_partial(path) or path.name == _LOCK
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Create a run's folder and lock it; raise a UserError if another process holds the lock."""
+def locked(folder: Path) -> Iterator[None]:
+    """Create a run's folder and lock it for the block; raise a UserError if another process has locked it."""
     make_folder(folder)
     lock = FileLock(folder / _LOCK)
     acquire(lock, f"{folder}: another process is running this; wait for it, or choose another --output_dir")
@@ -91,6 +93,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _read(record: Path) -> dict[str, Any]:
+    """Return the content of config.yaml; raise a UserError if it is damaged or no run's."""
     try:
         read = yaml.safe_load(read_text(record))
         stages = [read["settings"][name] for name in ("stage1", "stage2")]
@@ -102,11 +105,16 @@ def _read(record: Path) -> dict[str, Any]:
     return read
 
 
-def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[str, str] | None = None) -> None:
-    """Write config.yaml, after deleting what --overwrite_output_dir replaces.
+def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: dict[str, str] | None = None) -> None:
+    """Write config.yaml into a new run's folder, or update that of a resumed run.
+
+    With `overwrite_output_dir` the folder is emptied before.
 
     Args:
-        fingerprints: fingerprints of the run's inputs by name. A run whose inputs changed since it began is refused.
+        fingerprints: fingerprints of the run's inputs by name.
+
+    Raises:
+        UserError: an input has changed since the run began.
     """
     record = folder / _RECORD
     if config.overwrite_output_dir:
@@ -121,13 +129,8 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
                 f"{folder}: changed since this run began: {', '.join(changed)}; --overwrite_output_dir starts again"
             )
         if begun | now != begun:
-            was, has = _batches(begun), _batches(now)
-            others = [
-                f"{has[stage]} in {stage}, before {was[stage]}"
-                for stage in has
-                if was.get(stage, has[stage]) != has[stage]
-            ]
-            if others:
+            was, has = _rows_per_step(begun), _rows_per_step(now)
+            if others := [f"{has[s]} in {s}, before {was[s]}" for s in has if was.get(s, has[s]) != has[s]]:
                 log(f"{folder}: rows per optimiser step changed: {', '.join(others)}")
             write_text(record, yaml.safe_dump(begun | now, sort_keys=False))
         return
@@ -143,15 +146,15 @@ def claim(folder: Path, config: RunConfig, processes: int, fingerprints: dict[st
     write_text(record, yaml.safe_dump(facts, sort_keys=False))
 
 
-def _batches(record: dict[str, Any]) -> dict[str, int]:
-    """Rows per optimiser step of each stage that the run has, over all processes."""
+def _rows_per_step(record: dict[str, Any]) -> dict[str, int]:
+    """Return the rows per optimiser step, over all processes, of each stage that the run has."""
     stages = {name: own for name in ("stage1", "stage2") if (own := record["settings"][name])["max_steps"]}
     rows = {name: own["per_device_train_batch_size"] * own[_ACCUMULATION] for name, own in stages.items()}
     return {name: count * record["processes"] for name, count in rows.items()}
 
 
 def _empty(folder: Path) -> None:
-    """Delete a folder's content, its record last: if this is interrupted, the folder is still known as a run's."""
+    """Delete a folder's content, config.yaml last: if this is interrupted, the folder still counts as a run's."""
     try:
         for path in sorted(folder.iterdir() if folder.exists() else (), key=lambda path: path.name == _RECORD):
             if path.name == _LOCK:
@@ -165,7 +168,7 @@ def _empty(folder: Path) -> None:
 
 
 def rows_fingerprint(rows: datasets.Dataset) -> str:
-    """Fingerprint of all columns of the rows."""
+    """Return 16 hexadecimal digits of a hash over all columns of the rows."""
     digest = hashlib.sha256()
     for table in rows.with_format("arrow").iter(batch_size=1000):
         for name in table.column_names:
@@ -177,11 +180,12 @@ def rows_fingerprint(rows: datasets.Dataset) -> str:
 
 
 def prompts_fingerprint(prompts: list[list[int]]) -> str:
-    """Fingerprint of the tokens of all prompts."""
+    """Return 16 hexadecimal digits of a hash over the tokens of all prompts."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
 
 def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
+    """Describe the first setting that differs, as "stage1.max_steps (100, not 200)"; None if all are equal."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in before if key not in now)]:
             found = _first_difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)

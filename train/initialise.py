@@ -28,7 +28,7 @@ _SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
 """Config fields of every architecture that `HeadOptions` names."""
 
 
-def with_shape_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
+def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
     """Take the architecture, the sizes and the options that are not given from the head of a warm start.
 
     Args:
@@ -83,6 +83,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
     }
     where = start_of(config)
     start = None if where is None else bind(load_any(where), target, str(where))
+    # Whatever has drawn random numbers before, a resumed run starts from the same head.
     torch.manual_seed(config.seed)
     if target.tokenizer and start is None and "mask_token_id" in head_class(options).config_class.own_options():
         counts = count_tokens(rows, target.vocab_size, with_loss=False)
@@ -144,6 +145,7 @@ def check_options(options: HeadOptions) -> SpeculatorConfig:
     """
     if options.warm_start:
         recognise(head_folder(options.warm_start, options.warm_start_revision))
+    # Larger than any target, so that only values which no target could have are refused.
     stand_in = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
     return head_config(dataclasses.replace(options, draft_vocab_size=0), stand_in)
 

@@ -42,6 +42,7 @@ def install() -> None:
 
 def _watch(reader: int) -> None:
     while True:
+        # The C handler writes the signal's number into the pipe, even while the main thread is inside a library.
         (number,) = os.read(reader, 1)
         if number == signal.SIGTERM and _saves.is_set():
             _stop.set()
@@ -55,7 +56,7 @@ def _watch(reader: int) -> None:
             os._exit(_CODES[signal.Signals(number)])
 
 
-def say_when_interrupted(line: str) -> None:
+def print_when_interrupted(line: str) -> None:
     """Print a line when a signal ends the process; on the first process of a launch only."""
     global _last_words
     _last_words = line if os.environ.get("RANK", "0") == "0" else ""

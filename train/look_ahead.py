@@ -62,8 +62,10 @@ class LookAhead:
         """Wait for the states of a batch, and measure; see `PendingStates.result`."""
         pending, asked_at = batch[STATES], time.perf_counter()
         states = pending.result()
+        # Between two takes the head trains; before the first one nothing is known, so one batch is ahead.
         head = asked_at - self._taken_at if self._taken_at else pending.seconds
         self._taken_at = time.perf_counter()
+        # As many batches as the head trains on while one is answered.
         self._depth = min(max(1, ceil(pending.seconds / max(head, 1e-3))), _MOST)
         self._waited, self._trained = self._waited + self._taken_at - asked_at, self._trained + head
         return states
@@ -75,7 +77,7 @@ class LookAhead:
         return waited / max(waited + trained, 1e-9)
 
 
-class LookingAhead:
+class LookAheadLoader:
     """A data loader whose batches have their `PendingStates`."""
 
     def __init__(self, loader: Any, look_ahead: LookAhead):

@@ -78,7 +78,7 @@ def loss_per_token(
     if target is None:
         return loss, None
     accepted = None
-    divergence = kl(log_q, target) if weights.kl or weights.lk else None
+    divergence: Any = kl(log_q, target) if weights.kl or weights.lk else None
     if weights.kl:
         loss = loss + weights.kl * divergence
     if weights.total_variation or weights.lk:
@@ -201,6 +201,8 @@ class ChunkedLoss:
                 z = _logits([x[span].contiguous().to(dtype) for x, _ in terms], matrices)
                 q[i, span] = cross_entropy(z.float().log_softmax(-1), labels[i, span]).neg().exp()
         counted = labels != IGNORE
+        # Labels of one draft lie in different columns, because `labels` is arranged by what predicts them. `slots` says
+        # to which token of which draft a label belongs: scatter them there, weigh each draft, and gather them back.
         size = shape[0] * shape[1]
         places = torch.where(counted, slots, size).flatten()  # labels to ignore share a place after the others
         by_slot = q.new_zeros(size + 1).index_copy(0, places, (q * (labels >= 0)).flatten())
@@ -219,6 +221,7 @@ class ChunkedLoss:
         predictors: Tensor | None = None,
     ) -> TokenLosses:
         features = [[x.contiguous() for x, _ in terms] for terms in logits]  # products of strided views are slow
+        # Steps often share one matrix: it is passed, cast and differentiated once.
         matrices = list({id(matrix): matrix for terms in logits for _, matrix in terms}.values())
         order = {id(matrix): j for j, matrix in enumerate(matrices)}
         call = _Call(
@@ -314,12 +317,12 @@ class _Chunked(torch.autograd.Function):
                         users[j].append((i, x))
                     else:
                         _add_outer(d_matrix, z, x)
-            for d_matrix, given in zip(d_matrices, users, strict=True):
-                if given and d_matrix is not None:
+            for d_matrix, terms in zip(d_matrices, users, strict=True):
+                if terms and d_matrix is not None:
                     # One product for all steps that share the matrix: its gradient is as large as the vocabulary times
                     # I, and would be read and written once per step otherwise.
-                    own = every if len(given) == steps else every[[i for i, _ in given]]
-                    _add_outer(d_matrix, own.flatten(0, 1), torch.cat([x for _, x in given]))
+                    own = every if len(terms) == steps else every[[i for i, _ in terms]]
+                    _add_outer(d_matrix, own.flatten(0, 1), torch.cat([x for _, x in terms]))
         ctx.missing = [d_matrix is None for d_matrix in d_matrices]
         ctx.save_for_backward(*(x for xs in d_features for x in xs), *(x for x in d_matrices if x is not None))
         ctx.mark_non_differentiable(loss, hits, accepted)
@@ -330,6 +333,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, d_objective: Tensor, *_: Tensor):
         # In place: the saved gradients are used once, and are as large as the matrices.
         gradients = [gradient.mul_(d_objective) for gradient in ctx.saved_tensors]
+        # The last gradients are those of the matrices that have one; the others were not saved.
         count = len(gradients) - ctx.missing.count(False)
         d_matrices = iter(gradients[count:])
         return None, *gradients[:count], *(None if missing else next(d_matrices) for missing in ctx.missing)
@@ -404,11 +408,11 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
     """
     figures: dict[str, float] = {}
     for name, (total, count) in sums.items():
-        means = (total / count.clamp_min(1)).tolist()
+        means: Any = (total / count.clamp_min(1)).tolist()
         if name == "objective":
             figures["loss"] = means
             continue
-        figures |= {f"head{i}/{name}": mean for i, mean in enumerate(means)}
+        figures |= {f"position{i}/{name}": mean for i, mean in enumerate(means)}
         if name == "prefix_accuracy":
             figures["teacher_forced_acceptance_length"] = 1 + sum(means)
         if name == "prefix_overlap":

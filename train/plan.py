@@ -1,4 +1,4 @@
-"""Memory, time and disk that a run needs, estimated by formula before anything is loaded: `train.py --plan 8xH100`.
+"""Memory and time that a run needs, estimated by formula before anything is loaded: `train.py --plan 8xH100`.
 
 Only the target's config is read. Weights are counted on torch's meta device; activations follow from a few constants
 that were calibrated on an H100 (docs/lab/h100.md). The allocator and CUDA itself take about a GB more.
@@ -6,11 +6,9 @@ that were calibrated on an H100 (docs/lab/h100.md). The allocator and CUDA itsel
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +25,7 @@ from speculator.target.kv_cache import BUCKETS
 from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.sharding import divided
 from train.config import HERE, RunConfig, StageConfig
+from train.gpus import Place, place_of
 from train.initialise import head_config
 from train.losses import chunk_tokens
 from train.sharded_adam import largest_share
@@ -34,78 +33,19 @@ from train.sizes import expected_rows, with_steps
 
 _USUAL_MFU = 0.33
 """Share of the peak that recipes reached on an H100: 29 to 38%."""
-_TIMES = "times are at a third of the GPU's peak, as measured on an H100 for training; generation is not measured"
-
-
-class Gpu(NamedTuple):
-    """A GPU maker's figures: GB of memory, TB/s, and dense TFLOP/s in 16 bits and in float32."""
-
-    memory: int
-    bandwidth: float
-    half: float
-    single: float
-
-
-GPUS = {
-    "B200": Gpu(180, 8.0, 2250, 75),
-    "H200": Gpu(141, 4.8, 989, 67),
-    "H100": Gpu(80, 3.35, 989, 67),
-    "A100": Gpu(80, 2.04, 312, 19.5),
-    "L40S": Gpu(48, 0.864, 362, 91.6),
-    "A10G": Gpu(24, 0.6, 70, 35),
-    "L4": Gpu(24, 0.3, 121, 30.3),
-    "RTX 4090": Gpu(24, 1.008, 165, 82.6),
-    "RTX 3090": Gpu(24, 0.936, 71, 35.6),
-    "V100": Gpu(32, 0.9, 125, 15.7),
-    "T4": Gpu(16, 0.32, 65, 8.1),
-}
+_TIMES = "(a third of the GPU's peak, as measured on an H100 for training; generation is not measured)"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Processes, each on one device.
-
-    Attributes:
-        memory: bytes of a device; None: unknown, as on a CPU.
-        gpu: its maker's figures, if known.
-    """
-
-    processes: int
-    name: str = "CPU"
-    memory: int | None = None
-    gpu: Gpu | None = None
-
-
-def gpu_named(name: str) -> str | None:
-    """Find the entry of `GPUS` that a device's name contains."""
-    return next((known for known in GPUS if re.search(rf"(?<!\w){known}(?!\d)", name)), None)
-
-
-def place_of(wanted: str, processes: int) -> Place:
-    """The devices of this machine, or the GPUs of a text such as 8xH100."""
-    if wanted != HERE:
-        named = re.fullmatch(r"(?:([1-9]\d{0,5})\s*x\s*)?([^,]+)", wanted)
-        name = named and gpu_named(named[2].upper())
-        if not named or not name:
-            raise UserError(f"--plan {wanted}: name a GPU as in 8xH100; known: {', '.join(GPUS)}")
-        return Place(int(named[1] or 1), name, GPUS[name].memory * 10**9, GPUS[name])
-    if not torch.cuda.is_available():
-        return Place(processes)
-    own = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = gpu_named(own.name)
-    return Place(processes, own.name, own.total_memory, GPUS[known] if known else None)
-
-
-@dataclass(frozen=True)
-class Writing:
-    """What the target writes in one phase of a run, at most.
+class GeneratedText:
+    """Text that the target generates in one phase of a run, at its largest.
 
     Attributes:
         rows: number of rows.
         batch_size: rows decoded together.
         length: tokens of a row, prompt included.
-        new: tokens of a row that the target writes.
-        depth: G of the drafts; 0: plain decoding.
+        new: new tokens of a row.
+        depth: number of speculative tokens per step (G); 0: plain decoding.
     """
 
     rows: int
@@ -120,8 +60,8 @@ def context_of(target: PreTrainedConfig | None) -> int | None:
     return getattr(target.get_text_config(), "max_position_embeddings", None) if target else None
 
 
-def writings(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, Writing]:
-    """Return what the target writes before training ("self") and between stages ("generating"), where it writes."""
+def generated_texts(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, GeneratedText]:
+    """Return the text that the target generates, by phase: "self" before training, "generating" between the stages."""
     found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
     chat = own.max_prompt_tokens + own.max_new_tokens
 
@@ -130,14 +70,14 @@ def writings(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, Wr
 
     if names_self(config.data.sources):
         length = capped(own.turns * chat)
-        found[SELF] = Writing(own.max_rows, own.batch_size, length, length)
+        found[SELF] = GeneratedText(own.max_rows, own.batch_size, length, length)
     if config.stage2.max_steps:
         alone = only_self(config.data.sources)
         prompt, turns = (own.max_prompt_tokens, own.turns) if alone else (generate.prompt_tokens, 1)
         length = capped(turns * (prompt + generate.max_new_tokens))
         new = length if alone else min(generate.max_new_tokens, length)
         depth = generate.num_speculative_tokens or config.speculator.n_predict
-        found["generating"] = Writing(generate.max_rows, generate.batch_size, length, new, depth)
+        found["generating"] = GeneratedText(generate.max_rows, generate.batch_size, length, new, depth)
     return found
 
 
@@ -153,9 +93,24 @@ def target_config(config: RunConfig) -> PreTrainedConfig:
 
 
 class Plan:
-    """The estimates for one run.
+    """Estimated memory and time of one run; `str(plan)` is what `--plan` prints.
 
-    Symbols: V vocabulary, D target hidden size, I inner size of the head, N steps, T tokens of a micro-batch.
+    Phases are named "self" and "generating" (the target generates text), "stage1" and "stage2" (the head is trained).
+
+    Args:
+        config: the run's.
+        target: the target's config; its weights are not read.
+        place: the processes and their devices.
+
+    Attributes:
+        weights, active: number of the target's weights, and of those that a token is multiplied by.
+        trained: number of the head's trainable weights.
+        size: bytes of a target's weight.
+        generated, stages: text to generate and settings of training, by phase.
+        unknown: stages whose number of rows is not known yet.
+
+    Raises:
+        UserError: the target's family, or a target over several devices of one process, can't be planned.
     """
 
     def __init__(self, config: RunConfig, target: PreTrainedConfig, place: Place):
@@ -182,8 +137,8 @@ class Plan:
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.head_module = head
-        self.writings = writings(config, target)
-        generated = self.writings.get("generating")
+        self.generated = generated_texts(config, target)
+        generated = self.generated.get("generating")
         rows = {"stage1": expected_rows(config), "stage2": generated.rows if generated else None}
         self.stages: dict[str, StageConfig] = {
             name: with_steps(stage, rows[name] or 0, place.processes) if stage.epochs and rows[name] else stage
@@ -200,13 +155,13 @@ class Plan:
         return stored if here and isinstance(stored, torch.dtype) else torch.float32
 
     def length(self, stage: str) -> int:
-        """Tokens of a stage's training row."""
-        return self.config.data.seq_length if stage == "stage1" else self.writings["generating"].length
+        """Return the number of tokens of a stage's training rows."""
+        return self.config.data.seq_length if stage == "stage1" else self.generated["generating"].length
 
     # ---- memory
 
     def memory(self) -> dict[str, Counter[str]]:
-        """Peak bytes of each part in one process, by phase of the run."""
+        """Return the peak bytes of each part in one process, by phase of the run: {phase: {part: bytes}}."""
         # Of N processes that share a target each has 1/N of the body, and the whole output matrix.
         target = 2 * self.table * self.size if self.served else self.weights * self.size // self.shards
         if self.shards > 1:  # the output matrix is whole in every process
@@ -220,13 +175,16 @@ class Plan:
         training = Counter({"head's weights and gradients": 8 * self.trained, "moments": moments})
         needs = {name: always + training + self._micro_batch(name) for name in self.stages}
         frozen = Counter({"head's weights and gradients": self.size * self.trained})
-        for name, own in () if self.served else self.writings.items():
+        for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own
             needs[name] = always + (frozen if own.depth else Counter()) + self._decoding(own, caches)
         return needs
 
     def _micro_batch(self, name: str) -> Counter[str]:
-        """Activations of one micro-batch; the target's forward pass and the loss don't peak together."""
+        """Return the bytes of one micro-batch's activations by part.
+
+        The target's forward pass and the head's loss don't peak together: only the larger one counts.
+        """
         stage, text = self.stages[name], self.text
         tokens = stage.per_device_train_batch_size * self.length(name)
         inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
@@ -254,7 +212,8 @@ class Plan:
         )
         return Counter({"hidden states": states, peak[0]: peak[1]})
 
-    def _decoding(self, own: Writing, caches: int) -> Counter[str]:
+    def _decoding(self, own: GeneratedText, caches: int) -> Counter[str]:
+        """Return the bytes of `caches` KV caches and of the logits while the target generates text."""
         text, bucket = self.text, BUCKETS.get("cuda" if self.place.memory else "cpu", 1)
         heads = getattr(text, "num_attention_heads", 1)  # recurrent layers count as attention: their states are smaller
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -284,19 +243,21 @@ class Plan:
                     f"{advice or f'take a smaller {rows}'}"
                 )
 
-    # ---- time and disk
+    # ---- time
 
     def tokens(self) -> dict[str, int]:
-        """Tokens of all processes: trained on, or at most written."""
-        counts = {name: own.rows * own.new for name, own in self.writings.items()}
+        """Return the tokens of each phase over all processes: trained on, or generated at most."""
+        counts = {name: own.rows * own.new for name, own in self.generated.items()}
         for name, stage in self.stages.items():
             rows = stage.max_steps * stage.gradient_accumulation_steps * stage.per_device_train_batch_size
             counts[name] = rows * self.length(name) * self.place.processes
         return {name: counts[name] for name in (SELF, "stage1", "generating", "stage2") if name in counts}
 
     def seconds_per_token(self, name: str) -> float:
-        """Seconds for the operations of a stage's token at the GPU's peak: one forward pass of the target, forward and
-        backward pass of the head. MFU is this over the measured time."""
+        """Return the seconds that a token of a stage takes at the GPU's peak. MFU is this over the measured time.
+
+        Counted are one forward pass of the target, and forward and backward pass of the head.
+        """
         assert self.place.gpu is not None
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
         text = self.text
@@ -310,39 +271,27 @@ class Plan:
         return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)
 
     def seconds(self, name: str) -> float:
-        """Lower bound of a phase's seconds: operations at the GPU's peak, or reading the weights at its bandwidth."""
+        """Return a lower bound of a phase's seconds.
+
+        Training: all operations at the GPU's peak. Generating: reading the weights in each step, at its bandwidth.
+        """
         assert self.place.gpu is not None
         if name in self.stages:
             return self.tokens()[name] / self.place.processes * self.seconds_per_token(name)
-        own = self.writings[name]
+        own = self.generated[name]
         # At best every draft is accepted as a whole: 1 + G tokens per step.
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
         return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
 
-    def _expected(self, name: str) -> str:
-        if self.served and name in self.writings:
-            return "by the servers"
-        return _time(self.seconds(name) / _USUAL_MFU) + " without waiting for servers" * self.served
+    def _runs_here(self, name: str) -> bool:
+        return not (self.served and name in self.generated)
 
     def _for_servers(self) -> str:
-        """What the servers of the target have to hold, compute and send."""
+        """Return a line about what the target's servers have to hold, compute and send."""
         inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
         state = inputs * self.text.hidden_size * self.size
         weights = f"{gigabytes(self.weights * self.size)} GB of weights in {dtype_name(self.dtype)}"
         return f"servers: {weights}; per token {2 * self.active / 1e9:,.1f} GFLOP and {state / 1024:,.1f} KiB of states"
-
-    def disk(self) -> dict[str, int]:
-        """Bytes that the run leaves on disk."""
-        found = {}
-        for name, stage in self.stages.items():
-            kept = min(
-                stage.save_total_limit + 1, ceil(stage.max_steps / stage.save_steps)
-            )  # one before the oldest goes
-            found[f"{name}: {kept} checkpoints"] = 12 * self.trained * kept
-        found["best heads"] = 4 * self.trained * (1 + len(self.stages))
-        if own := self.writings.get("generating"):
-            found["generated rows"] = 5 * own.rows * own.length
-        return found
 
     def __str__(self) -> str:
         place, needs = self.place, self.memory()
@@ -354,11 +303,6 @@ class Plan:
         memory.append(["total", *map(gigabytes, totals)])
         if place.memory is not None:
             memory.append(["fits", *("yes" if total <= place.memory else "NO" for total in totals)])
-        work = [
-            [name, f"{count:,}", *([self._expected(name)] if place.gpu else [])]
-            for name, count in self.tokens().items()
-        ]
-        header = ["phase", "tokens", *(["expected time"] if place.gpu else [])]
         shards = f", each with 1/{self.shards} of the target ({self.config.target.parallel})" if self.shards > 1 else ""
         has = f" of {gigabytes(place.memory)} GB" if place.memory else ""
         return "\n".join(
@@ -371,17 +315,22 @@ class Plan:
                 "",
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 "",
-                markdown_table(header, work),
-                *([_TIMES] if place.gpu else []),
+                "tokens: " + ", ".join(f"{name} {count:,}" for name, count in self.tokens().items()),
+                *([self._expected_time()] if place.gpu else []),
                 *(f"{name}: the size of the data is not known yet; figures for max_steps" for name in self.unknown),
-                "",
-                markdown_table(("disk, GB", ""), [[name, gigabytes(size)] for name, size in self.disk().items()]),
             ]
         )
 
+    def _expected_time(self) -> str:
+        """Return a line about the time of each phase that runs here, and of all."""
+        phases = {name: self.seconds(name) / _USUAL_MFU for name in self.tokens() if self._runs_here(name)}
+        parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in phases.items())
+        waiting = ", without waiting for servers" * self.served
+        return f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} {_TIMES}"
+
 
 def _idle_experts(model: nn.Module, text: PreTrainedConfig) -> int:
-    """Weights of the experts that a token is not sent to."""
+    """Return the number of weights in the experts that a token is not routed to."""
     count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     if not count or not chosen:

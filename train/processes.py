@@ -1,7 +1,8 @@
-"""The processes of a run: how they join, and which of them reports an error."""
+"""The processes of a run: how they join and end, what of the machine they use, and which of them reports an error."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from contextlib import contextmanager
 import torch
 from accelerate import PartialState
 
+from speculator.device import cores
 from speculator.errors import UserError, refuse
 from speculator.target.sharding import TIMEOUT
+from speculator.terminal import log
 from train import interrupts
 
 _WRAPPINGS = {
@@ -36,7 +39,7 @@ def join() -> PartialState:
 
 
 @contextmanager
-def one_speaks() -> Iterator[None]:
+def one_process_reports() -> Iterator[None]:
     """Let one process per machine report why a run ends.
 
     The launcher ends all processes once one has ended. So a process that only lost its connection waits for the
@@ -58,3 +61,26 @@ def one_speaks() -> Iterator[None]:
                 "names it; the same command resumes from the newest checkpoint"
             ) from None
         raise
+
+
+def leave() -> None:
+    """Destroy the process group, whose threads would abort the interpreter if they outlived it."""
+    if torch.distributed.is_initialized():
+        gc.collect()
+        torch.distributed.destroy_process_group()
+
+
+def log_unused_gpus(state: PartialState) -> None:
+    """Print how to use all GPUs if one process sees several."""
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if state.num_processes == 1 and count > 1:
+        log(
+            f"{count} GPUs are visible, one process uses one; "
+            f"`accelerate launch --multi_gpu --num_processes {count} train.py` uses all"
+        )
+
+
+def use_all_cores() -> None:
+    """Undo the one intra-op thread that accelerate's launcher forces on a CPU run."""
+    if not torch.accelerator.is_available():
+        torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

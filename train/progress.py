@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
 from speculator.terminal import Progress, log
-from train.checkpoint import FORECAST, METRIC
+from train.checkpoint import FORECAST_METRIC, METRIC
 from train.timing import Stopwatch
 
 _TIMED = 3
@@ -48,6 +48,7 @@ class Pace(TrainerCallback):
         """Figures of the steps since the last call. The remaining time includes evaluations at their rate so far."""
         seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
         done = max(state.global_step - self._first, 1)
+        # All the time since the start, so that evaluations and checkpoints are in it at their rate.
         left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
         found = {
             "step_over_target": seconds / self._target.take(),
@@ -62,6 +63,7 @@ class Pace(TrainerCallback):
 class ProgressLine(ProgressCallback):
     """Progress bars with the stage's title, and one line per log entry."""
 
+    training_bar: Any
     prediction_bar: Any
 
     def __init__(self, title: str):
@@ -106,7 +108,7 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
         if METRIC in logs:
             lengths = f"acceptance length {logs[METRIC]:.2f} greedy, {logs[f'{METRIC}_sampled']:.2f} sampled"
         else:
-            lengths = f"forecast of the acceptance length {logs[FORECAST]:.2f} (teacher-forced)"
+            lengths = f"forecast of the acceptance length {logs[FORECAST_METRIC]:.2f} (teacher-forced)"
         lengths += " (plain decoding: 1)"
         return f"evaluation at step {step}: loss {logs['eval_loss']:.2f}, {lengths}"
     first = next(value for name, value in logs.items() if name.endswith("/accuracy"))

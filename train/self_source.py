@@ -87,8 +87,7 @@ def _prompt_settings(config: RunConfig) -> dict[str, Any]:
 def _look_at(location: str, config: RunConfig, target: TrainingTarget) -> None:
     """Read the first document of a source, because the target may write for hours before it is read."""
     tally = Tally(config.data.max_bad_rows)
-    packages = config.data.max_package_bytes
-    found = token_documents([location], "train", target.tokenizer, max_package_bytes=packages, tally=tally)
+    found = token_documents([location], "train", target.tokenizer, tally=tally)
     if next(found, None) is None:
         raise SourceError(f"the train split of {location} holds nothing to train on")
 

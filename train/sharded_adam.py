@@ -38,4 +38,4 @@ class ShardedAdam(ZeroRedundancyOptimizer):
 
     def forget(self) -> None:
         """Drop the moments of other processes."""
-        self._all_state_dicts = []
+        self._all_state_dicts: list[dict[str, Any]] = []

@@ -7,10 +7,12 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
+import datasets
 from transformers import PreTrainedConfig
 
 from data.magpie import SELF
 from data.sources import parse
+from speculator.terminal import log
 from train.config import RunConfig, StageConfig
 
 _LONGEST = 4096
@@ -52,6 +54,7 @@ def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
     if not stage.epochs:
         return stage
     size, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
+    # Accumulation first, then the batch: 8 rows x 4 becomes 8 x 2, 8 x 1, 4 x 1, ...
     while size * accumulation > 1 and size * accumulation * processes * _LEAST_STEPS > rows:
         size, accumulation = (size, accumulation // 2) if accumulation > 1 else (size // 2, 1)
     steps = ceil(stage.epochs * rows / (size * accumulation * processes))
@@ -67,8 +70,26 @@ def expected_rows(config: RunConfig) -> int | None:
         elif os.path.exists(source.location):
             place = Path(source.location)
             files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
+            # 90% of a source train; a token has four bytes, as in English text.
             tokens += 0.9 * sum(file.stat().st_size for file in files) / 4
         else:
             return None
     tokens = min(tokens, config.data.max_tokens or tokens)
     return ceil(tokens / (config.data.seq_length or _LONGEST))
+
+
+def count_of_tokens(packed: datasets.Dataset) -> int:
+    """Count the tokens of packed rows, which are all of one length."""
+    return len(packed) * len(packed[0]["input_ids"])
+
+
+def log_sizes(asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:
+    """Print the size of stage 1, and what was adapted to it."""
+    stage, before = config.stage1, asked.stage1
+    batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps
+    was = before.per_device_train_batch_size * before.gradient_accumulation_steps
+    notes = [f"rows of {config.data.seq_length} tokens"] * (config.data.seq_length != asked.data.seq_length)
+    notes += [f"batches of {batch}, not {was}"] * (batch != was)
+    little = f"; this is little text, so {' and '.join(notes)}" if notes else ""
+    size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
+    log(f"stage 1 trains on {size}, for {stage.max_steps:,} steps{little}")

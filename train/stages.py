@@ -65,6 +65,7 @@ def train_stage(
     if is_published(best_head):
         return best_head
     state = PartialState()
+    # At most a process's share of the rows: `filled` fills the last batch up, and its rows cost as much as others.
     batch = min(settings.per_device_train_batch_size, ceil(len(validation_rows) / state.num_processes))
     # All other fields of `StageConfig` have the names of transformers' `TrainingArguments` and are passed on below:
     # `max_steps`, `learning_rate`, `lr_scheduler_type`, `warmup_steps`, `per_device_train_batch_size`,
@@ -77,7 +78,7 @@ def train_stage(
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
     remote = isinstance(target, ServerTarget)
-    metric = checkpoint.METRIC if isinstance(target, Target) else checkpoint.FORECAST
+    metric = checkpoint.METRIC if isinstance(target, Target) else checkpoint.FORECAST_METRIC
 
     def decode(head: Speculator) -> dict[str, float]:
         if isinstance(target, Target):
@@ -117,13 +118,14 @@ def train_stage(
         read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
         passes = read * state.num_processes / len(train_rows)
         processes = f" on {state.num_processes} processes" if state.num_processes > 1 else ""
-        drafted = trainer.model.draft_tokens
+        drafted = head.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
         log(
-            f"{name}: a head of {trainer.model.num_parameters() / 1e6:.1f} million weights, "
+            f"{name}: a head of {head.num_parameters() / 1e6:.1f} million weights, "
             f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{processes}{share}"
         )
     done = _state_of(resume) if resume else {}
+    # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
     if not ends(done.get("global_step", 0), done.get("best_global_step")):
         if state.is_main_process and config.report_to == "wandb":
@@ -141,7 +143,7 @@ def train_stage(
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         publish(load_any(best), best_head)
-        if metric == checkpoint.FORECAST:
+        if metric == checkpoint.FORECAST_METRIC:
             step = int(best.name.removeprefix("checkpoint-"))
             logged = (entry for entry in done["log_history"] if entry["step"] == step and metric in entry)
             write_forecast(best_head, next(logged))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ class Stopwatch:
         self.device = device
         self._spans: list[tuple[torch.Event, torch.Event]] = []
         self._seconds = 0.0
-        self._begin: torch.Event | float = 0.0
+        self._begin: Any = 0.0
 
     def _now(self) -> torch.Event | float:
         if self.device.type == "cpu":

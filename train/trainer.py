@@ -28,7 +28,7 @@ from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
-from train.look_ahead import DOCUMENTS, STATES, Documents, LookAhead, LookingAhead
+from train.look_ahead import DOCUMENTS, STATES, Documents, LookAhead, LookAheadLoader
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.progress import Pace, ProgressLine
 from train.sharded_adam import ShardedAdam
@@ -220,9 +220,9 @@ class SpeculatorTrainer(Trainer):
     def _add(self, phase: str, metrics: dict[str, Metric]) -> None:
         for name, pair in metrics.items():
             # Sums of many batches in float64, and still on the device: the log line reads them once.
-            pair = tuple(value.detach().double() for value in pair)
-            before = self._sums[phase].get(name)
-            self._sums[phase][name] = pair if before is None else (before[0] + pair[0], before[1] + pair[1])
+            total, count = (value.detach().double() for value in pair)
+            before = self._sums[phase].get(name, (0, 0))
+            self._sums[phase][name] = before[0] + total, before[1] + count
 
     def _take(self, phase: str) -> dict[str, float]:
         """Return the figures of a phase since the last call, over all processes."""
@@ -252,8 +252,9 @@ class SpeculatorTrainer(Trainer):
         collator: Any = self.data_collator
         epoch, collator.epoch = collator.epoch, 0  # the same training positions in every evaluation
         if self.look_ahead is not None:
-            dataloader = LookingAhead(dataloader, self.look_ahead)
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+            dataloader = LookAheadLoader(dataloader, self.look_ahead)
+        kwargs["metric_key_prefix"] = metric_key_prefix
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
         collator.epoch = epoch
         head = self.accelerator.unwrap_model(self.model)
         figures = self._take("eval")

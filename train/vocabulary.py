@@ -29,6 +29,7 @@ def count_tokens(rows: datasets.Dataset, vocab_size: int, with_loss: bool = True
 def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:  # [V] -> [size]
     """Choose the most frequent tokens and those of `always`, in ascending order; ties go to the lower id."""
     ranked = counts.clone()
+    # Above every count: these tokens are chosen even if the text has none of them.
     ranked[list(always)] = torch.iinfo(counts.dtype).max
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 

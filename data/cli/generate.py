@@ -15,12 +15,12 @@ from data.client import CONCURRENCY, fetch_rows
 from data.conversations import Conversation
 from data.magpie import ROWS, SELF, prompt_sampling_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
-from data.prompts import Room, conversations
+from data.prompts import PromptLimits, conversations
 from data.rendering import load_tokenizer
 from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows, add_raw
+from speculator import model_flags
 from speculator.chat import DATA_DAY, set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
-from speculator.cli import drafting
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
 from speculator.errors import OneLineParser, UserError, check_text, printable, refuse
@@ -38,11 +38,11 @@ ALL = sys.maxsize
 def build_parser() -> OneLineParser:
     """Return the parser of `speculator data generate`."""
     parser = OneLineParser(prog="speculator data generate", description=__doc__)
-    drafting.add_target_flags(parser)
+    model_flags.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
     who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows")
-    drafting.add_revision(parser)
+    model_flags.add_revision(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     what = (
         "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
             **how,
         )
     else:
-        target = drafting.load_target(arguments)
+        target = model_flags.load_target(arguments)
         if arguments.raw:
             target.tokenizer.chat_template = None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
@@ -144,8 +144,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Check the flags before loading a model, and fill in the defaults of the flags of one kind of prompts."""
-    positive = ("max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns")
-    positive += ("max_prompt_tokens",)
+    positive = ["max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns"]
+    positive.append("max_prompt_tokens")
     own = arguments.sources is not None and SELF in arguments.sources
     text = arguments.sources is not None and not own
     for flags, used, kind in ((TEXT_FLAGS, text, "text"), (SELF_FLAGS, own, SELF)):
@@ -198,7 +198,7 @@ def _context_length(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Conversation]:
-    room = Room(arguments.target, context, arguments.max_new_tokens)
+    limits = PromptLimits(arguments.target, context, arguments.max_new_tokens)
     if arguments.sources:
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
         found = conversations(
@@ -208,7 +208,7 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
             arguments.prompt_tokens,
             limit,
             turns=arguments.turns,
-            room=room,
+            limits=limits,
             tally=tally,
         )
         split = f"the {arguments.split} split of {', '.join(arguments.sources)}"
@@ -219,7 +219,7 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
     rows = [replace(prompt, today=DATA_DAY) for _, prompt in read_prompts(arguments.prompts)]
     if tokenizer.chat_template is None and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
-    chosen, _ = room.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
+    chosen, _ = limits.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
     return [Conversation(ids, row.messages if row.chat else None) for ids, row in chosen]
 
 

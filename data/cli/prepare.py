@@ -33,12 +33,6 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--seq_length", required=True, type=int, help="tokens per row")
     parser.add_argument("--max_tokens", type=int, help="largest number of tokens per split (default: all)")
     parser.add_argument(
-        "--max_package_bytes",
-        type=int,
-        default=2_000_000,
-        help="for python-sources: largest number of bytes per package (default: 2000000)",
-    )
-    parser.add_argument(
         "--num_proc",
         type=int,
         help="processes that tokenize; the rows do not depend on it (default: one per core, up to 8)",
@@ -55,7 +49,6 @@ def run(arguments: argparse.Namespace) -> None:
     parent = arguments.output.absolute().parent
     refuse(
         (arguments.num_proc is not None and arguments.num_proc < 1, "--num_proc must be at least 1"),
-        (arguments.max_package_bytes < 1, "--max_package_bytes must be at least 1"),
         (arguments.output.exists(), f"--output {arguments.output} already exists: choose a new folder"),
         (not parent.is_dir(), f"--output {arguments.output}: no folder {parent}"),
         (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows must be in 0..1"),
@@ -72,7 +65,6 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.seq_length,
         arguments.output,
         max_tokens=arguments.max_tokens,
-        max_package_bytes=arguments.max_package_bytes,
         max_bad_rows=arguments.max_bad_rows,
         num_proc=arguments.num_proc,
     )

@@ -32,11 +32,13 @@ from language_model import (  # noqa: E402
 )
 from transformers import LlamaForCausalLM  # noqa: E402
 
+from data import python_sources  # noqa: E402
 from data.prepare import token_rows  # noqa: E402
 from data.rendering import load_tokenizer  # noqa: E402
 from data.sources import PYTHON_SOURCES, documents  # noqa: E402
 
 VOCAB, LENGTH = 4096, 512
+python_sources.MAX_PACKAGE_BYTES = 12_000_000  # the target reads more of each package than a head does
 
 
 @dataclass
@@ -80,9 +82,9 @@ def train(model: LlamaForCausalLM, phase: Phase, rows: dict[str, Dataset], args:
     ).train()
 
 
-def corpus_rows(tokenizer, split: str, max_package_bytes: int) -> Dataset:
+def corpus_rows(tokenizer, split: str) -> Dataset:
     """The split's text as shuffled rows of LENGTH tokens."""
-    rows = token_rows([PYTHON_SOURCES], split, tokenizer, LENGTH, max_package_bytes=max_package_bytes)
+    rows = token_rows([PYTHON_SOURCES], split, tokenizer, LENGTH)
     return rows.select_columns("input_ids").shuffle(seed=0)
 
 
@@ -93,20 +95,19 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="folder of one to use; default: a new one")
     parser.add_argument("--start", type=Path, help="folder of a model to go on from; default: random weights")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--max_package_bytes", type=int, default=12_000_000)
     parser.add_argument("--work", type=Path, default=Path("runs/stdlib_target"), help="checkpoints while training")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "training_log.jsonl").write_text("")
     torch.set_num_threads(os.cpu_count() or 1)
 
-    train_files = list(documents([PYTHON_SOURCES], "train", max_package_bytes=args.max_package_bytes))
+    train_files = list(documents([PYTHON_SOURCES], "train"))
     if args.tokenizer:
         tokenizer = load_tokenizer(str(args.tokenizer))
     else:
         tokenizer = train_tokenizer([row["text"] for row in train_files[::4]], VOCAB, LENGTH)
     tokenizer.save_pretrained(args.output)
-    full = {split: corpus_rows(tokenizer, split, args.max_package_bytes) for split in ("train", "validation")}
+    full = {split: corpus_rows(tokenizer, split) for split in ("train", "validation")}
     facts = {
         "python": platform.python_version(),
         "train_files": len(train_files),

@@ -21,7 +21,7 @@ from data.packing import pack  # noqa: E402
 from data.sources import PYTHON_SOURCES, documents, token_documents  # noqa: E402
 from eval.suites import from_text  # noqa: E402
 from speculator import Target, generate  # noqa: E402
-from train.run import use_all_cores  # noqa: E402
+from train.processes import use_all_cores  # noqa: E402
 
 LENGTH = 256
 PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 128, 8

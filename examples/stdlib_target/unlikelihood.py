@@ -68,7 +68,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="of the model to change")
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--max_package_bytes", type=int, default=12_000_000)
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     model = LlamaForCausalLM.from_pretrained(args.folder, dtype=torch.float32)
@@ -86,7 +85,7 @@ def main() -> None:
             logging_steps=10,
             save_strategy="no",
         ),
-        train_dataset=corpus_rows(tokenizer, "train", args.max_package_bytes),
+        train_dataset=corpus_rows(tokenizer, "train"),
         callbacks=[Log(args.folder / "training_log.jsonl")],
     ).train()
     save(model, args.folder)

@@ -11,11 +11,11 @@ from typing import Any
 from speculator.checkpoints import FORMATS, head_folder, layout_of, load_any, save
 from speculator.checkpoints.card import NAME, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
-from speculator.cli.drafting import add_revision
 from speculator.device import dtype_name
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, refuse
 from speculator.heads.base import SpeculatorConfig
+from speculator.model_flags import add_revision
 
 HELP = "write a head in another checkpoint layout, and show which servers load it and how"
 

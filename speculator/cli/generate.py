@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from speculator import model_flags
 from speculator.chat import answer_message
-from speculator.cli import drafting
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, acceptance_length, check_prompts
 from speculator.decoding.sampling import Sampling
@@ -30,8 +30,8 @@ Submit = Callable[..., Request]
 
 def add_flags(parser: OneLineParser) -> None:
     """Add the command's flags."""
-    drafting.add_target_flags(parser)
-    drafting.add_flags(parser)
+    model_flags.add_target_flags(parser)
+    model_flags.add_flags(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue; with --chat, the user's message")
     source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
@@ -65,12 +65,12 @@ def run(arguments: argparse.Namespace) -> None:
         rows = [({"prompt": arguments.prompt}, continued(arguments.prompt, arguments.chat, "--prompt"))]
     else:
         rows = read_prompts(arguments.prompts)
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     if target.tokenizer.chat_template is None and any(prompt.chat for _, prompt in rows):
         raise UserError(f"{arguments.target} has no chat template: chats need one")
     # Samples of a prompt resemble each other, so n-gram lookup also searches the earlier ones.
     memory = MEMORY if arguments.num_samples > 1 else 0
-    drafter = drafting.drafter(arguments, target, [arguments.temperature], arguments.batch_size, memory)
+    drafter = model_flags.drafter(arguments, target, [arguments.temperature], arguments.batch_size, memory)
     if arguments.num_samples > 1:
         rows = [(row | {"sample": i}, prompt) for row, prompt in rows for i in range(arguments.num_samples)]
     slots = 1 if conversation else min(arguments.batch_size, len(rows))
@@ -104,7 +104,7 @@ def _check(arguments: argparse.Namespace) -> None:
     )
     check_output_file("--output", arguments.output)
     _sampling(arguments, 0)
-    drafting.check(arguments, show_drafts=arguments.show_drafts)
+    model_flags.check(arguments, show_drafts=arguments.show_drafts)
 
 
 def _sampling(arguments: argparse.Namespace, row: int) -> Sampling:
@@ -117,8 +117,9 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
     tokenizer = engine.target.tokenizer
     ids = [prompt.tokens(tokenizer) for _, prompt in rows]
     check_prompts(engine.target, ids)  # all of them, before the first is decoded
-    leads = ["" if prompt.chat else prompt.text for _, prompt in rows]
-    contexts = [() if prompt.chat else tokens for (_, prompt), tokens in zip(rows, ids, strict=True)]
+    continues = [not prompt.chat and not engine.target.encoder for _, prompt in rows]
+    leads = [prompt.text if shown else "" for (_, prompt), shown in zip(rows, continues, strict=True)]
+    contexts = [tokens if shown else () for tokens, shown in zip(ids, continues, strict=True)]
     requests: list[Request] = []
     if arguments.batch_size == 1 and not arguments.output:
         for number, (prompt, lead, context) in enumerate(zip(ids, leads, contexts, strict=True)):

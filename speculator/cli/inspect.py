@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from speculator.checkpoints import head_folder, layouts, load, recognise
-from speculator.cli.drafting import add_revision
 from speculator.device import dtype_name
 from speculator.errors import OneLineParser
+from speculator.model_flags import add_revision
 
 HELP = "describe a head's folder: architecture, size, base model, layout, and the layouts it can be exported to"
 

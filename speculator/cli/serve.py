@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from speculator import model_flags
 from speculator.checkpoints.files import read_config
-from speculator.cli import drafting
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
 from speculator.drafters.ngram import MEMORY
@@ -38,8 +38,8 @@ _SWITCH_SECONDS = 0.001  # longest wait of the engine's thread for the interpret
 def add_flags(parser: OneLineParser) -> None:
     """Add the command's flags."""
     parser.add_argument("model", nargs="?", metavar="TARGET", help="the target, in place of --target")
-    drafting.add_target_flags(parser, required=False)
-    drafting.add_flags(parser)
+    model_flags.add_target_flags(parser, required=False)
+    model_flags.add_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback only)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
     parser.add_argument(
@@ -77,13 +77,13 @@ def run(arguments: argparse.Namespace) -> None:
     leave_a_core()
     started = time.monotonic()
     log(f"loading {arguments.target}")
-    target = drafting.load_target(arguments)
+    target = model_flags.load_target(arguments)
     context, slots = target.context_length, arguments.max_num_seqs
     target.context_length = arguments.max_model_len or context
     refuse((target.context_length > context, f"--max_model_len: the context of {arguments.target} is {context} tokens"))
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
-    memory = 0 if arguments.ngram and not drafting.coupled(arguments) else MEMORY
-    make_drafter = partial(drafting.drafter, target=target, temperatures=[0.0, 1.0], batch_size=slots, memory=memory)
+    memory = 0 if arguments.ngram and not model_flags.coupled(arguments) else MEMORY
+    make_drafter = partial(model_flags.drafter, target=target, temperatures=[0.0, 1.0], batch_size=slots, memory=memory)
 
     import uvicorn  # an optional dependency
 
@@ -162,7 +162,7 @@ def _check(arguments: argparse.Namespace) -> str:
     )
     if arguments.record:
         check_output_folder("--record", arguments.record)
-    drafting.check(arguments)
+    model_flags.check(arguments)
     from_environment = arguments.api_key is None
     key = os.environ.get(KEY_VARIABLE, "") if from_environment else arguments.api_key
     refuse((arguments.allow_load and not key, "--allow_load needs --api_key: whoever has it can load heads"))

@@ -153,8 +153,9 @@ class Engine:
                 do not count.
         """
         (tokens,) = check_prompts(self.target, [prompt])
+        text = self.target.text(tokens)
         # Whichever limit is lower ends the completion, and gives its reason.
-        room = self.target.context_length - len(tokens)
+        room = self.target.context_length - len(text)
         requested = check_max_new_tokens(max_new_tokens)
         limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
@@ -163,7 +164,7 @@ class Engine:
             eos = {*eos, *stop.tokens}
         early = {*self.target.eos_token_ids, *eos} if min_tokens else ()
         ends = (limit, limit_reason, eos, stop)
-        return Request(tokens, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
+        return Request(text, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
 
     def enqueue(self, request: Request) -> Request:
         """Queue a request made by `request`."""
@@ -266,17 +267,17 @@ class Engine:
         return self.busy
 
     def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4], see `Verified.report`
-        """Draft, verify, accept and commit for the selected rows: device work only.
+        """Draft, verify, accept and commit for the rows of a batch: device work only.
 
-        With p the target's distribution and q the draft's (2211.17192):
-            draft    x_1 .. x_G ~ q
-            verify   one forward pass gives p_1 .. p_{G+1}
-            accept   a prefix or path x_1 .. x_n by the accept rule, so that the output distribution is exactly p
-            sample   the next token: the target's own under `match`, else from what the rule leaves of p_{n+1}
-            commit   the pending token and x_1 .. x_n; the next token becomes the pending one
+        p is the target's distribution and q the draft's (2211.17192).
         """
+        # x_1 .. x_G ~ q, after the pending token x_0.
         draft, noise = self.draft(batch)
+        # One forward pass over x_0 .. x_G gives p_1 .. p_{G+1}. The accept rule keeps a prefix or path x_1 .. x_n and
+        # samples the next token, so that the output has exactly the target's distribution: the target's own token under
+        # `match`, else one from what the rule leaves of p_{n+1}.
         verified = self.verify(batch, draft, noise)
+        # x_0 .. x_n stay in the cache. The next token is pending now.
         self.commit(batch, verified)
         self.update_memory(batch, verified)
         if verified.logits is not None and batch.num_logprobs is not None:
@@ -424,7 +425,6 @@ class Engine:
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
     """Raise a UserError if a drafter does not fit the accept rule."""
-    refuse((target.encoder is not None, f"{target.name}: encoder-decoder models can't be decoded yet"))
     allowed = drafter.rules if drafter else RULES
     if rule is not None and rule not in RULES:
         raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")

@@ -47,6 +47,7 @@ def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | Non
     cache.select(chunk.start, chunk.start + len(parts), max(chunk.begins))
     # A reused slot may hold more tokens than the prompt shares with it.
     cache.truncate(torch.tensor(chunk.begins))
+    cache.read_sources(chunk.sequences)
     with target.aux_layers.recorded(drafter.aux_layers if drafter else ()) as states:
         hidden = target.extend(cache, tokens, counts=chunk.counts)
     # Padding is not committed, so the next chunk overwrites it.

@@ -13,6 +13,7 @@ from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import decode, last
 from speculator.errors import UserError
+from speculator.target.encoder import Text, source_of
 from speculator.target.model import Target
 
 
@@ -82,7 +83,7 @@ class Request:
     """A prompt and its completion.
 
     Attributes:
-        prompt: token ids.
+        prompt: token ids that the completion continues, with the source that an encoder reads for them.
         sampling: temperature, filters and the seed of the request.
         max_new_tokens: limit of the completion.
         limit_reason: finish reason if the limit is reached: "length" or "context".
@@ -114,7 +115,7 @@ class Request:
     finish_reason: str | None = None
 
     def __post_init__(self):
-        self.sequence = list(self.prompt)
+        self.sequence = Text(self.prompt, source_of(self.prompt))
 
     @property
     def tokens(self) -> list[int]:
@@ -227,8 +228,9 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
         if min(prompt) < 0 or max(prompt) >= target.vocab_size:
             token = min(prompt) if min(prompt) < 0 else max(prompt)
             raise UserError(f"prompt {number}: {target.name} has no token {token}, only 0..{target.vocab_size - 1}")
-        if len(prompt) >= target.context_length:
-            raise UserError(f"prompt {number} has {len(prompt)} tokens; the context length is {target.context_length}")
+        longest = target.encoder.longest if target.encoder else target.context_length - 1
+        if len(prompt) > longest:
+            raise UserError(f"prompt {number} has {len(prompt)} tokens; {target.name} reads at most {longest}")
     return lists
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from speculator.decoding.request import Request
+from speculator.target.encoder import source_of
 
 DECODING, PREFILLING, WAITING_FOR_PREFIX, FREE = range(4)
 """Phases of a slot, in the order of the rows. WAITING_FOR_PREFIX: another slot is prefilling the prompt's prefix."""
@@ -106,7 +107,7 @@ class Scheduler:
             for slot in used:
                 # Tokens that a slot holds and has not computed are worth nothing: the minimum counts those that are in
                 # the cache.
-                length = min(common_prefix(slot.sequence, request.prompt), slot.num_computed_tokens)
+                length = min(shared_prefix(slot.sequence, request.prompt), slot.num_computed_tokens)
                 # A recurrent state can't be cut back: of a slot with 100 tokens, a prompt can use all 100 or nothing.
                 # At least one token of the prompt must be left to read, because its hidden state gives the first new
                 # token.
@@ -156,7 +157,7 @@ class Scheduler:
             if slot is None or other is None or slot.request is not other or slot in seen:
                 continue
             seen.add(slot)
-            shared = min(common_prefix(other.prompt, request.prompt), longest)
+            shared = min(shared_prefix(other.prompt, request.prompt), longest)
             if self.recurrent and slot.num_computed_tokens > _reusable(shared, request.prompt, overlap):
                 continue
             # Copy at once if it is computed. Else wait only if that saves more than half of what is left to read: of a
@@ -251,11 +252,16 @@ def _reusable(shared: int, prompt: Sequence[int], overlap: int) -> int:
 
 def _block_hashes(prompt: Sequence[int]) -> list[int]:
     """Hashes of the first block, the first two blocks, ..."""
-    hashes, last = [], 0
+    hashes, last = [], hash(source_of(prompt))
     for end in range(_BLOCK, len(prompt) + 1, _BLOCK):
         last = hash((last, *prompt[end - _BLOCK : end]))
         hashes.append(last)
     return hashes
+
+
+def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the prefix with the same keys and values: none if an encoder has read different sources."""
+    return common_prefix(a, b) if source_of(a) == source_of(b) else 0
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

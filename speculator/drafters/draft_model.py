@@ -17,7 +17,9 @@ from speculator.target.model import Target
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a second causal LM, which has its own KV cache and must share the target's tokenizer.
+    """Drafts with a second model, which has its own KV cache and must share the target's tokenizer.
+
+    An encoder-decoder model drafts for another one, with its own encoder.
 
     Args:
         model: the draft model, loaded as a target is.
@@ -36,6 +38,8 @@ class DraftModelDrafter(Drafter):
         both = (model.tokenizer, target.tokenizer)
         if None not in both and both[0].get_vocab() != both[1].get_vocab():
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
+        if (model.encoder and model.encoder.prefix) != (target.encoder and target.encoder.prefix):
+            raise UserError(f"{model.name} and {target.name} must both have an encoder, and the same start token")
         self.memory = DraftModelSource(model, target.vocab_size)
         self.reshape(Chain(shape) if isinstance(shape, int) else shape)
 
@@ -113,6 +117,7 @@ class DraftModelSource(CausalSource):
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], device=device)
         self.cache.select(start, start + len(sequences), max(begins))
         self.cache.truncate(torch.tensor(begins))
+        self.cache.read_sources(sequences)
         self.model.extend(self.cache, tokens, counts=[len(row) for row in new])
         self.cache.truncate(torch.tensor(ends))
         recent = [list(text[max(0, end - reread) : end]) for text, end in zip(sequences, ends, strict=True)]

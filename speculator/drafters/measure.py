@@ -99,7 +99,8 @@ def timed_steps(
     limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2
     engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
-    requests = [engine.enqueue(Request(*row, limit)) for row in zip(prompts, own, strict=True)]
+    texts = map(target.text, prompts)
+    requests = [engine.enqueue(Request(*row, limit)) for row in zip(texts, own, strict=True)]
     rows = engine.rows
     rows.admit(engine.waiting)
     while engine.scheduler.prefilling:

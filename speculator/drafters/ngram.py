@@ -12,6 +12,7 @@ from speculator.decoding.memory import LookupPaths, Memory, Sequences
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.drafters.shapes import check_length
+from speculator.target.encoder import source_of
 
 MEMORY = 2**17
 """Tokens of other sequences that a server, or several samples of a prompt, search: about 40 MB."""
@@ -25,7 +26,7 @@ Occurrence = tuple[Sequence[int], int]
 
 
 class _Index:
-    """Where each n-gram of a growing sequence occurred last.
+    """Where each n-gram of a growing sequence occurred last, in it and in the source that an encoder has read for it.
 
     Attributes:
         ends: position after the last occurrence, by n-gram.
@@ -34,11 +35,12 @@ class _Index:
 
     def __init__(self, text: Sequence[int], max_ngram: int):
         self.text, self.max_ngram = text, max_ngram
+        self.source = _Index(source_of(text), max_ngram) if source_of(text) else None
         self.ends: dict[tuple[int, ...], int] = {}
         self.known = 0
 
-    def last(self) -> int | None:
-        """Return the end of the last earlier occurrence of the longest suffix that has one."""
+    def last(self, of: Sequence[int]) -> int | None:
+        """Return the end of the last earlier occurrence of the longest suffix of a sequence that has one."""
         text = self.text
         # Only what is new since the last call: a step costs its own tokens, not the whole text. Later positions
         # overwrite earlier ones, so the newest match wins.
@@ -47,8 +49,8 @@ class _Index:
                 self.ends[tuple(text[end - size : end])] = end
         self.known = len(text) - 1
         # The longest suffix first: a match of three tokens is right more often than one of a single token.
-        for size in range(min(self.max_ngram, len(text) - 1), 0, -1):
-            match = self.ends.get(tuple(text[-size:]))
+        for size in range(min(self.max_ngram, len(of)), 0, -1):
+            match = self.ends.get(tuple(of[-size:]))
             if match is not None:
                 return match
         return None
@@ -141,8 +143,8 @@ class NgramDrafter(Drafter):
     def look(self, sequences: Sequences) -> list[tuple[int, list[int]]]:
         """Find the longest match of each sequence's end: the number of matching tokens, and those that followed it.
 
-        A match in another sequence counts as two tokens shorter; at a tie the sequence's own match wins. At most
-        `LONGEST` matched tokens count.
+        A match in another sequence counts as two tokens shorter; at a tie the sequence's own match wins, and before it
+        that in its source. At most `LONGEST` matched tokens count.
         """
         # An index holds its text, so no other text has that id.
         self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in sequences}
@@ -151,14 +153,16 @@ class NgramDrafter(Drafter):
         return [self._best(index) for index in self._indices.values()]
 
     def _best(self, index: _Index) -> tuple[int, list[int]]:
-        text, last = index.text, index.last()
+        text, last = index.text, index.last(index.text)
         matches = [] if last is None else [(text, last)]
+        if index.source and (end := index.source.last(text)):  # first: it wins a tie, since an answer is short
+            matches.insert(0, (index.source.text, end))
         if self.history:
             matches += self.history.occurrences(text)
         size, tokens = 0, []
         for other, end in matches:
             alike = _alike(other, end, text)
-            if other is not text:
+            if other is not text and other is not source_of(text):
                 # At least 1, so that a match elsewhere is better than none.
                 alike = max(1, alike - _ELSEWHERE)
             if alike > size:

@@ -56,7 +56,10 @@ def step_metrics(
     overlap: Tensor | None,  # [N, ...]
     count: Tensor,  # [N] labels of each draft position
 ) -> dict[str, Metric]:
-    """Return sum and count of each figure by draft position; a "prefix" figure is a product up to the position."""
+    """Return a (sum, count) pair of each figure, [N] each; those named "prefix" are products with the positions before.
+
+    The training log has them as `position{i}/NAME`. A figure must be 0 where there is no label, as all of these are.
+    """
 
     def total(x: Tensor) -> Metric:
         return x.flatten(1).sum(1), count

@@ -30,9 +30,9 @@ class StatesOnly(BaseModelOutput):
 
 
 class Text(list[int]):
-    """Tokens that a decoder reads and writes, and the source that its encoder has read."""
+    """Tokens that a decoder reads and writes, and the source that the encoder reads for them; () without an encoder."""
 
-    def __init__(self, tokens: Sequence[int], source: Source):
+    def __init__(self, tokens: Sequence[int], source: Source = ()):
         super().__init__(tokens)
         self.source = source
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from speculator.errors import UserError
 from speculator.target import positions
 from speculator.target.cross_memory import CrossMemory
+from speculator.target.encoder import Text
 from speculator.target.in_process import InProcessTarget
 from speculator.target.kv_cache import KVCache, forms
 from speculator.target.probe import probe
@@ -81,6 +82,10 @@ class Target(InProcessTarget):
         """Give the decoder positions per row; `speculator.target.positions.remove` undoes it."""
         if self.encoder:
             positions.install(self._body, self.context_length, self.config.pad_token_id)
+
+    def text(self, prompt: Sequence[int]) -> Text:
+        """Return the tokens that a completion continues: the prompt, or what the decoder starts with after a source."""
+        return Text(self.encoder.prefix, tuple(prompt)) if self.encoder else Text(prompt)
 
     def cache(self, rows: int, capacity: int) -> KVCache:
         """Create an empty KV cache of `rows` rows with `capacity` positions each."""

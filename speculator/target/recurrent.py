@@ -129,8 +129,8 @@ class RecurrentLayer:
         counts, size = counts.to(self._inputs.device), self.states[0].shape[-1]
         # `_inputs` is [K before, T new]. After n accepted tokens the last K inputs are those at n .. n + K - 1: for K =
         # 3 and n = 0 the old ones, 0 1 2, and for n = 2 the inputs 2 3 4, one old and two new.
-        place = counts[:, None] + torch.arange(size, device=counts.device)
-        self._committed[0].copy_(self._inputs.gather(2, place[:, None].expand_as(self._committed[0])))
+        columns = counts[:, None] + torch.arange(size, device=counts.device)
+        self._committed[0].copy_(self._inputs.gather(2, columns[:, None].expand_as(self._committed[0])))
         if len(self.states) == 1:
             return
         # Now the accepted length is known: replay the pass from the state before it, with identity steps for what was

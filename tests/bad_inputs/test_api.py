@@ -25,7 +25,7 @@ PROMPTS = [[], [[1, 2], []], [[1] * 200], [[1, 300]], [[1.5]], "hello", [1, 2]]
 
 
 @pytest.mark.parametrize("prompts", PROMPTS, ids=lambda prompts: str(prompts)[:20])
-def test_prompts_that_are_not_token_ids(prompts, target):
+def test_prompts_that_are_not_token_ids_are_refused(prompts, target):
     raises_one_line(generate, target, None, prompts, max_new_tokens=4)
 
 
@@ -39,7 +39,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: str(settings)[:20])
-def test_settings_that_do_not_fit_raise_one_line(settings, target, inputs):
+def test_settings_that_do_not_fit_are_refused(settings, target, inputs):
     drafter = HeadDrafter(load_head(inputs["MLP"], target))
     raises_one_line(generate, target, drafter, [[1, 2, 3]], **{"max_new_tokens": 4, **settings})
 
@@ -48,7 +48,7 @@ SAMPLINGS = [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}]
 
 
 @pytest.mark.parametrize("values", SAMPLINGS, ids=str)
-def test_sampling_values_out_of_range_raise_one_line(values):
+def test_sampling_values_out_of_range_are_refused(values):
     raises_one_line(Sampling, **values)
 
 
@@ -58,10 +58,10 @@ def test_a_head_drafts_at_most_what_it_was_trained_for(length, target, inputs):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "TARGET", "TEXT"])
-def test_folders_without_a_head(name, target, inputs, workdir):
+def test_a_folder_without_a_head_is_refused(name, target, inputs, workdir):
     raises_one_line(load_head, inputs.get(name, name), target)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "org/nowhere", "MLP", "TEXT"])
-def test_folders_without_a_target(name, inputs, workdir):
+def test_a_folder_without_a_target_is_refused(name, inputs, workdir):
     raises_one_line(Target.load, str(inputs.get(name, name)))

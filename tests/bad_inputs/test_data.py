@@ -35,7 +35,6 @@ SOURCES = [
             "--sources CHATS --target NO_TEMPLATE": "chat template",
             "--sources TEXT --seq_length 1": "seq_length",
             "--sources TEXT --max_tokens 8": "--max_tokens",
-            "--sources TEXT --max_package_bytes -5": "--max_package_bytes",
             "--sources TEXT --max_bad_rows 1.5": "--max_bad_rows",
             "--sources TEXT@0.5 CHATS": "CHATS has no weight",
             "--sources TEXT --output no/rows": "no folder",

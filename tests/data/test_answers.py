@@ -146,7 +146,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "messages", "right"), CASES)
-def test_each_habit_of_a_template_leaves_every_answer_its_loss(name, messages, right):
+def test_every_answer_has_loss_whatever_a_template_writes_around_it(name, messages, right):
     assert answers_of(rows_of(tokenizer_of(TEMPLATES[name]), messages=messages)) == right
 
 
@@ -253,7 +253,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_each_answer(name
     assert answers_of(rows) == [["On the 3rd." + END], ["Fresno" + END]]
 
 
-def test_templates_that_write_thinking_in_their_own_way():
+def test_answers_of_templates_that_write_thinking_in_their_own_way_are_found():
     one_line = (
         HEAD
         + "{% if '</think>' in m.content %}<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1] | trim }}"
@@ -324,7 +324,7 @@ def test_nulls_that_a_table_adds_are_no_arguments_and_no_tools(tmp_path, form):
     ]
     template = "{{ tools | tojson }}" + TEMPLATES["ChatML with tools"]
     tokenizer, texts = tokenizer_of(template), []
-    for document in read(str(stored(tmp_path, rows, form)), 0):
+    for document in read(str(stored(tmp_path, rows, form))):
         (row,) = render([document], tokenizer)
         texts.append(tokenizer.decode(row["input_ids"]))
     for text, row in zip(texts, rows, strict=True):
@@ -383,7 +383,7 @@ PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
         "a template that takes arguments as text",
     ],
 )
-def test_rows_as_servers_and_tables_store_them(template, row, right):
+def test_tool_calls_are_read_as_servers_and_tables_store_them(template, row, right):
     assert answers_of(rows_of(tokenizer_of(template), **row)) == [[right]]
 
 

@@ -89,7 +89,7 @@ def test_a_finished_folder_is_not_generated_again(target, tmp_path, monkeypatch)
     assert made(target, tmp_path) == rows
 
 
-def test_rejection_marks_by_hand():
+def test_rejection_marks_equal_those_by_hand():
     """A fully accepted draft, a rejected one, no draft, and one that the text's end cut after its accepted part."""
     steps = [Step(3, 3, 4), Step(3, 1, 2), Step(0, 0, 1), Step(3, 2, 2)]
     assert rejection_marks(steps) == [0, *(0, 0, 0, 0), *(0, 1), 0, *(0, 0)]
@@ -204,7 +204,7 @@ def test_a_damaged_finished_folder_is_an_error(target, tmp_path):
     made(target, tmp_path)
     file = tmp_path / "rows" / "data-00000-of-00001.arrow"
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(UserError, match="checksums"):
+    with pytest.raises(UserError, match="checksum"):
         made(target, tmp_path)
 
 

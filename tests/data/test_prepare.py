@@ -84,7 +84,7 @@ def test_columns_are_small_numbers_of_equal_length(source):
     assert all(map(all, rows["loss_mask"]))
 
 
-def test_masks_go_with_their_tokens(source, tmp_path):
+def test_packed_loss_masks_stay_with_their_tokens(source, tmp_path):
     chats = [
         {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"Here: {i}"}]}
         for i in range(100)

@@ -8,7 +8,7 @@ from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
 from data.packing import pack
-from data.prompts import Room, prompts
+from data.prompts import PromptLimits, prompts
 from data.sources import SourceError, documents, token_documents
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -45,7 +45,7 @@ def test_each_kind_of_document_gives_its_prompt(tmp_path):
 
 
 TURNS = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
-ROOM = Room("tiny", 128, 16)
+LIMITS = PromptLimits("tiny", 128, 16)
 
 
 def test_last_turn_prompts_end_with_the_users_last_turn(tmp_path):
@@ -59,18 +59,18 @@ def test_last_turn_prompts_end_with_the_users_last_turn(tmp_path):
 def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 60}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
-    found = prompts([source], None, tokenizer, 8, 9, room=ROOM)
+    found = prompts([source], None, tokenizer, 8, 9, limits=LIMITS)
     assert (len(found), found.left_out, found.ends) == (2, 1, True)
     said = "chats.jsonl: 1 prompts are skipped: they do not fit the context of tiny (128)"
     assert said in capsys.readouterr().err
     with pytest.raises(SourceError, match="none of its 3 prompts fits"):
-        prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 128, 120))
+        prompts([source], None, tokenizer, 8, 9, limits=PromptLimits("tiny", 128, 120))
 
 
 def test_prompts_longer_than_training_rows_are_skipped(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 30}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
-    assert len(prompts([source], None, tokenizer, 8, 9, room=Room("tiny", 1024, 16, 99))) == 2
+    assert len(prompts([source], None, tokenizer, 8, 9, limits=PromptLimits("tiny", 1024, 16, 99))) == 2
     said = "chats.jsonl: 1 prompts are skipped: they do not fit data.seq_length 99\n"
     assert said in capsys.readouterr().err
 

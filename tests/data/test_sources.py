@@ -8,7 +8,7 @@ import pytest
 from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
-from data import readers
+from data import python_sources, readers
 from data.readers import hub_dataset
 from data.sources import (
     SPLITS,
@@ -63,9 +63,9 @@ def ids(source, split):
     return {row["id"] for row in documents([str(source)], split)}
 
 
-def test_python_sources_split_by_path_and_leave_tests_out():
-    few = {"max_package_bytes": 200_000}
-    splits = {split: {row["id"] for row in documents(["python-sources"], split, **few)} for split in SPLITS}
+def test_python_sources_split_by_path_and_leave_tests_out(monkeypatch):
+    monkeypatch.setattr(python_sources, "MAX_PACKAGE_BYTES", 200_000)
+    splits = {split: {row["id"] for row in documents(["python-sources"], split)} for split in SPLITS}
     assert "json/decoder.py" in splits[split_of("json/decoder.py")]
     assert not splits["train"] & splits["held-out"]
     assert not any("/tests/" in name or name.startswith("test/") for name in splits["train"])
@@ -299,9 +299,9 @@ def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_re
     shard(0)
     shard(1)
     monkeypatch.setattr(readers, "parse_rows", read_slowly)
-    found = [row["input_ids"][0] for row in readers.read(str(tmp_path), 0)]
+    found = [row["input_ids"][0] for row in readers.read(str(tmp_path))]
     assert found == [0, 1]
-    assert len(list(readers.read(str(tmp_path), 0))) == 3
+    assert len(list(readers.read(str(tmp_path)))) == 3
 
 
 @pytest.mark.parametrize("kept", [-1, -9, 1], ids=["brace", "half a character", "one byte"])
@@ -314,7 +314,7 @@ def test_a_recorded_row_that_a_killed_writer_cut_is_a_bad_row(tmp_path, kept):
         whole[: len(whole) - len(rows[-1]) + kept] if kept > 0 else whole[:kept]
     )
     (tmp_path / "rows" / "1.jsonl").write_bytes(rows[0] + b"\n")
-    found = list(readers.read(str(tmp_path), 0))
+    found = list(readers.read(str(tmp_path)))
     assert ["fault" in row for row in found] == [False, False, True, False]
     assert [row["text"] for row in found if "text" in row] == ["0 ünï", "1 ünï", "0 ünï"]
 

@@ -29,7 +29,7 @@ def changed(**values):
     return report
 
 
-def test_the_interval_of_a_difference_equals_one_computed_by_hand():
+def test_a_difference_of_independent_figures_equals_one_by_hand():
     """1.5 (1.3 to 1.6) and 2.0 (1.7 to 2.4): low 0.5 - hypot(0.3, 0.1), high 0.5 + hypot(0.4, 0.2)."""
     gap = difference({"value": 1.5, "low": 1.3, "high": 1.6}, {"value": 2.0, "low": 1.7, "high": 2.4})
     assert gap["value"] == pytest.approx(0.5)
@@ -46,7 +46,7 @@ def test_the_verdict_follows_the_interval():
     assert "| +0.00 (one prompt) |  |" in table(REPORT, alone)
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command_prints_a_line_per_figure(tmp_path, capsys):
     for name, report in (("a", REPORT), ("b", changed())):
         (tmp_path / f"{name}.json").write_text(json.dumps(report))
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0

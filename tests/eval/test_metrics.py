@@ -141,7 +141,7 @@ def test_batches_give_every_prompt_its_own_text(tmp_path, figures_only):
     assert min(row.get("rows_busy", 1) for row in report["suites"]) < 1
 
 
-def test_acceptance_by_context_by_hand():
+def test_acceptance_by_context_equals_a_count_by_hand():
     """With a prompt of 62 and the prefill's token, the steps begin at 63, 65 and 66."""
     steps = [Step(3, 1, 2), Step(3, 0, 1), Step(3, 3, 4)]
     assert by_context([(62, steps)], None) == [
@@ -174,7 +174,7 @@ def test_a_prediction_that_is_off_by_more_than_15_percent_warns(predicted, count
     assert len(warnings([row])) == count
 
 
-def test_several_draft_lengths_and_every_baseline(tmp_path, quick):
+def test_a_report_has_several_draft_lengths_and_every_baseline(tmp_path, quick):
     target = talking_target()
     target.tokenizer.save_pretrained(tmp_path / "small")
     target.model.save_pretrained(tmp_path / "small")
@@ -250,7 +250,7 @@ def test_answers_of_chats_end_at_eos_and_texts_do_not(target):
         assert figures["acceptance_length"] == expected(eos)[1]
 
 
-def test_the_interval_of_a_mean():
+def test_the_interval_of_a_mean_is_close_to_that_of_its_standard_error():
     """For the mean of 400 normal samples the interval is close to 1.96 standard errors."""
     generator = random.Random(1)
     samples = [generator.gauss(5, 2) for _ in range(400)]
@@ -261,7 +261,7 @@ def test_the_interval_of_a_mean():
     assert interval["high"] == pytest.approx(interval["value"] + error, abs=0.1 * error)
 
 
-def test_pairs_stay_together():
+def test_a_bootstrap_draws_both_figures_of_a_prompt_together():
     """The prompts differ a hundredfold, the two decoders always by a factor of 2, so the interval has no width."""
     samples = [(2.0 * 10**k, 10.0**k) for k in (0, 1, 2) for _ in range(5)]
     interval = paired_bootstrap(samples, lambda pairs: sum(a for a, _ in pairs) / sum(b for _, b in pairs))

@@ -9,7 +9,7 @@ import torch
 from eval.sampled_check import detectable, homogeneity
 
 
-def test_chi_square_of_a_table_done_by_hand():
+def test_chi_square_of_a_table_equals_one_by_hand():
     first, second = [(1, 1)] * 30 + [(2, 2)] * 70, [(1, 1)] * 50 + [(2, 2)] * 50
     statistic, degrees, p = homogeneity(first, second)
     assert (statistic, degrees) == (pytest.approx(25 / 3), 1)  # 2 (10^2 / 40 + 10^2 / 60)

@@ -5,7 +5,7 @@ from conftest import exit_code
 from hidden_state_server import StandIn
 
 from eval.__main__ import main
-from eval.serving import FORECAST
+from eval.serving import FORECAST_FILE
 from speculator import Target
 from speculator.files import read_json, write_json
 
@@ -28,7 +28,7 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
     server.asked = 100  # by others, before
     (tmp_path / "head").mkdir()
     forecast = {"how": "a guess", "acceptance_length": 1.9, "accepted_per_draft": [0.6, 0.3]}
-    write_json(tmp_path / "head" / FORECAST, forecast)
+    write_json(tmp_path / "head" / FORECAST_FILE, forecast)
     assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
     (row,) = read_json(tmp_path / "made" / "served.json")["suites"]
     prompts = server.asked - 100

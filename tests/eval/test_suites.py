@@ -122,7 +122,7 @@ def test_chats_in_a_json_file_give_the_same_prompts_as_in_a_suite(tmp_path):
     assert not load(write(tmp_path / "t.json", {"text": "a = 1\n" * 30}), model).chat
 
 
-def test_packed_files_and_texts_to_cut(tmp_path):
+def test_gzipped_rows_are_read_and_texts_are_cut_into_prompts(tmp_path):
     with gzip.open(tmp_path / "q.jsonl.gz", "wt") as stream:
         stream.write(json.dumps(PUBLISHED["gsm8k"]))
     assert len(load(tmp_path / "q.jsonl.gz").prompts) == 1

@@ -44,7 +44,7 @@ def test_no_tree_beats_the_chosen_one(nodes):
         assert price.expected_tokens(by_depth) == pytest.approx(best)
 
 
-def test_expected_tokens_by_hand():
+def test_expected_tokens_equal_a_sum_by_hand():
     """Children kept with 0.5 and 0.2, theirs with 0.4 and 0.1: the second node is the grandchild, 0.5 * 0.4 = 0.2."""
     acceptance = [[0.5, 0.15], [0.4, 0.1]]
     assert best_tree(acceptance, 2) == [(0,), (0, 0)]
@@ -67,7 +67,7 @@ def test_a_budget_beyond_the_ranks_is_not_used_up():
         (1.0, {3, 17}, "eagle3"),
     ],
 )
-def test_ranks_kept_are_those_of_the_loop(target, temperature, eos, architecture):
+def test_measured_acceptance_by_rank_is_that_of_decoding(target, temperature, eos, architecture):
     """With one child at each depth, acceptance by rank is acceptance by position; no step after a text's end counts."""
     head = tiny_head(architecture=architecture)
     branches = Candidates((4, 2, 1))

@@ -188,7 +188,7 @@ def test_rows_are_found_in_bfloat16_beyond_its_whole_numbers(tmp_path, plugin):
     assert torch.equal(drafts, ours(head, hidden[chosen], following)[0])
 
 
-def test_what_is_not_this_heads_stops_at_the_start(tmp_path, plugin):
+def test_settings_that_are_not_this_heads_stop_vllm_at_the_start(tmp_path, plugin):
     head = our_head("tied")
     save(head, tmp_path / "head", layout_of("vllm-plugin", head))
     for changes, said in (

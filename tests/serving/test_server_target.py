@@ -160,7 +160,9 @@ def test_ten_steps_are_those_of_the_target_here(kinds, folder, vllm, storage, tm
     target.close()
 
 
-def test_a_run_and_the_counters_of_the_head_that_it_exports(folder, vllm, storage, tmp_path, report, capsys):
+def test_a_head_trained_with_a_server_accepts_in_vllm_what_its_counters_say(
+    folder, vllm, storage, tmp_path, report, capsys
+):
     process, url = vllm(line_of(folder, [2, 15, 27, 30], 160, storage, capsys))
     flags = {**RUN, "config": "tests/plain.yaml", "target.name_or_path": folder, "target.dtype": "float32"}
     flags |= {"target.server": url, "output_dir": tmp_path / "run"}

@@ -122,7 +122,9 @@ def our_drafts(target, head, length: int, row: list[int]) -> dict[tuple[int, int
     return {(p, row[p + 1]): draft for p, draft in enumerate(torch.stack(drafts[1:], 1).tolist())}
 
 
-def test_in_process(tmp_path, run_in, target, prompts, texts, runs, plain, served, report):
+def test_vllm_with_the_plugin_writes_our_texts_in_this_process(
+    tmp_path, run_in, target, prompts, texts, runs, plain, served, report
+):
     head, folder, length = served
     made = vllm_runs(run_in, tmp_path, runs, eagle(folder, length), engine=ENGINE)
     for mine, theirs in zip(plain, made, strict=True):
@@ -173,7 +175,7 @@ def wait_until_healthy(port: int, process, log: Path) -> None:
     raise AssertionError(f"not healthy after five minutes: {log.read_text()[-2000:]}")
 
 
-def test_over_http(start_in, target, prompts, texts, served, report):
+def test_vllm_with_the_plugin_writes_our_texts_over_http(start_in, target, prompts, texts, served, report):
     head, folder, length = served
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

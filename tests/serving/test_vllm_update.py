@@ -13,9 +13,9 @@ from serving.shared import ENVIRONMENT, TARGET, fitted
 from speculator import Target, generate
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
-from speculator.cli import vllm_server
-from speculator.cli.vllm_server import VLLMServer
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from train import vllm_server
+from train.vllm_server import VLLMServer
 
 PROMPTS = ["import argparse\n", "class Stack:\n    def __init__(self):\n", "def read(path):\n", "for i in range("]
 NEW, LENGTH = 48, 3

@@ -70,7 +70,7 @@ def test_sigterm_to_all_processes_of_a_run_in_every_phase_gives_the_same_result(
 
 
 @pytest.mark.parametrize("number", range(PREPARES))
-def test_prepare_killed_leaves_no_partial_rows(number, inputs, cache, tmp_path):
+def test_a_killed_prepare_leaves_no_partial_rows(number, inputs, cache, tmp_path):
     def argv(name: str) -> list[str]:
         flags = ["--target", str(inputs["TARGET"]), "--sources", str(inputs["TEXT"]), "--seq_length", "32"]
         return ["-m", "data", "prepare", *flags, "--output", str(tmp_path / name)]
@@ -84,7 +84,7 @@ def test_prepare_killed_leaves_no_partial_rows(number, inputs, cache, tmp_path):
     assert rows_of(tmp_path / "rows") == rows_of(tmp_path / "again")
 
 
-def test_generation_killed_resumes(inputs, cache, tmp_path):
+def test_a_killed_generation_resumes(inputs, cache, tmp_path):
     def argv(name: str) -> list[str]:
         flags = [
             "--target",
@@ -108,7 +108,7 @@ def test_generation_killed_resumes(inputs, cache, tmp_path):
 
 
 @pytest.mark.parametrize("number", range(EXPORTS))
-def test_export_killed_can_be_repeated(number, uninterrupted, cache, tmp_path):
+def test_a_killed_export_can_be_run_again(number, uninterrupted, cache, tmp_path):
     whole = uninterrupted("mlp")
 
     def argv(name: str) -> list[str]:
@@ -126,7 +126,7 @@ def test_export_killed_can_be_repeated(number, uninterrupted, cache, tmp_path):
 
 
 @pytest.mark.parametrize("number", range(EVALUATIONS))
-def test_an_evaluation_killed_can_be_repeated(number, inputs, uninterrupted, cache, tmp_path):
+def test_a_killed_evaluation_can_be_run_again(number, inputs, uninterrupted, cache, tmp_path):
     whole = uninterrupted("mlp")
     flags = [
         "--target",

@@ -143,7 +143,7 @@ def test_a_template_without_reasoning_gets_the_answer_as_it_was():
 
 
 @pytest.mark.skipif(not hasattr(PreTrainedTokenizerBase, "get_response_parser"), reason="needs transformers 5.23")
-def test_the_tokenizers_response_template_rules():
+def test_a_tokenizers_response_template_parses_the_answer():
     tokenizer = tokenizer_with(CHATML)
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},

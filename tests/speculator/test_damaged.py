@@ -116,7 +116,7 @@ def test_a_quantised_copy_is_recognised(bits, tmp_path, caplog):
     assert "quantised copy" in caplog.text
 
 
-def test_other_weights_are_no_quantised_copy():
+def test_a_head_for_other_weights_is_not_taken_for_one_of_a_quantised_copy():
     target = Target(tiny_model(), tokenizer=None)
     torch.manual_seed(7)
     other = Target(LlamaForCausalLM(LlamaConfig(**_SHAPE)), tokenizer=None)

@@ -32,7 +32,7 @@ def test_the_verdict_begins_with_the_head_and_then_adaptive_drafting():
     assert adaptive == "adaptive drafting is 1.62 (1.57 to 1.67) times as fast as plain decoding at temperature 0"
 
 
-def test_it_says_where_adaptive_drafting_is_off():
+def test_the_verdict_says_where_adaptive_drafting_is_off():
     rows = [
         row("adaptive", 1.0, batch_size=16, temperature=t, undrafted_share=share)
         for t, share in ((0.0, 0.4), (1.0, 0.97))
@@ -76,5 +76,5 @@ def test_without_a_head_the_fastest_drafter_of_each_suite_is_named():
 
 
 @pytest.mark.parametrize("report", sorted(LAB.rglob("report.json")), ids=lambda path: path.parent.name)
-def test_reports_of_the_notebooks_have_a_verdict(report):
+def test_the_reports_in_docs_lab_have_a_verdict(report):
     assert any("verdict: " in line for line in headlines(json.loads(report.read_text())))

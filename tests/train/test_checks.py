@@ -110,7 +110,7 @@ def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_p
         assert parameters(config.speculator, target.config) == made
 
 
-def test_rows_with_a_token_that_the_target_has_not_are_refused(target):
+def test_rows_with_a_token_that_the_target_lacks_are_refused(target):
     config = parse([])
     config = replace(config, stage1=replace(config.stage1, per_device_train_batch_size=1))
     rows, beyond = (

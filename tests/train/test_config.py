@@ -66,7 +66,7 @@ def test_a_key_without_a_value_is_refused_where_it_needs_one(name, tmp_path, cap
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_mistakes_fail_in_one_line(argv, message, capsys):
+def test_a_mistake_fails_in_one_line_that_names_it(argv, message, capsys):
     assert message in refuse(argv, capsys)
 
 
@@ -152,7 +152,7 @@ def test_a_switch_takes_a_value_or_none(flag):
     assert getattr(parse([f"--{flag}", "false"]), flag) is False
 
 
-def test_any_value_of_a_setting_gives_a_config_or_fails_in_one_line(capsys):
+def test_whatever_a_setting_is_given_the_answer_is_a_config_or_one_line(capsys):
     """150 settings with values of every type."""
     parser, draw = build_parser(), random.Random(0)
     known = [action.dest for action in parser._actions if action.dest not in ("help", "config", "print_config")]

@@ -58,9 +58,9 @@ def test_a_head_is_trained_until_it_no_longer_improves(traffic, target_folder, t
         report.parent.mkdir()
         report.write_text('{"suites": []}')
 
-    monkeypatch.setattr(run, "_measure", no_report)
+    monkeypatch.setattr(run, "measure", no_report)
     monkeypatch.setattr(run, "write_card", lambda folder: None)
-    monkeypatch.setattr(run, "use_all_cores", lambda: None)
+    monkeypatch.setattr("train.processes.use_all_cores", lambda: None)
     settings = {
         "config": "configs/continue.yaml",
         "target.name_or_path": target_folder,

@@ -1,4 +1,4 @@
-"""Every recipe of the repository, rehearsed: what is wrong with one is found here and not after a download."""
+"""Every recipe of the repository in a dry run: what is wrong with one is found here and not after a download."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from transformers import LlamaConfig, Qwen3Config
 from speculator.errors import UserError
 from train import checks, run
 from train.command_line import parse
-from train.dry_run import known_config, rehearse
-from train.folder import claim, refuse_foreign
-from train.run import _run
+from train.dry_run import known_config, run_on_stand_ins
+from train.folder import check_same_run, write_record
+from train.run import run as run_all
 from train.sizes import with_sizes_of_target
 
 ROOT = Path(__file__).parents[2]
@@ -58,12 +58,12 @@ def nothing_stays(tmp_path, monkeypatch):
 
 
 class SeenError(Exception):
-    """Ends a rehearsal of which enough was seen."""
+    """Ends a dry run of which enough was seen."""
 
 
-def rehearsed(recipe: Path, *flags: str) -> None:
+def dry_run(recipe: Path, *flags: str) -> None:
     config = parse(["--config", str(recipe), "--dry_run", *flags])
-    rehearse(with_sizes_of_target(config, known_config(config)), _run)
+    run_on_stand_ins(with_sizes_of_target(config, known_config(config)), run_all)
 
 
 @pytest.mark.parametrize("recipe", LONG)
@@ -76,7 +76,7 @@ def test_a_recipe_runs(recipe, capsys, request, monkeypatch):
     if recipe.stem != "quickstart":
         request.getfixturevalue("figures_only")
         shorten_validation(monkeypatch)
-    rehearsed(recipe)
+    dry_run(recipe)
     text = capsys.readouterr().out
     config = parse(["--config", str(recipe)])
     parts = ["stage1", *["stage2"] * bool(config.stage2.max_steps), "evaluation"]
@@ -103,7 +103,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
 
     monkeypatch.setattr(run, "train_stage", watched)
     with pytest.raises(SeenError):
-        rehearsed(ROOT / "configs" / "code.yaml")
+        dry_run(ROOT / "configs" / "code.yaml")
 
 
 def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, monkeypatch):
@@ -121,9 +121,9 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
     def run(config):
         assert config.target.name_or_path != given.target.name_or_path
         seen.append((config, (Path(config.target.name_or_path) / "config.json").read_text()))
-        _run(config)
+        run_all(config)
 
-    rehearse(given, run)
+    run_on_stand_ins(given, run)
     ((config, target),) = seen
     assert '"model_type": "qwen3"' in target
     assert config.speculator == replace(given.speculator, inner_dim=config.speculator.inner_dim)
@@ -134,7 +134,7 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
 
 
 @pytest.mark.parametrize("family", ["mamba2", "lfm2_moe", "kimi_linear"])
-def test_a_target_with_recurrent_layers_is_rehearsed_as_a_llama(family, tmp_path):
+def test_a_dry_run_stands_a_llama_in_for_a_target_with_recurrent_layers(family, tmp_path):
     RECURRENT[family].save_pretrained(tmp_path)
     sizes = ["--data.seq_length", "64", "--eval.max_new_tokens", "32", "--stage2.max_steps", "0"]
     given = parse(["--config", str(ROOT / "tests/plain.yaml"), "--target.name_or_path", str(tmp_path), *sizes])
@@ -145,13 +145,13 @@ def test_a_target_with_recurrent_layers_is_rehearsed_as_a_llama(family, tmp_path
         raise SeenError
 
     with pytest.raises(SeenError):
-        rehearse(given, run)
+        run_on_stand_ins(given, run)
     assert seen[0]["model_type"] == "llama"
 
 
 def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
     with pytest.raises(UserError, match=r"data\.seq_length"):
-        rehearsed(ROOT / "configs" / "quickstart.yaml", "--data.seq_length", "100000")
+        dry_run(ROOT / "configs" / "quickstart.yaml", "--data.seq_length", "100000")
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,13 @@ def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
 )
 def test_a_wrong_recipe_fails_with_the_error_of_the_run(flags, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        rehearsed(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
+        dry_run(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
 
 
 def test_a_dry_run_is_not_recorded_as_a_setting_of_the_run(tmp_path):
     config = replace(parse([]), output_dir=str(tmp_path / "run"))
-    claim(tmp_path / "run", config, processes=1)
-    refuse_foreign(tmp_path / "run", replace(config, dry_run=True), 1)
+    write_record(tmp_path / "run", config, processes=1)
+    check_same_run(tmp_path / "run", replace(config, dry_run=True), 1)
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
 
 

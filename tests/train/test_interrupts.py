@@ -75,7 +75,7 @@ def test_sigterm_to_the_workers_first_is_without_a_word(tmp_path):
 
 
 def test_a_run_says_how_to_resume(tmp_path):
-    process = start(f"interrupts.say_when_interrupted('resume'); {LONG_CALL}", tmp_path / "temporary")
+    process = start(f"interrupts.print_when_interrupted('resume'); {LONG_CALL}", tmp_path / "temporary")
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=10)[1].strip() == "resume"
@@ -92,7 +92,7 @@ def test_a_run_that_fails_does_not_wait_for_its_data_loaders(tmp_path):
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)]
 )
-def test_a_signal_to_a_stage_and_its_data_loaders(target_folder, text_file, tmp_path, number, code):
+def test_a_signal_ends_a_stage_and_its_data_loaders(target_folder, text_file, tmp_path, number, code):
     inputs, steps = {"TARGET": target_folder, "TEXT": text_file}, ("max_steps", "save_steps", "eval_steps")
     flags = train_argv(inputs, tmp_path / "run", **{f"stage1.{name}": 5000 for name in steps})
     process = start_command(["tests/soak/with_loaders.py", *flags], tmp_path / "cache")

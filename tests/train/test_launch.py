@@ -102,7 +102,7 @@ def test_only_the_process_that_caused_the_end_prints_it_at_once(monkeypatch, err
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(interrupts, "wait_for_end", waited.append)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    with pytest.raises((UserError, RuntimeError), match=said), processes.one_speaks():
+    with pytest.raises((UserError, RuntimeError), match=said), processes.one_process_reports():
         raise error
     assert waited == ([] if waits is None else [waits])
 

@@ -378,8 +378,8 @@ def test_prefix_accuracy_needs_all_earlier_steps():
     loss = ChunkedLoss(lambda h: h, LossConfig(cross_entropy=1, kl=0), V, chunk=2)
     features = [choose([1, 1, 0, 0]), choose([2, 0, 2, 0])]
     figures = summarise(measured(loss, labels, features, [identity, identity], torch.zeros(1, 7, D))["metrics"])
-    assert figures["head1/accuracy"] == 0.5
-    assert figures["head1/prefix_accuracy"] == 0.25
+    assert figures["position1/accuracy"] == 0.5
+    assert figures["position1/prefix_accuracy"] == 0.25
     assert figures["teacher_forced_acceptance_length"] == 1 + 0.5 + 0.25
 
 

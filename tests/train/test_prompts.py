@@ -11,7 +11,8 @@ from speculator.errors import UserError
 from speculator.target.model import Target
 from train.command_line import parse
 from train.config import ROOT
-from train.run import _run, own_prompts_of, prompts_of
+from train.inputs import own_prompts_of, prompts_of
+from train.run import run as run_all
 
 
 @pytest.fixture(scope="module")
@@ -83,5 +84,5 @@ def test_prompts_that_do_not_fit_are_an_error_before_the_folder_is_created(
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     source = chats(tmp_path / "chats.jsonl", long)
     with pytest.raises(UserError, match=message):
-        _run(config_of(chat_target, source, tmp_path / "run", *flags))
+        run_all(config_of(chat_target, source, tmp_path / "run", *flags))
     assert not (tmp_path / "run").exists()

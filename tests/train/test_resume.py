@@ -25,7 +25,7 @@ from speculator.files import manifest_error
 from train import checkpoint, interrupts, trainer
 from train.command_line import parse
 from train.config import ROOT
-from train.folder import claim, held, refuse_foreign
+from train.folder import check_same_run, locked, write_record
 from train.run import main
 
 SETTINGS = {
@@ -70,7 +70,7 @@ def run(target_folder, text_file, tmp_path_factory):
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECULATOR_CACHE", str(cache))
-            patch.setattr("train.run.evaluate", report)
+            patch.setattr("train.finish.evaluate", report)
             patch.setattr("train.run.write_card", lambda folder: None)
             shorten_validation(patch)
             code = main(parse([f"--output_dir={folder}", *words, *flags]))
@@ -336,58 +336,58 @@ def test_other_rows_than_the_run_began_with_are_refused(unfinished, run, text_fi
 
 
 def test_another_target_of_the_same_sizes_under_the_same_name_is_refused(tmp_path):
-    claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:0123", "training rows": "45"})
-    claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:0123", "training rows": "45"})
+    write_record(tmp_path / "run", parse([]), 1, {"target": "llama-2:0123", "training rows": "45"})
+    write_record(tmp_path / "run", parse([]), 1, {"target": "llama-2:0123", "training rows": "45"})
     with pytest.raises(UserError, match=r"changed since this run began: target; --overwrite_output_dir"):
-        claim(tmp_path / "run", parse([]), 1, {"target": "llama-2:4567", "training rows": "45"})
+        write_record(tmp_path / "run", parse([]), 1, {"target": "llama-2:4567", "training rows": "45"})
 
 
 def test_settings_of_stages_that_have_not_begun_may_change(tmp_path, capsys):
     folder = tmp_path / "run"
-    claim(folder, parse([]), 1)
+    write_record(folder, parse([]), 1)
     other = parse(["--stage2.max_steps", "7", "--stage2.generate.batch_size", "3", "--report_to", "none"])
-    refuse_foreign(folder, other, 1)
-    claim(folder, other, 1)
+    check_same_run(folder, other, 1)
+    write_record(folder, other, 1)
     assert yaml.safe_load((folder / "config.yaml").read_text())["settings"]["stage2"]["max_steps"] == 7
     assert capsys.readouterr().err == ""
     for made in ("generated", "stage2", "speculator"):
         (folder / made).mkdir()
-        refuse_foreign(folder, other, 1)
+        check_same_run(folder, other, 1)
         with pytest.raises(UserError, match="holds a run with another stage2"):
-            refuse_foreign(folder, parse([]), 1)
+            check_same_run(folder, parse([]), 1)
         (folder / made).rmdir()
     with pytest.raises(UserError, match=r"holds a run with another stage1\.max_steps"):
-        refuse_foreign(folder, parse(["--stage1.max_steps", "7"]), 1)
+        check_same_run(folder, parse(["--stage1.max_steps", "7"]), 1)
 
 
 def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_path, capsys):
     folder = tmp_path / "run"
     four, two = (parse(["--stage1.gradient_accumulation_steps", count]) for count in ("4", "2"))
-    claim(folder, four, 1)
+    write_record(folder, four, 1)
     with pytest.raises(UserError, match=r"another stage1\.gradient_accumulation_steps"):
-        refuse_foreign(folder, two, 1)
-    refuse_foreign(folder, two, 2)
-    claim(folder, two, 2)
+        check_same_run(folder, two, 1)
+    check_same_run(folder, two, 2)
+    write_record(folder, two, 2)
     rows = two.stage2.per_device_train_batch_size * two.stage2.gradient_accumulation_steps
     said = f"{folder}: rows per optimiser step changed: {2 * rows} in stage2, before {rows}\n"
     assert capsys.readouterr().err == said
-    refuse_foreign(folder, two, 2)
-    claim(folder, two, 2)
+    check_same_run(folder, two, 2)
+    write_record(folder, two, 2)
     assert capsys.readouterr().err == ""
     four.stage2.max_steps = two.stage2.max_steps = 0
-    claim(tmp_path / "one stage", four, 1)
-    claim(tmp_path / "one stage", two, 2)
+    write_record(tmp_path / "one stage", four, 1)
+    write_record(tmp_path / "one stage", two, 2)
     assert capsys.readouterr().err == ""
 
 
 def test_two_runs_in_a_folder_are_refused(tmp_path):
     folder = tmp_path / "run"
-    with held(folder), pytest.raises(UserError, match="another process is running this"), held(folder):
+    with locked(folder), pytest.raises(UserError, match="another process is running this"), locked(folder):
         pass
-    with held(folder):
-        refuse_foreign(folder, parse([]), 1)
-        claim(folder, parse(["--overwrite_output_dir"]), 1)
-        with pytest.raises(UserError, match="another process is running this"), held(folder):
+    with locked(folder):
+        check_same_run(folder, parse([]), 1)
+        write_record(folder, parse(["--overwrite_output_dir"]), 1)
+        with pytest.raises(UserError, match="another process is running this"), locked(folder):
             pass
 
 
@@ -462,35 +462,35 @@ def test_a_damaged_record_fails_in_one_line(tmp_path, content):
     else:
         (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(UserError, match=r"was not written by train\.py, or is damaged"):
-        refuse_foreign(tmp_path, parse([]), 1)
+        check_same_run(tmp_path, parse([]), 1)
 
 
 def test_a_folder_with_a_foreign_config_is_not_overwritten(tmp_path):
     (tmp_path / "config.yaml").write_text("settings:\n  theme: dark\n")
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(UserError, match=r"was not written by train\.py"):
-        refuse_foreign(tmp_path, parse(["--overwrite_output_dir"]), 1)
+        check_same_run(tmp_path, parse(["--overwrite_output_dir"]), 1)
 
 
 def test_a_folder_whose_record_was_being_written_is_free(tmp_path):
     (tmp_path / "config.yaml.123.partial").write_text("sett")
-    refuse_foreign(tmp_path, parse([]), 1)
+    check_same_run(tmp_path, parse([]), 1)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UserError, match="holds no run"):
-        refuse_foreign(tmp_path, parse([]), 1)
+        check_same_run(tmp_path, parse([]), 1)
 
 
 def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):
     from accelerate import PartialState
 
-    from train.run import say_what_is_idle
+    from train.processes import log_unused_gpus
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     made = trainer.arguments(output_dir=str(tmp_path), per_device_train_batch_size=3)
     assert (made.n_gpu, made.train_batch_size, made.dataloader_num_workers) == (1, 3, 2)
-    say_what_is_idle(PartialState())
+    log_unused_gpus(PartialState())
     said = capsys.readouterr().err
     assert said.startswith("4 GPUs are visible, one process uses one; `accelerate launch --multi_gpu --num_processes 4")
     assert said.count("\n") == 1

@@ -194,10 +194,10 @@ def test_the_best_of_a_stage_cut_off_after_its_last_step_is_found(finished):
     assert all((found[name] == value).all() for name, value in expected.items())
 
 
-def test_metrics_at_an_evaluation_are_per_head_and_real(finished):
+def test_metrics_at_an_evaluation_are_per_position_and_from_real_decoding(finished):
     _, history = state_of(finished, 20)
     evaluation = next(entry for entry in history if "eval_loss" in entry)
-    for name in ("eval_head2/accuracy", "eval_head0/prefix_accuracy", "eval_head1/overlap"):
+    for name in ("eval_position2/accuracy", "eval_position0/prefix_accuracy", "eval_position1/overlap"):
         assert 0 <= evaluation[name] <= 1
     assert 1 <= evaluation["eval_acceptance_length"] <= 4
     assert 1 <= evaluation["eval_teacher_forced_acceptance_length"] <= 4
@@ -234,7 +234,9 @@ def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
     assert "speculator export" in done.stdout
     assert (tmp_path / "run" / "speculator" / "README.md").exists()
     state = json.loads((tmp_path / "run" / "stage1" / "checkpoint-10" / "trainer_state.json").read_text())
-    figures = {entry["step"]: entry[checkpoint.FORECAST] for entry in state["log_history"] if "eval_loss" in entry}
+    figures = {
+        entry["step"]: entry[checkpoint.FORECAST_METRIC] for entry in state["log_history"] if "eval_loss" in entry
+    }
     assert state["best_global_step"] == max(figures, key=figures.__getitem__)
 
 
@@ -275,7 +277,7 @@ def test_a_card_that_a_kill_prevented_is_written_by_the_next_call(finished, comm
     assert card.read_text() == before
 
 
-def test_killed_before_its_report_a_tracked_run_sends_it_all_the_same(finished, command, tmp_path):
+def test_a_tracked_run_that_was_killed_before_its_report_sends_it_when_it_resumes(finished, command, tmp_path):
     folder = tmp_path / "again"
     shutil.copytree(finished, folder)
     shutil.rmtree(folder / "eval")
@@ -312,7 +314,7 @@ def kill_when(built, moment) -> None:
         process.wait()
 
 
-def test_killed_in_each_stage_and_while_generating_the_result_is_bit_identical(finished, command, tmp_path):
+def test_a_run_killed_in_each_stage_and_while_generating_has_a_bit_identical_result(finished, command, tmp_path):
     folder = tmp_path / "killed"
     command = partial(command, report_to="none")  # a tracker that is starting up is not what is killed here
     kill_when(command(folder), (folder / "stage1" / "checkpoint-10" / "checksums.json").exists)

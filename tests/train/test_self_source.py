@@ -16,11 +16,12 @@ from data import magpie
 from data.prepare import cache_folder
 from speculator.errors import UserError
 from speculator.target.model import Target
-from train import run, self_source
+from train import own_text, self_source
 from train.command_line import parse
 from train.config import ROOT
-from train.dry_run import rehearse
-from train.run import _run, rows
+from train.dry_run import run_on_stand_ins
+from train.inputs import rows
+from train.run import run as run_all
 from train.self_source import folder_of, with_self_written
 
 SIZES = {
@@ -72,9 +73,9 @@ def config_of(chat_folder, output, **changes):
     return parse([word for key, value in settings.items() for word in (f"--{key}", str(value))])
 
 
-def test_a_run_without_any_data(chat_folder, tmp_path, capsys):
+def test_a_run_without_data_trains_on_text_that_its_target_writes(chat_folder, tmp_path, capsys):
     config = config_of(chat_folder, tmp_path / "run")
-    _run(config)
+    run_all(config)
     record = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
     assert record["data"]["sources"] == ["self"]
     assert "| training data | self |" in (tmp_path / "run" / "speculator" / "README.md").read_text()
@@ -84,7 +85,7 @@ def test_a_run_without_any_data(chat_folder, tmp_path, capsys):
     assert "of 400 prompts that the target wrote" in said
     (folder,) = [path for path in cache_folder().glob("self-*") if path.is_dir()]
     whole = (folder / "manifest.json").read_bytes()
-    _run(replace(config, output_dir=str(tmp_path / "other")))  # reads what is there
+    run_all(replace(config, output_dir=str(tmp_path / "other")))  # reads what is there
     assert (folder / "manifest.json").read_bytes() == whole
 
 
@@ -125,7 +126,7 @@ def test_wrong_input_is_known_before_the_target_writes(chat_folder, tmp_path, mo
     Path("empty.jsonl").write_text("")
     monkeypatch.setattr(self_source, "self_rows", lambda *_, **__: pytest.fail("the target writes"))
     with pytest.raises(UserError) as refusal:
-        _run(config_of(chat_folder, tmp_path / "run", **changes))
+        run_all(config_of(chat_folder, tmp_path / "run", **changes))
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "run").exists()
@@ -140,8 +141,8 @@ def test_a_second_launch_does_not_write_as_well(chat_folder, target, tmp_path):
     assert not folder.exists()
 
 
-def test_a_dry_run_writes_no_chats(chat_folder, tmp_path, capsys):
-    rehearse(config_of(chat_folder, tmp_path / "run"), _run)
+def test_a_dry_run_writes_nothing(chat_folder, tmp_path, capsys):
+    run_on_stand_ins(config_of(chat_folder, tmp_path / "run"), run_all)
     assert "stage1 on stand-ins" in capsys.readouterr().out
     assert not cache_folder().exists()
 
@@ -163,7 +164,7 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
     changes = {"stage2.max_steps": 2, "stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
     changes |= {"stage2.rejected_token_weight": 2, "stage2.generate.num_speculative_tokens": 2}
     config = config_of(chat_folder, tmp_path / "run", **changes)
-    _run(config)
+    run_all(config)
     manifest = json.loads((tmp_path / "run" / "generated" / "manifest.json").read_text())
     first = json.loads((folder_of(config, target) / "manifest.json").read_text())
     assert manifest["before"] == {key: first[key] for key in ("rows", "tokens", "seconds")}
@@ -182,12 +183,12 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
 
 def test_stage_2_drafts_adaptively_unless_a_length_is_given(chat_folder, target, tmp_path, monkeypatch):
     drafters = []
-    monkeypatch.setattr(run, "load_head", lambda *_: tiny_head())
-    monkeypatch.setattr(run, "load_drafter", lambda *_, **how: how)
-    monkeypatch.setattr(run, "fresh_rows", lambda config, target, drafter, folder: drafters.append(drafter))
+    monkeypatch.setattr(own_text, "load_head", lambda *_: tiny_head())
+    monkeypatch.setattr(own_text, "load_drafter", lambda *_, **how: how)
+    monkeypatch.setattr(own_text, "fresh_rows", lambda config, target, drafter, folder: drafters.append(drafter))
     for length in (0, 2):
         config = config_of(chat_folder, tmp_path / "run", **{"stage2.generate.num_speculative_tokens": length})
-        run.generate_own_text(config, target, tmp_path / "head", None)
+        own_text.generate_own_text(config, target, tmp_path / "head", None)
     assert drafters[0]["batch_size"] == config.stage2.generate.batch_size
     assert (drafters[1].name, drafters[1].nodes) == ("head", 2)
 
@@ -196,4 +197,4 @@ def test_too_few_fresh_chats_for_a_batch_fails_in_one_line(chat_folder, tmp_path
     sizes = {"stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
     changes = {"stage2.max_steps": 2, **sizes, "stage2.per_device_train_batch_size": 60}
     with pytest.raises(UserError, match="rows to train on in stage2 are less than one batch of 60"):
-        _run(config_of(chat_folder, tmp_path / "run", **changes))
+        run_all(config_of(chat_folder, tmp_path / "run", **changes))

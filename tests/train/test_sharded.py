@@ -20,10 +20,11 @@ from speculator import NgramDrafter, Sampling, Target, UserError, generate
 from speculator.target.in_process import InProcessTarget
 from speculator.target.sharding import Group, check_heads
 from train import run
-from train.checkpoint import FORECAST, METRIC
+from train.checkpoint import FORECAST_METRIC, METRIC
 from train.command_line import parse
 from train.config import TargetConfig
-from train.plan import Place, Plan
+from train.gpus import Place
+from train.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], [7] * 9]
@@ -87,7 +88,13 @@ def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kin
             for name, weight in weights.items():
                 torch.testing.assert_close(made["head"][name], weight.detach(), atol=1e-5, rtol=1e-4)
             for ours, theirs in zip(made["log"], alone.state.log_history, strict=True):
-                for name in {"loss", "head0/accuracy", "eval_loss", "eval_head0/loss", "grad_norm"} & theirs.keys():
+                for name in {
+                    "loss",
+                    "position0/accuracy",
+                    "eval_loss",
+                    "eval_position0/loss",
+                    "grad_norm",
+                } & theirs.keys():
                     if theirs["step"] < 3:  # then the batches of several processes are filled up
                         assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
             if parallel == "none":
@@ -250,7 +257,7 @@ def test_a_whole_run_with_a_target_in_shards_trains_the_head_of_one_process(
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, atol=1e-3, rtol=1e-2)
     state = json.loads((two / "stage1" / "checkpoint-4" / "trainer_state.json").read_text())
-    figures = {entry["step"]: entry[FORECAST] for entry in state["log_history"] if FORECAST in entry}
+    figures = {entry["step"]: entry[FORECAST_METRIC] for entry in state["log_history"] if FORECAST_METRIC in entry}
     assert state["best_global_step"] == max(figures, key=figures.__getitem__)
     assert not any(METRIC in entry for entry in state["log_history"])
     assert (two / "speculator" / "README.md").exists()

@@ -15,7 +15,7 @@ from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train import checks
 from train.command_line import parse
 from train.config import HeadOptions, RunConfig
-from train.initialise import check_options, for_rows, new_head, parameters, with_shape_of_start
+from train.initialise import check_options, for_rows, new_head, parameters, with_settings_of_start
 from train.plan import plan
 from train.vocabulary import count_tokens, most_frequent, unused_token
 
@@ -52,7 +52,7 @@ def config(**shape) -> RunConfig:
 
 
 def settled(**given) -> RunConfig:
-    return with_shape_of_start(RunConfig(speculator=HeadOptions(**given)), given)
+    return with_settings_of_start(RunConfig(speculator=HeadOptions(**given)), given)
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])

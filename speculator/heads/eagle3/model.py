@@ -131,7 +131,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         return nn.functional.embedding(tokens, weight).to(self.fc.weight.dtype)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:  # [..., nD] -> [..., D]
-        """Compute g of step 0 (see the module) from the auxiliary hidden states of all layers, side by side."""
+        """Project the auxiliary hidden states to the width D, which gives g of step 0 (see the module)."""
         if self.config.norm_before_fc:
             aux_hidden = self.input_norm(aux_hidden)
         if self.config.fc_norm:

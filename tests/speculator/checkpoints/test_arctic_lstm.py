@@ -123,7 +123,7 @@ def test_the_servers_logits_are_the_heads(tmp_path, scale_input):
     torch.testing.assert_close(as_served(tmp_path / "out"), head.logits(*inputs(head)), atol=1e-5, rtol=0)
 
 
-def test_names_are_bare(arctic):
+def test_tensors_have_the_bare_names_of_arctic(arctic):
     projections = {f"{gate}_proj.{i}.weight" for gate in GATES for i in (0, 1)}
     norms = {f"{part}_ln.0.{kind}" for part in ("cell", "state") for kind in ("weight", "bias")}
     names = projections | norms | {"forget_emb.0.weight", "head.0.weight"}

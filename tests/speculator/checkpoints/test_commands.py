@@ -95,7 +95,7 @@ def test_an_imported_head_drafts(head, tmp_path, target_folder, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_dtype_of_the_export(head, tmp_path, dtype, capsys):
+def test_an_export_has_the_dtype_that_the_flag_names(head, tmp_path, dtype, capsys):
     assert export(head, tmp_path / "out", "--dtype", dtype) == 0
     assert f"(MLPSpeculatorPreTrainedModel), {dtype}" in capsys.readouterr().out
     assert {str(t.dtype) for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {f"torch.{dtype}"}

@@ -138,7 +138,7 @@ def test_the_flat_layout_is_a_llama_config_with_two_forms_of_aux_layers_and_rope
     assert layer.rope_parameters == YARN
 
 
-def test_the_flat_layouts_tensors(tmp_path, head):
+def test_the_flat_layout_has_its_published_tensors(tmp_path, head):
     tensors = tensors_of(write(head, tmp_path / "flat", FLAT))
     assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
         "fc.weight": [D, 3 * D],
@@ -164,7 +164,7 @@ def test_the_flat_layouts_tensors(tmp_path, head):
     assert tensors["t2d"].nonzero()[:, 0].tolist() == [1, 4, 9, 16, 22]
 
 
-def test_the_speculators_layouts_config_and_embedding(tmp_path, base, head):
+def test_the_speculators_layout_has_its_published_config_and_the_embedding(tmp_path, base, head):
     folder = write(head, tmp_path / "out", SPECULATORS)
     config = config_of(folder)
     assert config.pop("transformers_version")
@@ -250,7 +250,7 @@ def test_aux_layers_are_read_from_either_key(tmp_path, head, ids, nested, aux_la
     assert load_any(folder).config.aux_layers == aux_layers
 
 
-def test_a_whole_vocabulary_by_null_and_with_tables(tmp_path, base):
+def test_a_head_of_the_whole_vocabulary_is_read_with_a_null_size_and_with_tables(tmp_path, base):
     head = head_of(base, draft_vocab_size=None)
     folder = write(head, tmp_path / "flat", FLAT)
     assert config_of(folder)["draft_vocab_size"] == V

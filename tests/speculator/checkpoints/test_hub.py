@@ -14,7 +14,7 @@ from speculator.checkpoints import load_any, recognise
 from speculator.checkpoints.hub import head_folder
 from train.checks import settings
 from train.config import HeadOptions, RunConfig
-from train.initialise import with_shape_of_start
+from train.initialise import with_settings_of_start
 
 SHA = {"main": "1" * 40, "v2": "2" * 40}
 
@@ -71,7 +71,7 @@ def test_inspect_and_export_take_a_hub_id(hub, capsys):
 
 def test_a_run_starts_from_a_head_of_the_hub(hub):
     start = HeadOptions(warm_start="org/name", warm_start_revision="v2")
-    config = with_shape_of_start(RunConfig(speculator=start), ())
+    config = with_settings_of_start(RunConfig(speculator=start), ())
     assert config.speculator.n_predict == hub.head.config.n_predict
     assert set(hub.asked) == {("org/name", "v2")}
     with pytest.raises(UserError, match="warm_start_revision needs"):

@@ -516,7 +516,7 @@ def test_a_request_whose_prefix_source_is_cancelled_prefills_its_prompt(steps):
     assert [request.tokens for request in requests[1:]] == [expected] * 2
 
 
-def test_finish_reasons(target):
+def test_a_text_says_why_it_ended(target):
     plain = generate(target, None, [[1, 2, 3]], max_new_tokens=10, eos_token_ids=())
     assert plain.finish_reasons == ["length"]
     eos = plain.tokens[0][5]

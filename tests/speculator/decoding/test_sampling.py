@@ -100,7 +100,7 @@ def test_top_p_looks_at_the_likeliest_tokens_alone_where_they_are_enough(scale, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_equal_scores_the_first_is_chosen(dtype):
+def test_the_first_of_equal_scores_is_chosen(dtype):
     scores = torch.randint(0, 3, (64, 3, 50), generator=torch.Generator().manual_seed(0)).to(dtype)
     assert most_likely(scores).tolist() == [[row.index(max(row)) for row in rows] for rows in scores.tolist()]
 

@@ -25,7 +25,7 @@ def test_candidates_are_a_uniform_tree():
 
 
 @pytest.mark.parametrize("paths", [[], [(1,)], [(0,), (1, 0)]])
-def test_what_does_not_hang_together_is_refused(paths):
+def test_a_tree_with_a_missing_parent_is_refused(paths):
     with pytest.raises(UserError, match="tree: "):
         FixedTree(paths)
 

@@ -48,7 +48,7 @@ def test_a_deterministic_hybrid_draft_keeps_the_target_distribution(length):
 # ---- what is joined
 
 
-def test_a_path_is_hung_on_where_it_leaves_the_draft():
+def test_a_lookup_path_joins_the_draft_where_it_leaves_it():
     chain = Draft(torch.tensor([[4, 5, 6]] * 5), torch.tensor([3, 3, 3, 3, 1]))
     paths = torch.tensor([[4, 9, 8, 7, 7], [4, 5, 6, 1, 2], [9, 9, 9, 9, 9], [4, 5, 0, 0, 0], [4, 5, 6, 7, 8]])
     draft = joined(chain, paths, torch.tensor([5, 5, 0, 2, 5]), 2)

@@ -73,7 +73,7 @@ def fixed(rows: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize(("kind", "rows"), [*product(KINDS, [1, 4, 16])])
-def test_it_is_nearly_as_fast_as_the_best_fixed_choice_and_never_slower_than_plain_steps(kind, rows):
+def test_adaptive_drafting_is_nearly_as_fast_as_the_best_fixed_choice_and_never_slower_than_plain_steps(kind, rows):
     best = max(rate(plan, kind, rows) for plan in fixed(rows))
     assert best >= 1, "plain steps are among them"
     assert rate(Chooser(CHOICES, LOOKUP, cost), kind, rows) > 0.97 * best
@@ -88,7 +88,7 @@ def test_each_row_has_its_own_source():
     assert all(not plan.lengths[1] for plan in both), "nothing was found for it"
 
 
-def test_the_price_of_a_token_by_hand():
+def test_the_price_of_a_token_equals_one_by_hand():
     """8 rows, plain steps but for one row that finds a path: Θ is 8 tokens per plain step, and a token costs 0.02.
 
     The price is 0.16. A token of the path is right with 0.5, so the third one still pays (0.125 does not): 2 tokens.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from speculator.heads.eagle3 import joint_attention
-from speculator.heads.eagle3.joint_attention import BlockedAttention, FusedAttention, Rows
+from speculator.heads.eagle3.joint_attention import BlockedAttention, FusedAttention, QueryRows
 from speculator.target.packed import document_starts
 from tests.speculator.heads.test_eagle3 import DOCUMENTS, STEPS, head_of, inputs
 
@@ -53,11 +53,11 @@ def written_out(monkeypatch):
 
 
 def case(step, part, window, device="cpu", dtype=torch.float64, length=11, size=6):
-    """Rows of two sequences of several documents, and attention's inputs with H = 4 and K = 2 heads."""
+    """QueryRows of two sequences of several documents, and attention's inputs with H = 4 and K = 2 heads."""
     generator = torch.Generator().manual_seed(3)
     documents = (torch.rand(2, length, generator=generator) < 0.25).cumsum(1)
     wanted = (torch.rand(2 * length, generator=generator) < part).nonzero()[:, 0]
-    rows = Rows(wanted.to(device), document_starts(documents).to(device), 3 * length, window)
+    rows = QueryRows(wanted.to(device), document_starts(documents).to(device), 3 * length, window)
     count, text, own = len(wanted), (2, length, 2, size), (step, len(wanted), 2, size)
     shapes = [(count, 4, size), text, text, own, own]
     given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -151,7 +151,7 @@ def test_a_head_has_equal_gradients_either_way(window, written_out, monkeypatch)
         ("cpu", 64, torch.bfloat16, None),
     ],
 )
-def test_where_flash_attention_runs(kind, size, dtype, fused):
+def test_flash_attention_runs_only_for_the_dtypes_and_sizes_that_it_takes(kind, size, dtype, fused):
     assert joint_attention.fused_dtype(torch.empty(1, size, dtype=dtype), kind) == fused
 
 

@@ -23,7 +23,7 @@ def load(name: str) -> tuple[MLPSpeculator, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["tied_scaled", "untied"])
-def test_reproduces_the_published_logits(name):
+def test_the_head_reproduces_the_published_logits(name):
     head, tensors = load(name)
     logits = head.logits(tensors["io.hidden_states"], tensors["io.tokens"])
     torch.testing.assert_close(logits, tensors["io.logits"], atol=1e-5, rtol=0)

@@ -133,7 +133,7 @@ def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(
     assert not torch.equal(head.linears[-1].weight, before)
     # Every anchor has N labels here, so the loss trained on is the sum of the positions' mean losses.
     logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
-    assert logged["loss"] == pytest.approx(sum(logged[f"head{i}/loss"] for i in range(n_predict)), rel=1e-3)
+    assert logged["loss"] == pytest.approx(sum(logged[f"position{i}/loss"] for i in range(n_predict)), rel=1e-3)
 
     plain = generate(target, None, [PROMPT], max_new_tokens=20).tokens
     assert generate(target, HeadDrafter(head), [PROMPT], max_new_tokens=20).tokens == plain

@@ -12,10 +12,10 @@ import pytest
 from conftest import alternating_drafter, exit_code, tiny_head
 from serving_here import serving, tiny_head_for, until
 
-from speculator import Engine, HeadDrafter, Sampling, generate
+from speculator import Engine, HeadDrafter, Sampling, generate, model_flags
 from speculator.__main__ import build_parser, main
 from speculator.checkpoints.loading import bind
-from speculator.cli import drafting, serve
+from speculator.cli import serve
 from speculator.files import write_manifest
 from speculator.server.errors import APIError
 
@@ -142,7 +142,7 @@ def heads(chat_target, tmp_path):
 
 def loader(target):
     arguments = ["--target", "tiny", "--num_speculative_tokens", "3"]
-    make_drafter = partial(drafting.drafter, target=target, temperatures=[0.0, 1.0])
+    make_drafter = partial(model_flags.drafter, target=target, temperatures=[0.0, 1.0])
     return partial(serve._load, build_parser("serve").parse_args(arguments), target, make_drafter)
 
 

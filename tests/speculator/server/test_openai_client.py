@@ -25,7 +25,7 @@ def client(server):
     return openai.OpenAI(base_url=f"{server}/v1", api_key="any", max_retries=0)
 
 
-def test_completions(client, chat_target, drafter):
+def test_the_openai_client_gets_the_engines_completions(client, chat_target, drafter):
     expected = expected_of(chat_target, drafter, PROMPT, 10)
     how = {"model": "tiny", "prompt": PROMPT, "max_tokens": 10, "logprobs": 2, "extra_body": EXTRA, **FIELDS}
     whole = client.completions.create(**how)
@@ -50,7 +50,7 @@ def test_completions(client, chat_target, drafter):
     assert len({part.id for part in parts}) == 1
 
 
-def test_chats(client, chat_target, drafter):
+def test_the_openai_client_gets_the_engines_chats(client, chat_target, drafter):
     ids = chat_target.tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
     expected = expected_of(chat_target, drafter, ids, 10)
     how = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 10, "logprobs": True, "top_logprobs": 2}

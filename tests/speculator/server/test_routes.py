@@ -293,7 +293,7 @@ def test_a_client_that_disconnects_while_sending_is_not_a_failure(client, server
     assert "Traceback" not in caplog.text + capfd.readouterr().err
 
 
-def test_other_paths_methods_and_models(client):
+def test_other_paths_methods_and_models_get_their_status(client):
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
     assert client.get("/v1/models/tiny").json()["max_model_len"] == 256
     for method, path, status in [
@@ -348,7 +348,7 @@ def test_the_log_tells_what_the_server_does_and_nothing_when_it_is_idle(chat_tar
         assert not capsys.readouterr().err
 
 
-def test_the_lines_of_traffic():
+def test_a_line_of_traffic_has_the_counts_since_the_last():
     assert not Traffic().line(10, 0, 0)
     line = Traffic(answers=2, tokens=52, steps=20, accepted=50).line(10, 1, 3)
     assert line == "1 requests decoding, 3 waiting, 2 answered, 5.2 tokens/s, acceptance length 2.50"

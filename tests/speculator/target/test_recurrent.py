@@ -63,7 +63,7 @@ class Mistaken(Oracle):
         draft = super().propose(pending, noise, texts)
         rows = []
         for text in texts:
-            _, prompt, number = self.known[id(text)]
+            _, prompt, number = self.memory.known[id(text)]
             at = len(text) - prompt
             right = (self.continuations[number] + [0] * 8)[at : at + 4]
             wrong_from = (at + number) % 5

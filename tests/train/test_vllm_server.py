@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 
 from speculator import UserError
-from speculator.cli import vllm_server
-from speculator.cli.vllm_server import VLLMServer
+from train import vllm_server
+from train.vllm_server import VLLMServer
 
 UPDATE = ["/pause?mode=keep", "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 

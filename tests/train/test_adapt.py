@@ -7,14 +7,27 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from chat_templates import chat_tokenizer
 from conftest import exit_code, write_tuning
 from kills import Killed
-from serving_here import serving, tiny_head_for
+from serving_here import serving, tiny_head_for, tiny_target
 
+from speculator import HeadDrafter, Target, model_flags
 from speculator.__main__ import build_parser, main
-from speculator.cli import adapt, drafting, serve
+from speculator.cli import serve
+from train import adapt
 
 KEY = "secret"
+
+
+@pytest.fixture(scope="module")
+def chat_target() -> Target:
+    return tiny_target(chat_tokenizer("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def drafter(chat_target) -> HeadDrafter:
+    return HeadDrafter(tiny_head_for(chat_target))
 
 
 def record_shard(record, number: int, rows: int = 2) -> None:
@@ -62,7 +75,7 @@ class Loop:
 @pytest.fixture
 def loop(chat_target, drafter, tmp_path, monkeypatch):
     arguments = build_parser("serve").parse_args(["--target", "tiny", "--num_speculative_tokens", "3"])
-    make_drafter = partial(drafting.drafter, target=chat_target, temperatures=[0.0, 1.0])
+    make_drafter = partial(model_flags.drafter, target=chat_target, temperatures=[0.0, 1.0])
     load = partial(serve._load, arguments, chat_target, make_drafter)
     with serving(chat_target, drafter, load_drafter=load, api_key=KEY) as (url, worker):
         made = Loop(chat_target, tmp_path, url, worker)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import html
-import io
 import json
 import os
 import shlex
@@ -33,28 +31,23 @@ from typing import IO, Any
 
 import httpx
 
+import speculator
+from speculator import model_flags
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
-from speculator.cli import drafting, vllm_server
 from speculator.cli.serve import KEY_VARIABLE
-from speculator.cli.vllm_server import VLLMServer
 from speculator.drafters.tuning import TUNED
 from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
 from speculator.terminal import log
 from speculator.workshop import ROOT
+from train.vllm_server import LAYOUTS, VLLMServer
 
 HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30
 """Shortest time between two lines about the answers that have arrived."""
 _LOAD_SECONDS = 600
-_PAGE = """<!doctype html><meta charset="utf-8"><title>Acceptance over rounds</title>
-<style>body {{ font: 15px/1.5 system-ui; max-width: 72rem; margin: auto }} td {{ padding: .2rem .8rem }}</style>
-<h1>Acceptance over rounds</h1>
-<p>Each round measures both heads on the newest answers, which it does not train on.</p>
-<img src="rounds.svg" alt="Acceptance length over rounds"><table>{table}</table>
-"""
 
 
 def add_flags(parser: OneLineParser) -> None:
@@ -68,7 +61,7 @@ def add_flags(parser: OneLineParser) -> None:
         help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
     parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
-    drafting.add_revision(parser)
+    model_flags.add_revision(parser)
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
     parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
     parser.add_argument(
@@ -104,7 +97,7 @@ def add_flags(parser: OneLineParser) -> None:
     parser.add_argument("--api_key", help=f"key of the server (default: ${KEY_VARIABLE})")
     parser.add_argument(
         "--layout",
-        choices=vllm_server.LAYOUTS,
+        choices=LAYOUTS,
         help="--server is a vLLM that reads heads in this layout; its drafter's weights are updated, and taken back if "
         "its acceptance falls",
     )
@@ -166,6 +159,7 @@ def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
         for name in ("traffic", "cache", "run/stage1", "exported"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
+    # By renaming, because a link can't be changed in place: a server that starts meanwhile sees the old or the new one.
     scratch = output / "speculator.partial"
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(head)
@@ -200,6 +194,7 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
     said, again = 0, 0.0
     while True:
+        # The last round ended inside its newest file, which may have grown: count that file whole, less what was read.
         count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
             try:
@@ -244,21 +239,8 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     if tuned.is_file() and not copied.exists():  # so that both heads draft in the same shapes, at the same costs
         write_bytes(copied, tuned.read_bytes())
     if not gate.exists():
-        gating = [
-            "-m",
-            "speculator",
-            "eval",
-            "gate",
-            old,
-            new,
-            "--target",
-            target,
-            "--suite",
-            traffic,
-            "--output",
-            gate,
-        ]
-        _call([*gating, *arguments.gate_flags], lock, accepted=(0, 1))
+        gating = ["-m", "speculator", "eval", "gate", old, new, "--target", target, "--suite", traffic]
+        _call([*gating, "--output", gate, *arguments.gate_flags], lock, accepted=(0, 1))
     figures = read_json(gate)
     fault = None if figures["accepted"] else "rejected"
     if figures["accepted"] and arguments.layout:
@@ -287,7 +269,7 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
 
 def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **variables: str) -> None:
     """Run a command of this project; it prints its own errors."""
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(speculator.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     process = subprocess.Popen([sys.executable, *map(str, argv)], env=environment, pass_fds=[lock.fileno()])
     try:
@@ -320,35 +302,12 @@ def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
 
 def write_page(output: Path, rounds: Sequence[dict[str, Any]]) -> None:
     """Write rounds.html and its plot."""
+    from eval.page import fill_template  # imports matplotlib, for a second
+    from eval.plots import plot_rounds
+
     lines = [("round", "finished", "answer tokens", "gate", "outcome")]
     for number, each in enumerate(rounds, start=1):
         finished = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(each["finished"]))
         lines.append((str(number), finished, f"{each['answer_tokens']:,}", each["gate"]["line"], each["outcome"]))
-    table = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in line) for line in lines)
-    write_bytes(output / "rounds.svg", _plot(rounds))
-    write_text(output / "rounds.html", _PAGE.format(table=table))
-
-
-def _plot(rounds: Sequence[dict[str, Any]]) -> bytes:
-    """Acceptance length of the old and the new head in each round, as SVG."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    numbers = range(1, len(rounds) + 1)
-    old, new = zip(*(each["gate"]["suite"]["acceptance_length"] for each in rounds), strict=True)
-    axis.plot(numbers, old, "s-", color="#9aa4ae", label="head before the round")
-    for loaded, fill, label in ((True, "#1f6feb", "new head, in use"), (False, "none", "new head, not in use")):
-        among = [n for n in numbers if (rounds[n - 1]["outcome"] == "in use") is loaded]
-        axis.plot(among, [new[n - 1] for n in among], "o", color="#1f6feb", markerfacecolor=fill, label=label)
-    axis.set_xticks(numbers)
-    axis.set_xlabel("round")
-    axis.set_ylabel("acceptance length")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False)
-    content = io.BytesIO()
-    figure.savefig(content, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return content.getvalue()
+    plot_rounds(rounds, output / "rounds.svg")
+    write_text(output / "rounds.html", fill_template("rounds.html", lines=lines))

@@ -1,4 +1,4 @@
-"""Flags shared by the commands: target, drafter, shape of the draft, and accept rule."""
+"""Flags of the commands that name the target, the drafter, the shape of its draft and the accept rule."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""The end of a run: tune the published head, measure it, and say how to use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+from eval.run import evaluate, render
+from eval.serving import commands_for_server
+from eval.suites import Suite
+from eval.tune import write_tuning
+from speculator.checkpoints.card import NAME as CARD
+from speculator.checkpoints.loading import load_head
+from speculator.drafters.tuning import TUNED
+from speculator.target.model import Target
+from speculator.verdict import headlines
+from train.config import RunConfig
+from train.stages import curves
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Return whether a run's folder has all that the run writes; its model card may be missing."""
+    folder = Path(config.output_dir)
+    report = folder / "eval" / "report.json"
+    measured = report.exists() and report.with_suffix(".md").exists()
+    return measured or bool(config.target.server and (folder / "speculator" / CARD).exists())
+
+
+def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None:
+    """Tune the published head and write the report, unless they are there."""
+    folder = Path(config.output_dir)
+    head_folder, report = folder / "speculator", folder / "eval"
+    head = load_head(head_folder, target)
+    if config.eval.tune_prompts and not (head_folder / TUNED).exists():
+        suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
+        write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, config.seed)
+    if (report / "report.json").exists():  # the run was killed between report.json and report.md
+        render(json.loads((report / "report.json").read_text()), [], report)
+        return
+    evaluate(
+        target,
+        head,
+        [suites["held-out"]],
+        report,
+        temperatures=config.eval.temperatures,
+        max_new_tokens=config.eval.max_new_tokens,
+        seed=config.seed,
+        tuned_in=head_folder,
+        speculator_name=str(head_folder),
+        training=curves(folder),
+    )
+
+
+def summary(config: RunConfig) -> str:
+    """Lines about a finished run: what the head gains, where it is, and the commands that use it."""
+    folder = Path(config.output_dir)
+    how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
+    for flag in ("revision", "adapter"):
+        how += f" --{flag} {shlex.quote(value)}" if (value := getattr(config.target, flag)) else ""
+    how += " --trust_remote_code" if config.target.trust_remote_code else ""
+    if variables := config.target.chat_template_kwargs:
+        how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
+    if not (folder / "eval" / "report.json").exists():  # the target only trains
+        return "\n".join(commands_for_server(folder / "speculator", config.target.name_or_path))
+    report = json.loads((folder / "eval" / "report.json").read_text())
+    trial = "--chat" if any(row.get("chat") for row in report["suites"]) else '--prompt "..."'
+    lines = [
+        *headlines(report),
+        f"head:   {folder / 'speculator'}",
+        f"report: {folder / 'eval' / 'report.html'}",
+        f"try:    speculator generate {how} {trial}",
+        f"serve:  speculator serve {how}",
+    ]
+    return "\n".join(lines)

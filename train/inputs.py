@@ -1,0 +1,167 @@
+"""What a run reads: its target, rows, prompts, and their fingerprints."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+import datasets
+from accelerate import PartialState
+
+from data.conversations import Conversation
+from data.magpie import only_self
+from data.prepare import token_rows
+from data.prompts import PromptLimits, conversations
+from data.tally import Tally
+from eval.suites import Suite, from_text
+from speculator.chat import set_template_variables
+from speculator.errors import UserError
+from speculator.files import cache_folder
+from speculator.target.in_process import InProcessTarget
+from speculator.target.model import Target
+from speculator.target.server import ServerTarget
+from speculator.target.sharding import SHARDED
+from speculator.target.training import TrainingTarget
+from speculator.terminal import loading, log
+from train import checks
+from train.checkpoint import reporting_full_disk
+from train.config import RunConfig
+from train.folder import prompts_fingerprint, rows_fingerprint
+from train.self_source import with_self_written
+from train.server_command import needed_of_server
+from train.sizes import count_of_tokens, log_sizes, with_shorter_rows, with_steps
+
+_PROMPTS_PER_TEXT = 4
+
+
+@dataclass
+class Inputs:
+    """What a run trains and is measured on.
+
+    Attributes:
+        config: the run's, with the steps of its stages and the row length settled.
+        train_rows, validation_rows: packed rows.
+        suites: "validation" prompts choose the best checkpoint, "held-out" ones are in the report.
+        own_prompts: prompts that the target continues for stage 2; None: it writes the prompts as well.
+    """
+
+    config: RunConfig
+    train_rows: datasets.Dataset
+    validation_rows: datasets.Dataset
+    suites: dict[str, Suite]
+    own_prompts: list[Conversation] | None
+
+    def fingerprints(self, target: TrainingTarget) -> dict[str, str]:
+        """Return fingerprints by name; a resumed run must have the same."""
+        rows = {"training": self.train_rows, "validation": self.validation_rows}
+        found = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
+        return found | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in self.suites.items()}
+
+
+def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inputs:
+    """Read all inputs and check them; nothing is written into the run's folder.
+
+    Args:
+        asked: the config as the user gave it.
+        shorten: see `train.run.run`.
+    """
+    state = PartialState()
+    checks.fits_target(asked, target)
+    if isinstance(target, ServerTarget):
+        target.check(*needed_of_server(asked, target.config, target.context_length), state.num_processes)
+    config, read = asked, with_self_written(asked, target)
+    if shorten:
+        read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train")))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=read.data.seq_length))
+    train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
+    suites = {
+        "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
+        "held-out": prompts_of(read, target, "held-out", config.eval.max_prompts),
+    }
+    continues = config.stage2.max_steps and not only_self(config.data.sources)
+    own_prompts = own_prompts_of(read, target) if continues else None
+    count = None if own_prompts is None else len(own_prompts)
+    steps = partial(with_steps, processes=state.num_processes)
+    config = dataclasses.replace(config, stage1=steps(config.stage1, len(train_rows)))
+    # Stage 2 gets its final number of steps when its text is there; this one is for the checks.
+    stage2 = steps(config.stage2, config.stage2.generate.max_rows if count is None else count)
+    checks.rows(
+        dataclasses.replace(config, stage2=stage2), target, train_rows, validation_rows, state.num_processes, count
+    )
+    if state.is_main_process:
+        log_sizes(asked, config, train_rows)
+    return Inputs(config, train_rows, validation_rows, suites, own_prompts)
+
+
+def load_target(config: RunConfig) -> TrainingTarget:
+    """Load the configured target: a `Target`, its training half if it can't be decoded, or one that servers run."""
+    given = dataclasses.asdict(config.target)
+    variables, urls, name = given.pop("chat_template_kwargs"), given.pop("server"), given.pop("name_or_path")
+    target: ServerTarget | InProcessTarget
+    if urls:
+        own = {key: given[key] for key in ("revision", "dtype", "trust_remote_code")}
+        target = ServerTarget.connect(name, urls, **own)
+    else:
+        with loading(name):
+            target = InProcessTarget.load(name, **given)
+    set_template_variables(target.tokenizer, variables)
+    if config.data.raw:
+        target.tokenizer.chat_template = None
+    if isinstance(target, ServerTarget) or config.target.parallel in SHARDED:
+        return target
+    try:
+        return Target.of(target)
+    except UserError as error:
+        checks.check_writes_no_text(config, str(error))
+        log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
+        return target
+
+
+def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Dataset:
+    """Return the packed rows of one split; of the validation split only as many as an evaluation uses."""
+    with reporting_full_disk(cache_folder()):
+        return token_rows(
+            config.data.sources,
+            split,
+            target.tokenizer,
+            config.data.seq_length,
+            max_tokens=config.data.max_tokens if split == "train" else None,
+            max_bad_rows=config.data.max_bad_rows,
+            first_rows=config.eval.validation_rows if split == "validation" else None,
+            num_proc=config.data.num_proc,
+        )
+
+
+def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int) -> Suite:
+    """Return up to `count` prompts of one split: the first tokens of texts, and chats up to the user's last message."""
+    # Bad rows were reported when the split was prepared.
+    tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
+    suite = from_text(
+        config.data.sources,
+        target.tokenizer,
+        config.eval.prompt_tokens,
+        count,
+        split=split,
+        limits=PromptLimits(target.name, target.context_length, config.eval.max_new_tokens),
+        tally=tally,
+    )
+    if split == "held-out":
+        tally.warn(f"the {split} split of {', '.join(config.data.sources)}")
+    return suite
+
+
+def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
+    """Return the prompts and chats of the training split that the target answers for stage 2."""
+    settings = config.stage2.generate
+    return conversations(
+        config.data.sources,
+        "train",
+        target.tokenizer,
+        settings.prompt_tokens,
+        settings.max_rows,
+        turns=None if settings.turns == "all" else settings.turns,
+        per_text=_PROMPTS_PER_TEXT,
+        limits=PromptLimits(target.name, target.context_length, settings.max_new_tokens, config.data.seq_length),
+        tally=Tally(max_share=1.0 if config.data.max_bad_rows else 0.0),
+    )
