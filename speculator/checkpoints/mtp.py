@@ -112,7 +112,7 @@ class Stored:
 
     @property
     def promised(self) -> int:
-        """Number of MTP layers by the config."""
+        """Number of MTP layers that the model's config states; the files may lack some."""
         return promised(self.text)
 
     def prefix(self, index: int) -> str:

@@ -43,7 +43,7 @@ def source_of(sequence: Sequence[int]) -> Source:
 
 
 def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of the decoder; some configs name the encoder's layers by the same fields."""
+    """Return the decoder's config: in a config for both, a field such as the number of layers may be the encoder's."""
     if not model.config.is_encoder_decoder:
         return model.config.get_text_config()
     config: Any = model.get_decoder().config.get_text_config(decoder=True)
