@@ -85,7 +85,7 @@ def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
 
 
 def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dict[str, Any]]:
-    """Return a transformers config of the layers, with its defaults for absent fields, and the head's fields from it."""
+    """Return a transformers config of the layers, with its defaults for absent fields, and the head's fields."""
     kind = read.get("model_type", kinds[0])
     refuse((kind not in kinds, f"{file}: model_type is {kind!r}; must be {' or '.join(map(repr, kinds))}"))
     try:
