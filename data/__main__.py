@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from speculator.commands import run_module
+from speculator.__main__ import run_module
 from speculator.errors import OneLineParser, start
 
 COMMANDS = ("prepare", "generate", "view")

@@ -22,12 +22,14 @@ class Conversation:
         later: messages after each answer. If the first of them is the assistant's, with tool calls, it replaces the
             answer in the history, because the tool results after it belong to it.
         tools: tools for the chat template.
+        ends: the answer ends by itself, as in a chat; a part of a text just continues.
     """
 
     ids: list[int]
     messages: list[dict] | None = None
     later: Sequence[list[dict]] = ()
     tools: Any = None
+    ends: bool = False
 
     @property
     def size(self) -> int:

@@ -65,22 +65,6 @@ class PromptLimits:
         return found, skipped
 
 
-class TokenPrompts(list[list[int]]):
-    """Token ids to continue.
-
-    Attributes:
-        ends: some answers end by themselves, as in a chat; a part of a text just continues.
-        left_out: number of prompts that did not fit.
-    """
-
-    ends = False
-    left_out = 0
-
-
-_CutPrompt = tuple[Conversation, bool]
-"""A prompt, and whether its answer ends by itself."""
-
-
 @dataclass(frozen=True)
 class _Cut:
     """Where documents are cut into prompts.
@@ -100,19 +84,7 @@ class _Cut:
     turns: int | None
     tally: Tally
 
-    def take(
-        self, sources: Sequence[str], split: str | None, count: int, limits: PromptLimits | None, tally: Tally | None
-    ) -> tuple[list[_CutPrompt], int]:
-        """Mix the prompts of some sources by weight; return the first `count` that fit, and the number that don't."""
-        parts, weights = streams(sources, split, tally)
-        mixed = interleave([self.prompts(part) for part in parts], weights, lambda prompt: 1)
-        if limits is None:
-            return list(islice(mixed, count)), 0
-        name = ", ".join(sources) + (f" ({split})" if split else "")
-        taken, left_out = limits.take(name, ((each[0].ids, each) for each in mixed), count)
-        return [each for _, each in taken], left_out
-
-    def prompts(self, documents: Iterator[dict[str, Any]]) -> Iterator[_CutPrompt]:
+    def prompts(self, documents: Iterator[dict[str, Any]]) -> Iterator[Conversation]:
         """Cut the documents of a stream."""
         first = list(islice(documents, 1))
         if first and "document_ids" in first[0]:
@@ -127,15 +99,15 @@ class _Cut:
             except RowError as error:
                 self.tally.add(error)
 
-    def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[_CutPrompt]:
+    def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
         """Cut one document."""
         if "text" in row:
-            yield from ((Conversation(ids), False) for ids in self._of_lines(row))
+            yield from map(Conversation, self._of_lines(row))
         elif "messages" in row:
-            yield self._of_chat(row), True
+            yield self._of_chat(row)
         elif "prompt" in row:
             if ids := text_tokens([row["prompt"]], self.tokenizer)[0]:
-                yield Conversation(ids), True
+                yield Conversation(ids, ends=True)
         elif "document_ids" in row and not packed_text:
             # The first document of a row may have begun in the row before, so only the others are cut: of the
             # document ids 0 0 0 1 1 1 2 2 these are 1 and 2.
@@ -168,32 +140,34 @@ class _Cut:
         if "user" not in (message["role"] for message in opening):
             raise RowError(row["where"], "a chat without a user turn before the answer")
         text = document_text(row, self.tokenizer, len(opening), ask=True)
-        return Conversation(chat_tokens(text, self.tokenizer), opening, later, row.get("tools"))
+        return Conversation(chat_tokens(text, self.tokenizer), opening, later, row.get("tools"), ends=True)
 
-    def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[_CutPrompt]:
+    def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[Conversation]:
         """Yield the tokens before the first one with loss, or the first `prompt_tokens` if that one comes first."""
         if 1 in mask and not mask[0]:
-            yield Conversation(ids[: mask.index(1)]), True
+            yield Conversation(ids[: mask.index(1)], ends=True)
         elif len(ids) >= self.prompt_tokens:
-            yield Conversation(ids[: self.prompt_tokens]), False
+            yield Conversation(ids[: self.prompt_tokens])
 
 
-def prompts(
+def conversations(
     sources: Sequence[str],
     split: str | None,
     tokenizer: PreTrainedTokenizerBase,
     prompt_tokens: int,
     count: int,
     *,
+    turns: int | None = None,
     per_text: int = 1,
     last_turn: bool = False,
     limits: PromptLimits | None = None,
     tally: Tally | None = None,
-) -> TokenPrompts:
-    """Return up to `count` prompts: at most `per_text` different ones of each text, and one of any other document.
+) -> tuple[list[Conversation], int]:
+    """Return up to `count` prompts, at most `per_text` different ones of each text, and how many did not fit.
 
     - text: `prompt_tokens` tokens from the beginning of a line, including BOS; shorter texts are skipped
-    - chat: the chat up to the first answer, or with `last_turn` up to the user's last turn, with the generation prompt
+    - chat: the chat up to the first answer and the generation prompt, with what follows its first `turns` answers
+      (default: all); with `last_turn` the chat up to the user's last turn
     - prompt and completion: the prompt; a chat if the tokenizer has a template
     - tokens: those before the first token with loss, or `prompt_tokens` of them if the first token has loss
     - packed tokens: the same for each document that begins in the row
@@ -207,25 +181,10 @@ def prompts(
     Raises:
         SourceError: an unreadable source or row, or no prompt fits.
     """
-    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, 1, tally or Tally())
-    taken, left_out = cut.take(sources, split, count, limits, tally)
-    found = TokenPrompts(each.ids for each, _ in taken)
-    found.left_out, found.ends = left_out, any(ends for _, ends in taken)
-    return found
-
-
-def conversations(
-    sources: Sequence[str],
-    split: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_tokens: int,
-    count: int,
-    *,
-    turns: int | None = None,
-    per_text: int = 1,
-    limits: PromptLimits | None = None,
-    tally: Tally | None = None,
-) -> list[Conversation]:
-    """Return up to `count` prompts as `prompts` does, chats with what follows their first `turns` answers (all)."""
-    cut = _Cut(tokenizer, prompt_tokens, per_text, False, turns, tally or Tally())
-    return [each for each, _ in cut.take(sources, split, count, limits, tally)[0]]
+    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, turns, tally or Tally())
+    parts, weights = streams(sources, split, tally)
+    mixed = interleave([cut.prompts(part) for part in parts], weights, lambda prompt: 1)
+    limits = limits or PromptLimits("the target", sys.maxsize, 0)
+    name = ", ".join(sources) + (f" ({split})" if split else "")
+    taken, left_out = limits.take(name, ((prompt.ids, prompt) for prompt in mixed), count)
+    return [prompt for _, prompt in taken], left_out

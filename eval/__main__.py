@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from speculator.commands import run_module
+from speculator.__main__ import run_module
 from speculator.errors import start
 
 COMMANDS = ("tune", "compare", "gate", "lossless")

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.prompts import PromptLimits, prompts
+from data.prompts import PromptLimits, conversations
 from data.readers import is_recorded, raw_rows
 from data.rows import content
 from data.sources import PYTHON_SOURCES, parse
@@ -166,7 +166,7 @@ def from_text(
         tally: counts unusable rows (default: the first one raises).
     """
     name = ", ".join(Path(source.location).name for source in parse(sources))
-    found = prompts(
+    found, left_out = conversations(
         sources,
         split,
         tokenizer,
@@ -178,7 +178,8 @@ def from_text(
     )
     if not found:
         raise UserError(f"no {f'{split} ' if split else ''}document of {name} has {prompt_tokens} tokens for a prompt")
-    return Suite(f"{name} ({split})" if split else name, found, left_out=found.left_out, ends=found.ends)
+    ids, ends = [prompt.ids for prompt in found], any(prompt.ends for prompt in found)
+    return Suite(f"{name} ({split})" if split else name, ids, left_out=left_out, ends=ends)
 
 
 def add_flags(parser: OneLineParser, max_prompts: int) -> None:

@@ -78,6 +78,19 @@ def _module(command: str) -> Any:
         raise SystemExit(2) from None
 
 
+def run_module(module: str, title: str, argv: list[str]) -> int:
+    """Parse the flags of a command and run it; return its exit code: 2 after wrong input, with one line on stderr.
+
+    Args:
+        module: name of the command's module. Only this one is imported, because libraries take seconds.
+        title: name of the command in its errors and progress lines.
+    """
+    command = import_module(module)
+    arguments = command.build_parser().parse_args(argv)
+    with working(title):
+        return run_command(title, lambda: command.run(arguments))
+
+
 def build_parser(command: str) -> OneLineParser:
     """Build the parser of one of `COMMANDS`."""
     module = _module(command)

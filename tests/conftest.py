@@ -373,31 +373,31 @@ def exit_code(main, argv: list[str]) -> int:
 
 
 class Arrivals(Memory):
-    """The prompts in the order in which they arrived."""
+    """The texts as they were when they arrived: their prompts."""
 
     def open(self, cache):
         opened = super().open(cache)
-        opened.known = {}  # id of a text -> the text (kept, so that its id stays unique), prompt length, number
+        opened.known = {}  # id of a text -> the text (kept, so that its id stays unique), its prompt
         return opened
 
     def prefill(self, start, texts, begins, hidden, counts):
         for text in texts:
-            self.known.setdefault(id(text), (text, len(text), len(self.known)))
+            self.known.setdefault(id(text), (text, list(text)))
 
 
 class Oracle(Drafter):
-    """Drafts the given completions: every token right, or every token wrong. Prompts arrive in order."""
+    """Drafts the given completions: every token right, or every token wrong. Several need their prompts."""
 
     name, num_speculative_tokens, nodes, rules, memory = "oracle", 3, 3, ("match",), Arrivals()
 
-    def __init__(self, continuations: list[list[int]], wrong: bool = False):
-        self.continuations, self.wrong = continuations, wrong
+    def __init__(self, continuations: list[list[int]], wrong: bool = False, prompts: list[list[int]] | None = None):
+        self.continuations, self.wrong, self.prompts = continuations, wrong, prompts
 
     def propose(self, pending, noise, texts):
         rows = []
         for text in texts:
-            _, prompt, number = self.memory.known[id(text)]
-            at = len(text) - prompt
+            _, prompt = self.memory.known[id(text)]
+            number, at = self.prompts.index(prompt) if self.prompts else 0, len(text) - len(prompt)
             rows.append((self.continuations[number] + [0] * 8)[at : at + 3])
         return Draft((torch.tensor(rows) + self.wrong) % VOCAB, torch.full_like(pending, 3))
 

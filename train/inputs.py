@@ -28,7 +28,7 @@ from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.folder import prompts_fingerprint, rows_fingerprint
-from train.self_source import with_self_written
+from train.own_text import with_self_written
 from train.server_command import needed_of_server
 from train.sizes import count_of_tokens, log_sizes, with_shorter_rows, with_steps
 
@@ -154,7 +154,7 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
 def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
     """Return the prompts and chats of the training split that the target answers for stage 2."""
     settings = config.stage2.generate
-    return conversations(
+    found, _ = conversations(
         config.data.sources,
         "train",
         target.tokenizer,
@@ -165,3 +165,4 @@ def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversati
         limits=PromptLimits(target.name, target.context_length, settings.max_new_tokens, config.data.seq_length),
         tally=Tally(max_share=1.0 if config.data.max_bad_rows else 0.0),
     )
+    return found

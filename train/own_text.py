@@ -1,21 +1,126 @@
-"""The text of stage 2, which the target generates."""
+"""Text that the target writes in a run: the source `self`, written once into the cache, and the rows of stage 2."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
+from accelerate import PartialState
+from filelock import FileLock
 
 from data.conversations import Conversation
+from data.magpie import SELF, names_self, prompt_sampling_of, self_rows, summary
 from data.onpolicy import generate_rows
+from data.sources import SourceError, parse, token_documents
+from data.tally import Tally
 from speculator import HeadDrafter
 from speculator.checkpoints.loading import load_drafter, load_head
+from speculator.decoding.sampling import Sampling
+from speculator.device import dtype_name
+from speculator.drafters import Drafter
+from speculator.files import acquire, cache_folder, make_folder
 from speculator.target.model import Target
 from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
+from speculator.terminal import log
 from train import checks
+from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
-from train.self_source import fresh_rows
+
+_STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for stage 2
+
+
+def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
+    """Return a config in which the folder of the target's chats replaces the source `self`.
+
+    Every process of the run calls this. Chats that do not exist yet are written first, after a check that the other
+    sources can be read.
+
+    Raises:
+        UserError: another source can't be read; another run is writing these chats; or as `self_rows`.
+    """
+    if not names_self(config.data.sources):
+        return config
+    sources, folder = parse(config.data.sources), folder_of(config, target)
+    for source in sources:
+        if source.location != SELF:
+            _look_at(source.location, config, target)
+    with reporting_full_disk(cache_folder()):
+        _write(config, target, folder)
+    named = [(str(folder) if source.location == SELF else source.location, source.weight) for source in sources]
+    read = [name if weight is None else f"{name}@{weight:f}" for name, weight in named]
+    return replace(config, data=replace(config.data, sources=read))
+
+
+def folder_of(config: RunConfig, target: TrainingTarget) -> Path:
+    """Folder of the chats, named after everything that they depend on."""
+    who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
+    key = json.dumps([*who, dataclasses.asdict(config.data.self_source), config.seed])
+    return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
+
+
+def fresh_rows(config: RunConfig, target: TrainingTarget, drafter: Drafter | None, folder: Path) -> datasets.Dataset:
+    """Write chats for stage 2 by the settings of `stage2.generate`, different from those of stage 1."""
+    settings = config.stage2.generate
+    made = self_rows(
+        target,
+        drafter,
+        folder,
+        rows=settings.max_rows,
+        **_prompt_settings(config),
+        sampling=checks.own_sampling(settings),
+        max_new_tokens=settings.max_new_tokens,
+        batch_size=settings.batch_size,
+        seed=config.seed + _STREAMS,
+        mark_rejected=config.stage2.rejected_token_weight is not None,
+        previous=folder_of(config, target),
+    )
+    log(f"{SELF}: {summary(folder)}")
+    return made
+
+
+def _prompt_settings(config: RunConfig) -> dict[str, Any]:
+    own = config.data.self_source
+    sampling = prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
+    return {"turns": own.turns, "prompt_sampling": sampling, "max_prompt_tokens": own.max_prompt_tokens}
+
+
+def _look_at(location: str, config: RunConfig, target: TrainingTarget) -> None:
+    """Read the first document of a source, because the target may write for hours before it is read."""
+    tally = Tally(config.data.max_bad_rows)
+    found = token_documents([location], "train", target.tokenizer, tally=tally)
+    if next(found, None) is None:
+        raise SourceError(f"the train split of {location} holds nothing to train on")
+
+
+def _write(config: RunConfig, target: TrainingTarget, folder: Path) -> None:
+    own, main = config.data.self_source, PartialState().is_main_process
+    lock = FileLock(f"{folder}.lock")
+    if main and not (folder / "manifest.json").exists():
+        make_folder(folder.parent)
+        acquire(lock, f"{folder}: another run is writing these chats; start again when it has")
+        log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
+    PartialState().wait_for_everyone()
+    try:
+        self_rows(
+            target,
+            None,
+            folder,
+            rows=own.max_rows,
+            **_prompt_settings(config),
+            sampling=[Sampling(temperature) for temperature in own.temperatures],
+            max_new_tokens=own.max_new_tokens,
+            batch_size=own.batch_size,
+            seed=config.seed,
+        )
+    finally:
+        lock.release()
+    log(f"{SELF}: {summary(folder)}")
 
 
 def generate_own_text(

@@ -283,9 +283,6 @@ class Plan:
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
         return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
 
-    def _runs_here(self, name: str) -> bool:
-        return not (self.served and name in self.generated)
-
     def _for_servers(self) -> str:
         """Return a line about what the target's servers have to hold, compute and send."""
         inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
@@ -323,7 +320,8 @@ class Plan:
 
     def _expected_time(self) -> str:
         """Return a line about the time of each phase that runs here, and of all."""
-        phases = {name: self.seconds(name) / _USUAL_MFU for name in self.tokens() if self._runs_here(name)}
+        elsewhere = self.generated if self.served else ()
+        phases = {name: self.seconds(name) / _USUAL_MFU for name in self.tokens() if name not in elsewhere}
         parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in phases.items())
         waiting = ", without waiting for servers" * self.served
         return f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} {_TIMES}"

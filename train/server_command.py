@@ -95,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
     """Print the line, or check the servers."""
     from train import checks
+    from train.inputs import load_target
     from train.plan import target_config
-    from train.run import load_target
     from train.sizes import with_sizes_of_target
 
     whole = target_config(config)

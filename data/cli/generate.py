@@ -201,7 +201,7 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
     limits = PromptLimits(arguments.target, context, arguments.max_new_tokens)
     if arguments.sources:
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
-        found = conversations(
+        found, _ = conversations(
             arguments.sources,
             arguments.split,
             tokenizer,

@@ -145,6 +145,12 @@ class Scheduler:
             slot.request, slot.sequence, slot.last_used = request, request.sequence, self._time
             slot.prefix_source, slot.phase = prefix_source, WAITING_FOR_PREFIX if prefix_source else PREFILLING
             self._register_prefixes(slot, request, hashes)
+        # Neighbours of like length attend together, so prompts that start at the same time are sorted: their rows are
+        # empty, and nothing moves.
+        empty = [row for row, slot in enumerate(self.slots) if slot.request and not slot.num_computed_tokens]
+        ordered = sorted((self.slots[row] for row in empty), key=lambda slot: (slot.phase, -len(slot.sequence)))
+        for row, slot in zip(empty, ordered, strict=True):
+            self.slots[row] = slot
 
     def _find_prefix_source(
         self, request: Request, num_computed: int, hashes: list[int], overlap: int

@@ -121,8 +121,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
 
-    Packed rows (`speculator.target.write.Packing`) are unpacked here alone: each attends to its own row of the cache.
-    Neighbouring rows with as many tokens attend together, or all rows do, padded, where shapes must be few.
+    Packed rows (`speculator.target.write.Packing`) are unpacked here alone. On a CPU the tokens attend part by part
+    (`Write.parts`); where shapes must be few, all do together, padded.
     """
     write = current()
     if write is not None and write.cross is not None and write.cross.holds(key):
@@ -130,18 +130,18 @@ def attention(
         own = write.padded(query.transpose(1, 2)).transpose(1, 2)
         return write.packed(_fused(own, key, value, write.cross.bias, scaling, softcap, s_aux)), None
     options = (WINDOWS.get(module, sliding_window), scaling, softcap, s_aux, position_bias)
-    if write is None or write.packing is None:
+    packed = write is not None and write.packing is not None
+    if write is None or not (packed or write.parts):
         return _attend(write, query, key, value, *options), None
     query = query.transpose(1, 2)
-    if not write.packing.runs:
+    if not write.parts:
         return write.packed(_attend(write, write.padded(query).transpose(1, 2), key, value, *options)), None
-    outs, done = [], 0
-    for part, (start, stop, count) in zip(write.parts, write.packing.runs, strict=True):
-        begin, done = done, done + (stop - start) * count
-        own = query[0, begin:done].unflatten(0, (-1, count)).transpose(1, 2)
-        keys, values = (x[start:stop, :, : part.extent] for x in (key, value))
-        outs.append(_attend(part, own, keys, values, *options).flatten(0, 1))
-    return torch.cat(outs)[None], None
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    for part in write.parts:
+        keys, values = (x[part.rows, :, : part.write.extent] for x in (key, value))
+        own = part.of(query, packed).transpose(1, 2)
+        part.of(out, packed).copy_(_attend(part.write, own, keys, values, *options))
+    return out, None
 
 
 def _attend(

@@ -232,9 +232,9 @@ class KVCache(Cache):
         packing = None
         if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
             packing = Packing.of(counts, width, self.bucket, block.device)
-        self.write = Write(
-            self.selected, width, extent, block, cache_positions, positions, tree, self.single_row, packing, self.cross
-        )
+        apart = (counts if packing else [width] * len(block)) if self.bucket == 1 and tree is None else None
+        placed = block, cache_positions, positions
+        self.write = Write(self.selected, width, extent, *placed, tree, self.single_row, packing, apart, self.cross)
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
         with in_progress(self.write):

@@ -118,6 +118,7 @@ def probe(target: Target) -> None:
         single = target.logits(target.extend(cache, after(begins, 1))).float()
         rest = after(begins, _LENGTH - longest - 1)
         verified = target.logits(target.extend(cache, rest)).float()
+        cache.bucket = 2  # as where steps are captured: with 1 the host reads the lengths, to group the rows by them
         syncs = has_host_sync(lambda: target.logits(target.extend(cache, rest)), device)
         one_device = len({weight.device for weight in model.parameters()}) == 1
         # What an encoder makes of a source goes into buffers that grow with the longest one.

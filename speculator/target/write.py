@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +21,11 @@ from speculator.target.tree import TokenTree
 if TYPE_CHECKING:
     from speculator.target.cross_memory import CrossMemory
 
+_CALL = 64
+"""Positions that attention on a CPU reads in the time of one more call."""
+_BLOCK = 64
+"""Tokens of a row that attend together on a CPU. Fewer would take more calls, more read keys that most do not see."""
+
 
 @dataclass
 class Packing:
@@ -30,13 +34,10 @@ class Packing:
     Attributes:
         places: [N] index of each token in the flattened padded rows.
         sources: [R, width] index in the packed row of each padded place.
-        runs: (first row, last row + 1, tokens of each) of neighbouring rows with as many tokens; none where packed rows
-            fill buckets.
     """
 
     places: Tensor
     sources: Tensor
-    runs: list[tuple[int, int, int]]
 
     @classmethod
     def of(cls, counts: Sequence[int], width: int, bucket: int, device: torch.device) -> Packing:
@@ -46,10 +47,41 @@ class Packing:
         # that of the token before it: a valid index, whose value nobody reads.
         sources, places = real.flatten().cumsum(0).view_as(real) - 1, real.flatten().nonzero()[:, 0]
         places = torch.cat([places, places[-1:].expand(-len(places) % bucket)])
-        ends = [row for row in range(1, len(counts)) if counts[row] != counts[row - 1]]
-        bounds = pairwise([0, *ends, len(counts)]) if bucket == 1 else ()
-        runs = [(start, stop, counts[start]) for start, stop in bounds]
-        return cls(places.to(device), sources.to(device), runs)
+        return cls(places.to(device), sources.to(device))
+
+
+def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Divide rows into neighbours that attend together: first row, last row + 1.
+
+    They have as many tokens, and reading all of them as far as the longest costs less than another call.
+    """
+    first, longest, total = 0, lengths[0], 0
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        longest, total = max(longest, length), total + length
+        if count != counts[first] or (row + 1 - first) * longest - total > _CALL:
+            yield first, row
+            first, longest, total = row, length, length
+    yield first, len(lengths)
+
+
+class Part(NamedTuple):
+    """Tokens that attend together: of neighbouring rows, as many of each.
+
+    Attributes:
+        rows: their rows.
+        tokens: their places in each row.
+        packed: places of all tokens of these rows in the packed row.
+        write: they alone.
+    """
+
+    rows: slice
+    tokens: slice
+    packed: slice
+    write: Write
+
+    def of(self, x: Tensor, packed: bool) -> Tensor:  # [R, width, ...] or [1, N, ...] -> [rows, tokens, ...], a view
+        own = x[0, self.packed].unflatten(0, (self.rows.stop - self.rows.start, -1)) if packed else x[self.rows]
+        return own[:, self.tokens]
 
 
 @dataclass
@@ -70,6 +102,7 @@ class Write:
         tree: structure of the tokens; None for a chain.
         single_row: one row whose length the host knows, so that slices suffice and every position read is live.
         packing: how the model reads the rows as one without padding; None: as they are.
+        counts: tokens of each row, for attention in `parts`; None: in one part, whose shapes are few.
         cross: what the selected rows read of their sources; None without an encoder.
         masks: attention masks, shared by all layers, and the biases by distance that are in them.
     """
@@ -83,6 +116,7 @@ class Write:
     tree: TokenTree | None
     single_row: bool
     packing: Packing | None = None
+    counts: Sequence[int] | None = None
     cross: CrossMemory | None = None
     masks: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
@@ -95,16 +129,22 @@ class Write:
         return x if self.packing is None else x[0, self.packing.sources.to(x.device)]
 
     @cached_property
-    def parts(self) -> list[Write]:
-        """Packed chains as one write for each of `Packing.runs`, so that attention costs what rows have."""
-        assert self.packing
-        parts = []
-        for start, stop, count in self.packing.runs:
-            rows, tokens = slice(start, stop), (slice(start, stop), slice(count))
-            extent = int(self.lengths[rows].max()) + count
-            placed = self.block[tokens], self.cache_positions[tokens], self.positions[tokens]
-            parts.append(Write(self.lengths[rows], count, extent, *placed, None, stop == start + 1))
-        return parts
+    def parts(self) -> list[Part]:
+        """The tokens in parts of like rows, so that attention costs what each token sees; empty if one has all."""
+        if self.counts is None or (len(self.counts) == 1 and self.width <= _BLOCK):
+            return []
+        parts, lengths, base = [], self.lengths.tolist(), self.block.shape[1] - self.width
+        for start, stop in _alike(lengths, self.counts):
+            rows, count, done = slice(start, stop), self.counts[start], sum(self.counts[:start])
+            for first in range(0, count, _BLOCK):
+                tokens = slice(first, min(count, first + _BLOCK))
+                # A row that another pass has made longer than the host knows is not read further.
+                extent = min(self.extent, max(lengths[rows]) + base + tokens.stop)
+                placed = self.block[rows], self.cache_positions[rows, tokens], self.positions[rows, tokens]
+                size, single = tokens.stop - first, stop == start + 1
+                write = Write(self.lengths[rows], size, extent, *placed, None, single)
+                parts.append(Part(rows, tokens, slice(done, done + (stop - start) * count), write))
+        return parts if len(parts) > 1 or self.packing else []
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:  # [R, 1] and [R, width], or [1, N] both
@@ -131,3 +171,4 @@ def in_progress(write: Write) -> Iterator[None]:
     finally:
         _current.reset(token)
         write.masks.clear()
+        write.__dict__.pop("parts", None)  # and their masks

@@ -40,7 +40,7 @@ def chats_file(tmp_path_factory):
 
 
 def chats_of(file, tokenizer, turns=None) -> list[Conversation]:
-    return conversations([str(file)], None, tokenizer, 8, 99, turns=turns)
+    return conversations([str(file)], None, tokenizer, 8, 99, turns=turns)[0]
 
 
 def rows_of(target, chats, folder, **changes) -> list[dict]:

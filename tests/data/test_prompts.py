@@ -8,10 +8,14 @@ from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
 from data.packing import pack
-from data.prompts import PromptLimits, prompts
+from data.prompts import PromptLimits, conversations
 from data.sources import SourceError, documents, token_documents
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def prompts(*arguments, **settings):
+    return [prompt.ids for prompt in conversations(*arguments, **settings)[0]]
 
 
 def write(path, rows):
@@ -59,8 +63,8 @@ def test_last_turn_prompts_end_with_the_users_last_turn(tmp_path):
 def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 60}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
-    found = prompts([source], None, tokenizer, 8, 9, limits=LIMITS)
-    assert (len(found), found.left_out, found.ends) == (2, 1, True)
+    found, left_out = conversations([source], None, tokenizer, 8, 9, limits=LIMITS)
+    assert (len(found), left_out, found[0].ends) == (2, 1, True)
     said = "chats.jsonl: 1 prompts are skipped: they do not fit the context of tiny (128)"
     assert said in capsys.readouterr().err
     with pytest.raises(SourceError, match="none of its 3 prompts fits"):
@@ -78,9 +82,10 @@ def test_prompts_longer_than_training_rows_are_skipped(tmp_path, capsys):
 def test_no_two_prompts_of_a_text_are_the_same(tmp_path):
     lines = "".join(f"{i * 37}: function_{i}(x)\n" for i in range(9))
     rows = [{"text": lines.replace("\n", "; ")}, {"text": "x = 1  # and so on\n" * 9}, {"text": lines.upper()}]
-    found = prompts([write(tmp_path / "rows.jsonl", rows)], None, tiny_tokenizer(), 8, 99, per_text=4)
+    chats, _ = conversations([write(tmp_path / "rows.jsonl", rows)], None, tiny_tokenizer(), 8, 99, per_text=4)
+    found = [chat.ids for chat in chats]
     assert len({tuple(ids) for ids in found}) == len(found) >= 4
-    assert not found.ends
+    assert not any(chat.ends for chat in chats)
 
 
 def packed(tmp_path, rows, tokenizer, length):
@@ -100,10 +105,11 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
     for i in range(0, 199, 10):
         rows[i] = {"text": f"{i}: a text\n" * 9}
     source = packed(tmp_path, rows, tokenizer, 48)
-    found = prompts([source], "train", tokenizer, 8, 999)
+    chats, _ = conversations([source], "train", tokenizer, 8, 999)
+    found = [chat.ids for chat in chats]
     texts = [tokenizer.decode(ids) for ids in found]
     openings = {f"<|im_start|>user\n{i}?<|im_end|>\n<|im_start|>assistant\n" for i in range(1, 200)}
-    assert found.ends
+    assert any(chat.ends for chat in chats)
     assert len([text for text in texts if text in openings]) > 30
     cuts = {tokenizer.decode(tokenizer(rows[i]["text"])["input_ids"][:8]) for i in range(0, 199, 10)}
     assert set(texts) - openings <= cuts
@@ -113,9 +119,10 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
 def test_packed_texts_give_prompts_of_the_given_length(tmp_path):
     rows = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(100)]
     source = packed(tmp_path, rows, tiny_tokenizer(), 16)
-    found = prompts([source], "train", tiny_tokenizer(), 8, 5)
+    chats, _ = conversations([source], "train", tiny_tokenizer(), 8, 5)
+    found = [chat.ids for chat in chats]
     assert found == [row["input_ids"][:8] for row in documents([source], "train")][:5]
-    assert not found.ends
+    assert not any(chat.ends for chat in chats)
 
 
 def test_prompts_are_drawn_by_weight(tmp_path):

@@ -218,7 +218,7 @@ def test_drafters_that_need_the_host_run_eagerly(target, monkeypatch):
     plain = tokens(None)
     assert Double.made
     Double.made = 0
-    hosts = (Oracle(plain), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
+    hosts = (Oracle(plain, prompts=PROMPTS), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
     for drafter in hosts:
         assert tokens(drafter) == plain
     target.capturable = False

@@ -49,9 +49,10 @@ def test_eos_ends_a_row_and_the_others_continue(target, head):
     target.model.generation_config.eos_token_id = [plain[0][4], plain[1][12]]
     eos = target.eos_token_ids
     expected = [row[: next((i + 1 for i, token in enumerate(row) if token in eos), 30)] for row in plain]
-    for drafter in (None, HeadDrafter(head), Oracle(plain)):
+    for drafter in (None, HeadDrafter(head), Oracle(plain, prompts=PROMPTS)):
         assert generate(target, drafter, PROMPTS, max_new_tokens=30).tokens == expected
-    assert len(generate(target, Oracle(plain), PROMPTS, max_new_tokens=30, eos_token_ids=()).tokens[0]) == 30
+    oracle = Oracle(plain, prompts=PROMPTS)
+    assert len(generate(target, oracle, PROMPTS, max_new_tokens=30, eos_token_ids=()).tokens[0]) == 30
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -80,7 +81,7 @@ def test_no_row_ends_before_min_tokens(target, head, temperature):
         HeadDrafter(head),
         HeadDrafter(head, FixedTree([(0,), (1,), (0, 0)])),
         NgramDrafter(),
-        Oracle(plain),
+        Oracle(plain, prompts=PROMPTS),
     ]
     for drafter in drafters:
         for logprobs in (None, 2):
@@ -115,7 +116,8 @@ def test_a_row_ends_at_the_context_length(family):
     prompt = [1] * (target.context_length - 6)
     expected = generate(target, None, [prompt, [1, 2]], max_new_tokens=40).tokens
     assert [len(row) for row in expected] == [6, 40]
-    assert generate(target, Oracle(expected), [prompt, [1, 2]], max_new_tokens=40).tokens == expected
+    oracle = Oracle(expected, prompts=[prompt, [1, 2]])
+    assert generate(target, oracle, oracle.prompts, max_new_tokens=40).tokens == expected
 
 
 def test_statistics_leave_out_the_step_that_the_limit_cut(target):

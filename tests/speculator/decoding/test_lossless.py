@@ -107,7 +107,7 @@ def test_greedy_text_is_what_transformers_generates(family, names):
     for rows in (slice(0, 1), slice(0, 4)):
         for wrong, per_step in ((False, 4.0), (True, 1.0)):
             # 21 tokens: the prefill's and five whole steps of four.
-            made = generate(target, Oracle(expected[rows], wrong), PROMPTS[rows], max_new_tokens=21)
+            made = generate(target, Oracle(expected[rows], wrong, PROMPTS), PROMPTS[rows], max_new_tokens=21)
             assert made.tokens == [row[:21] for row in expected[rows]]
             assert made.acceptance_length == per_step
 

@@ -54,6 +54,29 @@ def test_logits_and_noise_are_computed_for_the_tokens_that_exist(target, tempera
     assert ragged
 
 
+@pytest.mark.parametrize("drafter", [None, NgramDrafter(8)])
+def test_a_row_reads_its_own_keys(target, drafter, monkeypatch):
+    """Neighbours of like length are padded to the longest of them, by less than another call costs."""
+    engine, fused, read = Engine(target, drafter, slots=5), torch.nn.functional.scaled_dot_product_attention, []
+    for length in (7, 100, 5, 9, 30):
+        engine.submit([i * i % 31 for i in range(length)], max_new_tokens=99)
+    engine.step()
+
+    def counting(query, key, value, **options):
+        read.append((len(key), key.shape[2]))
+        return fused(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    requests, layers = [slot.request for slot in engine.scheduler.slots], len(target.model.model.layers)
+    for _ in range(6):
+        read.clear()
+        before = [len(request.sequence) for request in requests]
+        engine.step()
+        own = [length + request.steps[-1].drafted for length, request in zip(before, requests, strict=True)]
+        positions = sum(rows * extent for rows, extent in read) / layers
+        assert sum(own) <= positions <= sum(own) + 64 * len(read) / layers < len(own) * max(own)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_seeded_texts_do_not_depend_on_the_rows_and_their_drafts(target, rows):
     draw = torch.Generator().manual_seed(0)

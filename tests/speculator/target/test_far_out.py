@@ -87,7 +87,7 @@ def test_text_beyond_the_probe_equals_transformers(family):
     target = Target(model, tokenizer=None)
     assert target.context_length == end
     head = tiny_head().to(model.dtype)
-    for drafter in (None, Oracle(expected), HeadDrafter(head, Tree((3, 2), 6))):
+    for drafter in (None, Oracle(expected, prompts=PROMPTS), HeadDrafter(head, Tree((3, 2), 6))):
         assert generate(target, drafter, PROMPTS, max_new_tokens=48).tokens == expected
         assert generate(target, drafter, PROMPTS[2:3], max_new_tokens=48).tokens == expected[2:3]
     torch.testing.assert_close(target.logits(target.hidden(row)), own, atol=1e-4, rtol=1e-4)

@@ -63,8 +63,8 @@ class Mistaken(Oracle):
         draft = super().propose(pending, noise, texts)
         rows = []
         for text in texts:
-            _, prompt, number = self.memory.known[id(text)]
-            at = len(text) - prompt
+            _, prompt = self.memory.known[id(text)]
+            number, at = self.prompts.index(prompt), len(text) - len(prompt)
             right = (self.continuations[number] + [0] * 8)[at : at + 4]
             wrong_from = (at + number) % 5
             rows.append([(token + (i >= wrong_from)) % VOCAB for i, token in enumerate(right)])
@@ -76,7 +76,7 @@ def poor_drafters(target: Target, expected: list[list[int]]) -> dict:
     """Drafters whose tokens are rejected at every position of a draft."""
     return {
         "none": None,
-        "right up to each position": Mistaken(expected),
+        "right up to each position": Mistaken(expected, prompts=PROMPTS),
         "random head, tree": HeadDrafter(tiny_head(), Candidates((3, 2, 1))),
         "n-gram lookup": NgramDrafter(3),
         "draft model": DraftModelDrafter(Target(tiny_model(), None), target, 3),
@@ -245,7 +245,8 @@ def test_wrong_states_change_the_text(wrong, monkeypatch):
     model = tiny_model("qwen3_5")
     expected, target = written(model, 24), Target(model, tokenizer=None)
     wrong(monkeypatch)
-    assert Engine(target, Mistaken(expected), slots=3, chunk=8).generate(PROMPTS, max_new_tokens=24).tokens != expected
+    engine = Engine(target, Mistaken(expected, prompts=PROMPTS), slots=3, chunk=8)
+    assert engine.generate(PROMPTS, max_new_tokens=24).tokens != expected
 
 
 def prefix_shared_past_a_boundary(monkeypatch):

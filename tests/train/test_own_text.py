@@ -16,13 +16,13 @@ from data import magpie
 from data.prepare import cache_folder
 from speculator.errors import UserError
 from speculator.target.model import Target
-from train import own_text, self_source
+from train import own_text
 from train.command_line import parse
 from train.config import ROOT
 from train.dry_run import run_on_stand_ins
 from train.inputs import rows
+from train.own_text import folder_of, with_self_written
 from train.run import run as run_all
-from train.self_source import folder_of, with_self_written
 
 SIZES = {
     "data.seq_length": 16,
@@ -124,7 +124,7 @@ def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, t
 def test_wrong_input_is_known_before_the_target_writes(chat_folder, tmp_path, monkeypatch, changes, message):
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").write_text("")
-    monkeypatch.setattr(self_source, "self_rows", lambda *_, **__: pytest.fail("the target writes"))
+    monkeypatch.setattr(own_text, "self_rows", lambda *_, **__: pytest.fail("the target writes"))
     with pytest.raises(UserError) as refusal:
         run_all(config_of(chat_folder, tmp_path / "run", **changes))
     assert message in str(refusal.value)
