@@ -71,7 +71,7 @@ def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]
 
 
 class UserTurns:
-    """Prompts the target to write user turns, and drops the turns that can't be used.
+    """Makes the prompts from which the target writes user turns, and drops turns that can't be used.
 
     Attributes:
         template: the texts around the turns; without a chat template the tokens that begin every text.

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(a: dict, b: dict) -> str:
-    """One line for each figure with an interval that both reports have."""
+    """Return a table of the figures that both reports have with an interval, one per line."""
     common = list(pairs(a["suites"], b["suites"]))
     if not common:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")

@@ -97,7 +97,7 @@ def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """Settings that are valid but probably a mistake."""
+    """Return a line for each setting that is valid but probably a mistake."""
     stages = {"stage1": config.stage1, "stage2": config.stage2}
     return [
         f"{name}.warmup_steps ({stage.warmup_steps}) exceeds {name}.max_steps ({stage.max_steps}): the learning rate "
@@ -119,9 +119,17 @@ def _stage(name: str, stage: StageConfig) -> None:
         )
 
 
+def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
+    """Raise a UserError for an encoder-decoder model, which only drafters without a head decode."""
+    if target.is_encoder_decoder:
+        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet; other drafters decode them")
+
+
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
-    """Raise a UserError if a sequence of the run would exceed the context that the target's config states."""
-    text, name = target.get_text_config(), config.target.name_or_path
+    """Raise a UserError if the target's config is of an encoder-decoder, or states a context that a sequence exceeds."""
+    name = config.target.name_or_path
+    check_is_decoder(name, target)
+    text = target.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         _fits_context(config, name, context)

@@ -105,6 +105,7 @@ def load_target(config: RunConfig) -> TrainingTarget:
     else:
         with loading(name):
             target = InProcessTarget.load(name, **given)
+        checks.check_is_decoder(name, target.model.config)
     set_template_variables(target.tokenizer, variables)
     if config.data.raw:
         target.tokenizer.chat_template = None
@@ -119,7 +120,7 @@ def load_target(config: RunConfig) -> TrainingTarget:
 
 
 def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Dataset:
-    """Return the packed rows of one split; of the validation split only as many as an evaluation uses."""
+    """Return the packed rows of one split; of validation only as many as are evaluated."""
     with reporting_full_disk(cache_folder()):
         return token_rows(
             config.data.sources,
@@ -134,7 +135,7 @@ def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Data
 
 
 def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int) -> Suite:
-    """Return up to `count` prompts of one split: the first tokens of texts, and chats up to the user's last message."""
+    """Return the prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
     # Bad rows were reported when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
@@ -152,7 +153,7 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
 
 
 def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
-    """Return the prompts and chats of the training split that the target answers for stage 2."""
+    """Return the prompts and chats of the training split that the target will answer for stage 2."""
     settings = config.stage2.generate
     found, _ = conversations(
         config.data.sources,

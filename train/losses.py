@@ -70,7 +70,7 @@ def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
 def loss_per_token(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor | None]:  # [C, V_d] -> [C] twice
-    """The configured mix of losses of each token, and its overlap if a loss needs that."""
+    """Return the configured mix of losses of each token, and its overlap if a loss needs that."""
     log_q = z.log_softmax(-1)
     loss = z.new_zeros(len(z))
     if weights.cross_entropy:
@@ -106,7 +106,9 @@ def measure(
 def replace_by_gradient(
     logits: Tensor, labels: Tensor, token_weights: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
-    """Like `measure` (zeros if no loss needs the overlap); overwrites the logits with the weighted loss's gradient."""
+    """Return what `measure` does, and overwrite the logits with the gradient of the weighted loss.
+
+    The overlap is computed only if a loss needs it; otherwise it is 0."""
     counted = labels != IGNORE
 
     def total(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -126,7 +128,7 @@ def exact(x: Tensor) -> Tensor:
 
 
 def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -> [N, ...]
-    """Weight of each step by its share in the expected length of the draft (2605.18810); 0 where it has no label.
+    """Return each step's weight: its share in the draft's expected length (2605.18810); 0 where it has no label.
 
     P_m = prod_{i <= m} ((1 - alpha) q_i + alpha) over the live steps, which come first, and w_j = sum_{m >= j} P_m.
     """

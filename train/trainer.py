@@ -207,7 +207,7 @@ class SpeculatorTrainer(Trainer):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:
-        """Check a figure that is on the host already: reading one in every step would stall the device."""
+        """Raise a UserError if a figure on the host is not finite; reading one from the device would stall it."""
         if not math.isfinite(value):
             why = (
                 "start another run with a smaller learning_rate" if self._target_is_finite else not_finite(self.target)

@@ -228,7 +228,8 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
         if min(prompt) < 0 or max(prompt) >= target.vocab_size:
             token = min(prompt) if min(prompt) < 0 else max(prompt)
             raise UserError(f"prompt {number}: {target.name} has no token {token}, only 0..{target.vocab_size - 1}")
-        longest = target.encoder.longest if target.encoder else target.context_length - 1
+        is_source = target.encoder and not isinstance(prompt, Text)
+        longest = target.encoder.longest if is_source else target.context_length - 1  # type: ignore[union-attr]
         if len(prompt) > longest:
             raise UserError(f"prompt {number} has {len(prompt)} tokens; {target.name} reads at most {longest}")
     return lists
@@ -236,6 +237,8 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
 
 def _as_list(number: int, prompt: Any) -> list[int]:
     """Return a prompt (list, tuple, range, array or tensor of integers) as a list; raise a UserError for others."""
+    if isinstance(prompt, Text):
+        return prompt
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
         if isinstance(listed, list | tuple | range) and not any(isinstance(token, bool) for token in listed):

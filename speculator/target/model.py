@@ -85,6 +85,8 @@ class Target(InProcessTarget):
 
     def text(self, prompt: Sequence[int]) -> Text:
         """Return the tokens that a completion continues: the prompt, or what the decoder starts with after a source."""
+        if isinstance(prompt, Text):
+            return prompt
         return Text(self.encoder.prefix, tuple(prompt)) if self.encoder else Text(prompt)
 
     def cache(self, rows: int, capacity: int) -> KVCache:
