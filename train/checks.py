@@ -126,7 +126,7 @@ def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
 
 
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
-    """Raise a UserError if the target's config is of an encoder-decoder, or states a context that a sequence exceeds."""
+    """Raise a UserError if the target has an encoder, or if a sequence exceeds the context that its config states."""
     name = config.target.name_or_path
     check_is_decoder(name, target)
     text = target.get_text_config()
