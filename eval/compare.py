@@ -24,7 +24,7 @@ _BOUNDED = ("adaptive", "ngram")
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `compare`."""
+    """Return the parser of `speculator eval compare`."""
     parser = OneLineParser(prog="speculator eval compare", description=__doc__)
     parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
     parser.add_argument("b", type=Path, metavar="B", help="second report")

@@ -151,7 +151,7 @@ def chunk_tokens(device: str, vocab_size: int) -> int:
 
 
 class ChunkedLoss:
-    """`speculator.heads.training.TokenLoss` of a run.
+    """The mix of losses that a run's config weighs, as a `speculator.heads.training.TokenLoss`.
 
     Logits exist for one chunk of tokens and one step at a time, in the forward pass and in the backward pass.
 
@@ -266,6 +266,9 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor):
         labels, options, train = call.labels, call.loss.weights, call.train
         steps, kept = labels.shape
+        # Logits of a step are a sum of features times a matrix, and steps may share a matrix. Two steps of an MLP head
+        # have matrix_of [[0], [1]], or [[0], [0]] with tied weights; a step that adds two products has [[0, 1]].
+        # `tensors` are the features in this order, then the matrices.
         count = sum(map(len, call.matrix_of))
         inputs, matrices = iter(tensors[:count]), tensors[count:]
         features = [[next(inputs) for _ in which] for which in call.matrix_of]
@@ -293,9 +296,8 @@ class _Chunked(torch.autograd.Function):
                 target = _target(call, span)
             if together:
                 every = buffer[: steps * (span.stop - start) * len(cast[0])].view(steps, -1, len(cast[0]))
-            users: list[list[tuple[int, Tensor]]] = [
-                [] for _ in matrices
-            ]  # steps of each matrix, and what they give it
+            # For each matrix the steps that multiplied by it, with their features.
+            users: list[list[tuple[int, Tensor]]] = [[] for _ in matrices]
             for i, which in enumerate(call.matrix_of):
                 xs = [x[span].to(dtype) for x in features[i]]
                 z = _logits(xs, [cast[j] for j in which], every[i] if together else None)

@@ -38,7 +38,7 @@ _STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for s
 def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
     """Return the config with `self` replaced by the folder of the target's chats; every process of the run calls this.
 
-    The chats are written if they are missing, after a look at the other sources.
+    Missing chats are written first, after a check that the other sources can be read.
 
     Raises:
         UserError: another source can't be read; another run is writing these chats; or as `self_rows`.

@@ -65,7 +65,8 @@ class Collator:
             return torch.tensor([values + [0] * (length - len(values)) for values in lists])
 
         input_ids, documents = column("input_ids", 0), column("document_ids", 0)
-        # By a row's own tokens, so that a seed depends neither on the batch nor on where a run was resumed.
+        # For heads that draw their training positions. By a row's own tokens, so that a seed depends neither on the
+        # batch nor on where a run was resumed.
         seeds = [crc32(array("q", [self.epoch, *row["input_ids"]])) for row in rows]
         targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1), seeds)
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}

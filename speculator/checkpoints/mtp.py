@@ -112,7 +112,7 @@ class Stored:
 
     @property
     def promised(self) -> int:
-        """Number of MTP layers by the config."""
+        """Number of MTP layers that the model's config states; the files may lack some."""
         return promised(self.text)
 
     def prefix(self, index: int) -> str:
@@ -389,7 +389,7 @@ def _link(source: Path, copy: Path) -> None:
 
 
 def fields(config: MTPSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Refuse heads whose layers no server looks for; config.json is the target's."""
+    """Return no fields, since config.json is the target's; raise a UserError for layers that no server looks for."""
     kind = config.block["model_type"]  # type: ignore[index]
     refuse((kind not in FAMILIES, f"mtp: no server looks for MTP layers in a {kind}; native stores them"))
     return {}

@@ -305,7 +305,8 @@ class Engine:
         """Run the target over the pending token and the draft, and accept a path.
 
         Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
-        after it. The accepted path ends at position `last`; its keys and values move to the front of the draft's.
+        after it. The accepted path ends at position `last`. In a tree its keys and values move to the draft's first
+        positions; a chain has them there already.
         """
         tokens = torch.cat([batch.pending[:, None], draft.tokens], dim=1)  # [R, n + 1]
         tree = None if draft.parents is None else draft
@@ -318,11 +319,13 @@ class Engine:
         # verify position j, so G drafted tokens have G + 1 of them, the last for the bonus token.
         with self.target.aux_layers.recorded(self.drafter.aux_layers if self.drafter else ()) as states:
             hidden = self.target.extend(self.cache, tokens, tree, counts=widths)
-        if batch.is_special:
+        if batch.is_special:  # log-probabilities and `min_tokens` look logits up by row and position
             present = None
         logits = self.target.logits(hidden if present is None else hidden[present])  # [R, n + 1, V], or [T, V]
         last, next_token, finite = self.accept(batch, logits, draft, noise, present)
 
+        # What the drafter reads: the states of its auxiliary layers, or `hidden` if it names none. On a chain, the
+        # position of the last accepted token is also the number of accepted tokens.
         hidden, depth, accepted = states(hidden), draft.lengths, last
         if tree is not None:  # the accepted path moves to the front, in the cache and in what the drafter will read
             path = draft.path(last)
@@ -415,7 +418,7 @@ class Engine:
     def reshape(self, shape: Shape) -> None:
         """Draft in another shape from the next step on.
 
-        Completions do not change, except of sampled rows under a rule other than `match`.
+        Completions stay the same, except those of sampled rows under a rule other than `match`.
         """
         self.rows.reshape(shape)
 

@@ -107,7 +107,7 @@ class Rows:
     # ---- slots
 
     def expect(self, request: Request) -> None:
-        """Make room for a request when rows are next admitted or grow."""
+        """Note how much room a request needs; the caches get it when they are next allocated or grown."""
         self._max_tokens = max(self._max_tokens, _room(request))
 
     def admit(self, waiting: deque[Request]) -> None:

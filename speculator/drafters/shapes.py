@@ -55,7 +55,8 @@ class Chain:
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         # Three ways to pick a token: drawn from q by a number of its own (`rejection`, `block`), the best score with
-        # the target's own noise (`match` above temperature 0), or the likeliest.
+        # the target's own noise (`match` above temperature 0), or the likeliest. Draws of an `independent` source would
+        # not fit together, because it does not read the tokens drawn before.
         drawn = self.sampled and not noise.coupled and not source.independent
         u = noise.uniforms(self.depth) if drawn else None
         tokens: list[Tensor] = []
@@ -85,6 +86,7 @@ class Chain:
                 going = confidence >= self.min_confidence
                 if not going.any():
                     break
+            # A level of a chain has one token, so the parent of the next one has index 0.
             logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None])[:, 0]
             # A row that has stopped keeps drafting padding with the others. Confidence only falls, so it never starts
             # again.

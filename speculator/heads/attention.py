@@ -138,7 +138,7 @@ class AttentionHead(Speculator):
 
 
 class Rope:
-    """Cosines and sines of positions, by transformers' own frequencies."""
+    """Computes cosines and sines for rotary positions, with the frequencies that transformers gives the config."""
 
     def __init__(self, config: AttentionConfig):
         self.config = config

@@ -105,6 +105,8 @@ class UnrolledHead(Speculator):
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
             weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
+        # Not multiplied here: the loss takes features [K, I] with their output matrix [V_d, I], and makes few logits at
+        # a time.
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]
         drafts = batch_size * length
         # D-PACE needs to know which labels belong to one draft. Step i of draft (b, t) has the number (b * S + t) * N +

@@ -316,7 +316,7 @@ class HiddenStateServers:
 
 
 def discard(answer: Any) -> None:
-    """Delete the hidden states that such a server also writes when it is asked for text."""
+    """Delete the hidden states that a server of hidden states writes even when it is asked for text."""
     path = _named_file(answer)
     if path is not None and path.parent.is_dir():
         with suppress(_BadFile):

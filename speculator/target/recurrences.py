@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Runner(Protocol):
-    """The layer that a pass is running, which supplies what the model's calls lack."""
+    """A recurrent layer during a forward pass. It knows the states and the tree, which the model's own calls lack."""
 
     def run(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
@@ -49,11 +49,11 @@ class RecurrencePass:
     ends: Tensor | None = None
 
     def unrolled(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Lay out an argument along the paths; `dim` is the dimension of the tokens."""
+        """Give each path a row of its own in an argument whose dimension `dim` is the tokens; see `unroll`."""
         return x if self.paths is None else unroll(x.movedim(dim, 1), self.paths).movedim(1, dim)
 
     def rolled(self, y: Tensor, dim: int = 1) -> Tensor:
-        """Select the outputs at the ends of the paths."""
+        """Return the output at each path's last token; see `roll`."""
         return y if self.ends is None else roll(y.movedim(dim, 1), self.ends).movedim(1, dim)
 
 
@@ -173,13 +173,13 @@ def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) 
 
 
 def unroll(x: Tensor, paths: Tensor) -> Tensor:  # [R, T, ...], [R, P, n] -> [R P, n, ...]
-    """Make a row of each path: path p of row r becomes row r P + p."""
+    """Give each path of a tree a row of its own: path p of row r becomes row r P + p."""
     rows = torch.arange(len(x), device=x.device)[:, None, None]
     return x[rows, paths.to(x.device)].flatten(0, 1)
 
 
 def roll(y: Tensor, ends: Tensor) -> Tensor:  # [R P, n, ...], [R, P] -> [R, P, ...]
-    """Select the last token of each path."""
+    """Undo `unroll`, keeping the last token of each path only."""
     ends = ends.to(y.device)
     return y[torch.arange(len(y), device=y.device), ends.flatten()].view(*ends.shape, *y.shape[2:])
 

@@ -74,7 +74,7 @@ class Group:
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
 
     def gathered(self, rows: Tensor) -> Tensor:  # [B, S] int -> [size * max B, max S]
-        """Return the rows of all processes, padded with 0 to the most and the longest rows of a process."""
+        """Return the rows of all processes, each part padded with 0 to the largest number and length of rows."""
         rows = rows.long()
         # Processes may have fewer or shorter rows, and a collective needs equal shapes: the shapes go first.
         shapes = rows.new_empty(self.size, 2)

@@ -158,7 +158,7 @@ _current: ContextVar[CacheWrite | None] = ContextVar("_current", default=None)
 
 
 def current() -> CacheWrite | None:
-    """Return the write in progress, if any."""
+    """Return the write of the forward pass that is running, or None outside of `in_progress`."""
     return _current.get()
 
 

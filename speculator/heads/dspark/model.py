@@ -149,7 +149,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     # --- what both forms compute
 
     def context(self, aux_hidden: Tensor) -> Tensor:  # [..., nD] -> [..., D]
-        """Compute c, which all layers attend to."""
+        """Compute c (see the module): the states of the text that every layer attends to."""
         return self.hidden_norm(self.fc(aux_hidden))
 
     def key_values(self, context: Tensor, positions: Tensor) -> list[KeyValue]:  # [..., D], [...] -> N x [..., K, d]

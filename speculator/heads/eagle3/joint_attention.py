@@ -42,12 +42,12 @@ class Block(NamedTuple):
 
 
 class QueryRows:
-    """The query rows of a batch of sequences, concatenated.
+    """The positions of a batch whose features are computed, laid end to end; the others give keys and values only.
 
     Args:
         wanted: [R] ascending, indices into the B * S positions of the batch.
         begins: [B, S] first position of each position's document.
-        limit: scores of one attention head that may be in memory at a time.
+        limit: most attention scores of a head that may be in memory at a time.
         window: number of positions that a row attends to; None for all.
 
     Attributes:

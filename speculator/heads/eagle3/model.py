@@ -131,7 +131,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         return nn.functional.embedding(tokens, weight).to(self.fc.weight.dtype)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:  # [..., nD] -> [..., D]
-        """Project the auxiliary hidden states to the width D, which gives g at step 0."""
+        """Project the auxiliary hidden states to the width D, which gives g of step 0 (see the module)."""
         if self.config.norm_before_fc:
             aux_hidden = self.input_norm(aux_hidden)
         if self.config.fc_norm:
@@ -140,7 +140,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         return self.fc(aux_hidden)
 
     def finish(self, s: Tensor) -> tuple[Tensor, Tensor]:  # [..., D] -> [..., D] twice
-        """Compute what lm_head reads, and the next step's g."""
+        """Compute what lm_head reads, and g of the next step, from the layer's output s."""
         normed = self.norm(s)
         return normed, normed if self.config.norm_output else s
 

@@ -74,7 +74,9 @@ def results(form, rows, step, given, d_out):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize("step", [0, 2])
-def test_values_and_gradients_equal_those_of_blocks(step, part, window, written_out, monkeypatch):
+def test_fused_attention_has_the_values_and_gradients_of_blocked_attention(
+    step, part, window, written_out, monkeypatch
+):
     given = case(step, part, window)
     expected = results(BlockedAttention, given[0], step, *given[1:])
     for numbers in (2**25, 5 * 24):  # in pieces of five rows
