@@ -364,7 +364,7 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
 
 
 def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
-    """`Plan.seconds_per_token` of a stage on this machine; None if its GPU is unknown or the run can't be planned."""
+    """Return `Plan.seconds_per_token` of a stage here; None if the GPU is unknown or the run can't be planned."""
     place = place_of(HERE, processes)
     try:
         return Plan(config, target_config(config), place).seconds_per_token(name) if place.gpu else None

@@ -58,7 +58,7 @@ def source_of(sequence: Sequence[int]) -> Source:
 
 
 def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of the decoder; some configs name the encoder's layers by the same fields."""
+    """Return the decoder's config: in a config for both, a field such as the number of layers may be the encoder's."""
     if not model.config.is_encoder_decoder:
         return model.config.get_text_config()
     config: Any = model.get_decoder().config.get_text_config(decoder=True)
@@ -91,7 +91,7 @@ class Encoder:
 
     @property
     def dummy(self) -> Tensor:  # [1, 1, D]
-        """Return what stands for an encoder's states where the keys and values made of them are known."""
+        """Zeros to pass as encoder states if cross attention has its keys and values already: nothing reads them."""
         width = self._decoder.config
         size = getattr(width, "cross_attention_hidden_size", None) or self._encoder.config.hidden_size
         return torch.zeros(1, 1, size, dtype=self._model.dtype, device=self._model.device)
