@@ -137,7 +137,7 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
 
 
 class _Chat:
-    """Renders of a chat. The last one is kept: the render up to the last answer is mostly the whole chat."""
+    """Renders a chat and finds its answers in the text. The last render is kept, since it is often asked for again."""
 
     def __init__(self, document: dict[str, Any], tokenizer: PreTrainedTokenizerBase):
         self._messages, self._tools, self._tokenizer = document["messages"], document.get("tools"), tokenizer
@@ -189,7 +189,7 @@ class _Chat:
         return text, start, self._end(text, start)
 
     def _agreement(self, a: str, b: str) -> int:
-        """Return how far two texts agree, up to the beginning of an added token in which they part."""
+        """Return the length up to which two texts agree, without an added token inside of which they differ."""
         place = _common(a, b)
         for text in (a, b):
             for found in self._format.added.finditer(text, max(0, place - _LONGEST_TOKEN)):
@@ -220,7 +220,7 @@ class _Chat:
         return found.end() if found else last
 
     def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
-        """Let a row go on with a longer render, up to an answer that begins at a span; return whether it does."""
+        """Extend a row by a longer render, with the answer at `span`; return whether the render continues the row."""
         end = row.spans[-1][1]
         if text is None:
             return False
@@ -243,13 +243,13 @@ class _Chat:
 
 @dataclass(frozen=True)
 class _Unmarked:
-    """A text without empty marks of thinking, and where they were: (place in `text`, characters left out)."""
+    """A text without empty marks of thinking; `gaps` has the place of each in `text`, and its number of characters."""
 
     text: str
     gaps: list[tuple[int, int]]
 
     def length(self, place: int) -> int:
-        """Return how much of `text` lies before a place in the original."""
+        """Return how many characters of `text` come before a place in the original."""
         for at, size in self.gaps:
             if place <= at:
                 break
@@ -295,7 +295,7 @@ def _common(a: str, b: str) -> int:
 
 
 def _difference(row: TextRow, context: str, number: int) -> str:
-    """Say where the context of an answer departs from the row before it."""
+    """Describe where the context of an answer differs from the row before it."""
     before = row.text[: row.spans[-1][1]]
     place = _common(before, context)
     was, now = (text[max(0, place - 10) : place + _EXCERPT] for text in (before, context))

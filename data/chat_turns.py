@@ -71,7 +71,7 @@ def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]
 
 
 class UserTurns:
-    """Prompts the target to write user turns, and drops the turns that can't be used.
+    """Makes the prompts from which the target writes user turns, and drops turns that can't be used.
 
     Attributes:
         template: the texts around the turns; without a chat template the tokens that begin every text.
@@ -104,7 +104,7 @@ class UserTurns:
             raise UserError(f"{target.name}: its chat template writes nothing between a user turn and the answer")
 
     def add_seen(self, folder: Path) -> str:
-        """Register the first user turns of the chats in a folder as seen; return their hash."""
+        """Register the first user turns of a folder's chats, to drop near-duplicates of them; return their SHA-256."""
         texts = []
         for row in Dataset.load_from_disk(str(folder / "rows")):
             ids = row["input_ids"][0 if self._texts else len(self._first) : row["loss_mask"].index(1)]

@@ -234,7 +234,7 @@ def settings_of(sampling: Sampling) -> dict[str, Any]:
 def record_of(
     samplings: Sequence[Sampling], seed: int, max_new_tokens: int, chats: Sequence[Conversation]
 ) -> dict[str, Any]:
-    """Return the settings that the rows depend on, with any drafter or server."""
+    """Return the settings that determine the rows, whichever drafter or server makes them."""
     settings = [settings_of(setting) for setting in samplings]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,

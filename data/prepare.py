@@ -57,7 +57,7 @@ class _Request:
 
     @property
     def max_share(self) -> float:
-        """Largest accepted share of bad rows. Splits other than train are small: any share is accepted once one is."""
+        """Largest accepted share of bad rows. Splits other than train are small: if some may be bad, all may."""
         return self.max_bad_rows if self.split == "train" or not self.max_bad_rows else 1.0
 
     def key(self) -> str:

@@ -67,7 +67,7 @@ class PromptLimits:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where documents are cut into prompts.
+    """Cuts documents into prompts.
 
     Attributes:
         prompt_tokens: length of the prompts of a text.
@@ -85,7 +85,7 @@ class _Cut:
     tally: Tally
 
     def prompts(self, documents: Iterator[dict[str, Any]]) -> Iterator[Conversation]:
-        """Cut the documents of a stream."""
+        """Yield the prompts of a stream of documents."""
         first = list(islice(documents, 1))
         if first and "document_ids" in first[0]:
             first += islice(documents, _PACKED_HEAD)
@@ -100,7 +100,7 @@ class _Cut:
                 self.tally.add(error)
 
     def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
-        """Cut one document."""
+        """Yield the prompts of one document."""
         if "text" in row:
             yield from map(Conversation, self._of_lines(row))
         elif "messages" in row:

@@ -250,7 +250,7 @@ def _objects(rows: Dataset) -> Iterator[Any]:
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
-    """Return a value of a table as it was before: Arrow gives every object the keys of all others, as null.
+    """Return a table's value without the nulls that Arrow adds: it gives every object the keys of all others.
 
     A `Json` column stores objects as they are; a null in it was written by somebody.
     """

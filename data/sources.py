@@ -85,7 +85,7 @@ def split_of(document_id: str) -> str:
 
 
 def _splits_of_few(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Splits of the documents of a small source, if by `split_of` one would be empty: by the rank of their hashes.
+    """Split a small source by the rank of its documents' hashes; return {} if `split_of` leaves no split empty.
 
     The validation and the held-out split then have a twentieth each, and at least one document.
     """

@@ -24,7 +24,7 @@ _BOUNDED = ("adaptive", "ngram")
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `compare`."""
+    """Return the parser of `speculator eval compare`."""
     parser = OneLineParser(prog="speculator eval compare", description=__doc__)
     parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
     parser.add_argument("b", type=Path, metavar="B", help="second report")
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(a: dict, b: dict) -> str:
-    """One line for each figure with an interval that both reports have."""
+    """Return a table of the figures that both reports have with an interval, one per line."""
     common = list(pairs(a["suites"], b["suites"]))
     if not common:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")

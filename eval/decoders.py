@@ -162,7 +162,7 @@ class Measured:
     turns_left_out: int = 0
 
     def of_category(self, category: str) -> Measured:
-        """The timings of one category, without costs."""
+        """Return the measurements of one category; `costs` stays empty, because it is not split by category."""
         at = [i for i, name in enumerate(self.categories) if name == category]
         timed = {key: Timed([part.batches[i] for i in at]) for key, part in self.timed.items()}
         return Measured(timed, [category] * len(at), [self.conversations[i] for i in at])

@@ -31,7 +31,7 @@ from speculator.terminal import Progress
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `gate`."""
+    """Return the parser of `speculator eval gate`."""
     parser = OneLineParser(prog="speculator eval gate", description=__doc__)
     parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
     parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")

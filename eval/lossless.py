@@ -29,7 +29,7 @@ from speculator.tables import markdown_table
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `lossless`."""
+    """Return the parser of `speculator eval lossless`."""
     parser = OneLineParser(prog="speculator eval lossless", description=__doc__)
     add_flags(parser, max_prompts=32)
     model_flags.add_flags(parser)

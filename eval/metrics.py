@@ -25,7 +25,7 @@ _RESAMPLES = 2000
 
 
 def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float]) -> dict[str, Any]:
-    """A statistic of the samples and its 95% percentile interval; a single sample has no bounds (None).
+    """Return a statistic of the samples with its 95% percentile interval; a single sample has no bounds (None).
 
     One sample holds all measurements of one prompt or conversation, so the decoders that are compared stay paired.
     """

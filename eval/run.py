@@ -44,7 +44,7 @@ from speculator.verdict import headlines
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `speculator eval`."""
+    """Return the parser of `speculator eval`."""
     parser = OneLineParser(prog="speculator eval", description=__doc__)
     add_flags(parser, max_prompts=32)
     parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")

@@ -21,7 +21,7 @@ _LLAMA_CPP_LENGTH = 3  # its --spec-draft-n-max
 
 
 def default_lengths(server: str, head: Speculator) -> list[int]:
-    """Numbers of speculative tokens if the user names none; empty: what the head was trained for."""
+    """Return the draft lengths to measure if the user names none; [] means the length that the head was trained for."""
     return [min(_LLAMA_CPP_LENGTH, head.n_predict)] if server == "llama.cpp" else []
 
 

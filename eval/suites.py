@@ -105,7 +105,7 @@ def _is_text(row: Any) -> bool:
 
 
 def _prompt(where: str, row: Any, chat: bool) -> Prompt:
-    """The prompt of a row. Messages end at the user's last one, because another model's answer follows it."""
+    """Return the prompt of a row. Messages after the user's last one are dropped: they are another model's answer."""
     refuse((_is_text(row), f'{where}: has "text" to cut a prompt from, but the first row is a prompt'))
     if isinstance(row, dict) and not any(row.get(key) is not None for key in KEYS):
         row = content(row, where)  # the other formats of chats
@@ -120,7 +120,7 @@ def _prompt(where: str, row: Any, chat: bool) -> Prompt:
 
 
 def _interleave(conversations: Iterable[Prompt]) -> Iterator[Prompt]:
-    """The first prompt of every category, then the second of each, so that a short run covers all categories."""
+    """Yield the first prompt of every category, then the second of each, so that a short run covers all."""
     groups: dict[str, list[Prompt]] = {}
     for conversation in conversations:
         groups.setdefault(conversation.category, []).append(conversation)

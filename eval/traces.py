@@ -15,7 +15,7 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Verified
 from speculator.decoding.sampling import Sampling
-from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.adaptive import PathOrDraft
 from speculator.target.model import Target
 
 PROMPTS, TOKENS = 3, 128  # traced prompts of a suite, and tokens of each
@@ -114,7 +114,7 @@ def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -
     sources = [key] * drafted
     if key in ("adaptive", "hybrid"):
         of_head = int(draft.base.lengths[0]) if draft.base else drafted
-        of_head = 0 if isinstance(getattr(drafter, "shape", None), LookupPath) else of_head
+        of_head = 0 if isinstance(getattr(drafter, "shape", None), PathOrDraft) else of_head
         sources = ["head" if i < of_head else "ngram" for i in range(drafted)]
     places = []
     at = 0  # position in the verification; draft token i is at position i + 1

@@ -28,7 +28,7 @@ def check(report_to: str) -> None:
 
 
 def send(report: dict, folder: Path, report_to: str) -> None:
-    """Log a report to a new run of a tracker."""
+    """Log the figures of a report to a new run, named after its folder, of the tracker `report_to`, unless "none"."""
     if report_to == "wandb":
         start(folder, name=folder.name, job_type="eval")
         log(report, folder)

@@ -42,7 +42,7 @@ _COST_SECONDS = 20.0
 
 
 def build_parser() -> OneLineParser:
-    """The flags of `tune`."""
+    """Return the parser of `speculator eval tune`."""
     parser = OneLineParser(prog="speculator eval tune", description=__doc__)
     add_flags(parser, max_prompts=16)
     parser.add_argument(

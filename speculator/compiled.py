@@ -42,6 +42,7 @@ class Compiled(Generic[Result]):
     def __call__(self, *given: object) -> Result:
         if self.work is not None:
             return self.work(*given)
+        # One kernel for any number of rows: every batch has another one, and compiling takes seconds.
         self.work = torch.compile(self.function, dynamic=True)
         started = time.perf_counter()
         try:

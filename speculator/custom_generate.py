@@ -33,6 +33,7 @@ from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.target import positions
 from speculator.target.attention import ATTENTION, original_attention
+from speculator.target.encoder import Encoded, Text
 from speculator.target.linear import pack_linears, unpack_linears
 from speculator.target.model import Target
 
@@ -83,8 +84,11 @@ def speculative(
         _refuse_other_modes(generation_config)
         sampling = _sampling(logits_processor, generation_config)
         eos, stop_strings, max_length = _ends(stopping_criteria)
+        sources = _sources(model_kwargs)
         mask = _mask(input_ids, model_kwargs)
         prompts = [row[kept].tolist() for row, kept in zip(input_ids, mask, strict=True)]
+        if sources:
+            prompts = [Text(prompt, source) for prompt, source in zip(prompts, sources, strict=True)]
         with borrowed.target(model) as target:
             generation = generate(
                 target,
@@ -205,6 +209,15 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
                 f"speculative decoding supports length, EOS and stop strings, not {type(criterion).__name__}"
             )
     return eos, strings, min(lengths, default=2**31)
+
+
+def _sources(model_kwargs: dict[str, Any]) -> list[Encoded]:
+    """Take what transformers has encoded out of the inputs; with an encoder, the mask is that of its tokens."""
+    if (encoded := model_kwargs.pop("encoder_outputs", None)) is None:
+        return []
+    states, mask = encoded[0], model_kwargs.pop("attention_mask", None)  # [B, S, D], [B, S]
+    kept = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
+    return [Encoded.of(row[own]) for row, own in zip(states, kept, strict=True)]
 
 
 def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:  # [B, S] bool

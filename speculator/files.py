@@ -74,6 +74,7 @@ def parse_rows(file: Path) -> Iterator[tuple[int, Any, str | None]]:
             if not line.strip():
                 continue
             try:
+                # The first line may begin with a byte order mark, as Windows' editors write it.
                 yield number, parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"), ""), None
             except UnicodeDecodeError as error:
                 yield number, None, f"not UTF-8 text: {error.reason}"
@@ -118,12 +119,14 @@ def write_bytes(path: Path, content: bytes) -> None:
     final = Path(os.path.realpath(path))
     if final.exists() and not final.is_file():
         raise UserError(f"can't write {path}: not a regular file")
+    # Threads and processes that write the same file have a scratch file each; the last to finish wins.
     scratch = final.with_name(f"{final.name}.{get_native_id()}{_PARTIAL}")
     with _writing(path):
         try:
             with scratch.open("wb") as stream:
                 stream.write(content)
                 stream.flush()
+                # Else a power cut could leave the new name with nothing behind it: the rename may reach the disk first.
                 os.fsync(stream.fileno())
             scratch.replace(final)
         finally:
@@ -209,6 +212,7 @@ def write_manifest(folder: Path) -> None:
         checksums[file.relative_to(folder).as_posix()] = sha256(file)
         _sync(file)
     write_text(folder / MANIFEST, json.dumps(checksums, indent=1))
+    # The names of files belong to the folder, which is flushed on its own.
     _sync(folder)
 
 

@@ -114,7 +114,12 @@ def _numbers(text: str) -> list[int]:
 
 
 def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bool = False) -> None:
-    """Check the flags before any model is loaded; with `required`, a drafter must be named."""
+    """Raise a UserError for flags that do not go together, before any model is loaded.
+
+    Args:
+        show_drafts: the user gave `--show_drafts`, which needs a drafter.
+        required: the command needs a drafter.
+    """
     exits = arguments.early_exit is not None
     drafts = _models(arguments) or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
@@ -142,7 +147,7 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
 
 
 def coupled(arguments: argparse.Namespace) -> bool:
-    """Return whether texts are the same with any draft: the rule is `match`."""
+    """Return whether the rule is `match`, under which texts are the same with any draft."""
     return (arguments.rule or _rules(arguments)[0]) == "match"
 
 
@@ -210,7 +215,7 @@ def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | N
 
 
 def shaped(arguments: argparse.Namespace) -> str:
-    """List the given flags that fix the draft, as typed."""
+    """Return the given flags that fix the draft, such as "--branches, --rule"; "" leaves a head to draft adaptively."""
     return _given(arguments, *_CHAIN, *_TREE, "rule")
 
 

@@ -86,6 +86,7 @@ class _Heartbeat(threading.Thread):
     def run(self) -> None:
         pause = threading.Event()
         while True:
+            # Until half a minute has passed since the last line, whoever printed it, but never a busy loop.
             pause.wait(max(_SECONDS / 10, self.written + _SECONDS - time.monotonic()))
             if self.work and time.monotonic() >= self.written + _SECONDS:
                 type(self).written = time.monotonic()
@@ -138,7 +139,7 @@ class Progress(tqdm):
             _Heartbeat.begin(self)
 
     def beat(self) -> None:
-        """Show the bar, which no item has moved for half a minute."""
+        """Show the bar with the current time, after half a minute in which nothing was printed."""
         if self.plain:
             _write(str(self))
         else:
@@ -175,7 +176,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """On a terminal, show the libraries' bars of a download and of weights that are read; else lines of `working`."""
+    """Report that `name` is being loaded: by the libraries' own progress bars on a terminal, and by `working`."""
     from transformers.utils import logging
 
     quiet_libraries()

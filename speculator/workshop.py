@@ -11,6 +11,6 @@ ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1]
 
 
 def make_importable() -> None:
-    """Put the packages first in the import path, before a folder of the user's that is called `data`, too."""
+    """Put these packages first in the import path, so that a folder of the user's called `data` does not hide ours."""
     if str(ROOT) not in sys.path[:1]:
         sys.path.insert(0, str(ROOT))

@@ -26,7 +26,7 @@ _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token
 
 
 def settings(config: RunConfig) -> None:
-    """Check what the types of the fields leave open, before anything is loaded."""
+    """Raise a UserError for settings that are out of range or contradict each other, before anything is loaded."""
     head, generate = config.speculator, config.stage2.generate
     checked = check_options(head)
     if head.warm_start_revision and not head.warm_start:
@@ -97,7 +97,7 @@ def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """Settings that are valid but probably a mistake."""
+    """Return a line for each setting that is valid but probably a mistake."""
     stages = {"stage1": config.stage1, "stage2": config.stage2}
     return [
         f"{name}.warmup_steps ({stage.warmup_steps}) exceeds {name}.max_steps ({stage.max_steps}): the learning rate "
@@ -119,16 +119,24 @@ def _stage(name: str, stage: StageConfig) -> None:
         )
 
 
+def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
+    """Raise a UserError for an encoder-decoder model, which only drafters without a head decode."""
+    if target.is_encoder_decoder:
+        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet; other drafters decode them")
+
+
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
-    """Check sizes against the target's own config."""
-    text, name = target.get_text_config(), config.target.name_or_path
+    """Raise a UserError if the target has an encoder, or if a sequence exceeds the context that its config states."""
+    name = config.target.name_or_path
+    check_is_decoder(name, target)
+    text = target.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
         _fits_context(config, name, context)
 
 
 def fits_target(config: RunConfig, target: TrainingTarget) -> None:
-    """Check the config against the loaded target."""
+    """Raise a UserError if the head or a length does not fit the target, or if training it would not fit the memory."""
     head = config.speculator
     head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
     start = start_of(config)
@@ -192,7 +200,7 @@ def rows(
     processes: int,
     prompts: int | None = None,
 ) -> None:
-    """Check that the rows suffice, and that the target knows all their tokens."""
+    """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have."""
     for made in (train_rows, validation_rows):
         tables = made.with_format("arrow").iter(batch_size=1000)
         highest = max(compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in tables)

@@ -119,7 +119,7 @@ class DataConfig:
 
 @dataclass
 class LossConfig:
-    """Weights of the losses, which are summed over heads."""
+    """Weights of the losses, which are summed over draft positions."""
 
     cross_entropy: NonNegativeFloat = 0.0
     """Weight of the cross-entropy with the next token of the text."""

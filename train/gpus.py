@@ -38,7 +38,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Processes, each on one device.
+    """The processes of a run and their devices, one for each.
 
     Attributes:
         memory: bytes of a device; None: unknown, as on a CPU.
@@ -57,7 +57,7 @@ def gpu_named(name: str) -> str | None:
 
 
 def place_of(wanted: str, processes: int) -> Place:
-    """The devices of this machine, or the GPUs of a text such as 8xH100."""
+    """Return the devices of this machine, or the GPUs that a text such as 8xH100 names."""
     if wanted != HERE:
         named = re.fullmatch(r"(?:([1-9]\d{0,5})\s*x\s*)?([^,]+)", wanted)
         name = named and gpu_named(named[2].upper())

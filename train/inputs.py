@@ -105,6 +105,7 @@ def load_target(config: RunConfig) -> TrainingTarget:
     else:
         with loading(name):
             target = InProcessTarget.load(name, **given)
+        checks.check_is_decoder(name, target.model.config)
     set_template_variables(target.tokenizer, variables)
     if config.data.raw:
         target.tokenizer.chat_template = None
@@ -119,7 +120,7 @@ def load_target(config: RunConfig) -> TrainingTarget:
 
 
 def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Dataset:
-    """Packed rows of one split; of validation only as many as are evaluated."""
+    """Return the packed rows of one split; of validation only as many as are evaluated."""
     with reporting_full_disk(cache_folder()):
         return token_rows(
             config.data.sources,
@@ -152,7 +153,7 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
 
 
 def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
-    """Prompts and chats of the training split that the target will answer for stage 2."""
+    """Return the prompts and chats of the training split that the target will answer for stage 2."""
     settings = config.stage2.generate
     found, _ = conversations(
         config.data.sources,

@@ -41,7 +41,7 @@ class LookAhead:
         self._batches: Iterator[Any] = iter(())
 
     def over(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the batches with their `PendingStates`."""
+        """Request the states of batches ahead of their use, and yield each batch with its `PendingStates`."""
         source, ahead = iter(batches), deque[dict[str, Any]]()
         while True:
             # One more than are ahead: the first of them is the next to be used.

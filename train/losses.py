@@ -70,7 +70,7 @@ def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
 def loss_per_token(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor | None]:  # [C, V_d] -> [C] twice
-    """The configured mix of losses of each token, and its overlap if a loss needs that."""
+    """Return the configured mix of losses of each token, and its overlap if a loss needs that."""
     log_q = z.log_softmax(-1)
     loss = z.new_zeros(len(z))
     if weights.cross_entropy:
@@ -106,7 +106,9 @@ def measure(
 def replace_by_gradient(
     logits: Tensor, labels: Tensor, token_weights: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
-    """Like `measure` (zeros if no loss needs the overlap); overwrites the logits with the weighted loss's gradient."""
+    """Return what `measure` does, and overwrite the logits with the gradient of the weighted loss.
+
+    The overlap is computed only if a loss needs it; otherwise it is 0."""
     counted = labels != IGNORE
 
     def total(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -126,7 +128,7 @@ def exact(x: Tensor) -> Tensor:
 
 
 def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -> [N, ...]
-    """Weight of each step by its share in the expected length of the draft (2605.18810); 0 where it has no label.
+    """Return each step's weight: its share in the draft's expected length (2605.18810); 0 where it has no label.
 
     P_m = prod_{i <= m} ((1 - alpha) q_i + alpha) over the live steps, which come first, and w_j = sum_{m >= j} P_m.
     """
@@ -149,7 +151,7 @@ def chunk_tokens(device: str, vocab_size: int) -> int:
 
 
 class ChunkedLoss:
-    """`speculator.heads.training.TokenLoss` of a run.
+    """The mix of losses that a run's config weighs, as a `speculator.heads.training.TokenLoss`.
 
     Logits exist for one chunk of tokens and one step at a time, in the forward pass and in the backward pass.
 
@@ -264,6 +266,9 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor):
         labels, options, train = call.labels, call.loss.weights, call.train
         steps, kept = labels.shape
+        # Logits of a step are a sum of features times a matrix, and steps may share a matrix. Two steps of an MLP head
+        # have matrix_of [[0], [1]], or [[0], [0]] with tied weights; a step that adds two products has [[0, 1]].
+        # `tensors` are the features in this order, then the matrices.
         count = sum(map(len, call.matrix_of))
         inputs, matrices = iter(tensors[:count]), tensors[count:]
         features = [[next(inputs) for _ in which] for which in call.matrix_of]
@@ -291,9 +296,8 @@ class _Chunked(torch.autograd.Function):
                 target = _target(call, span)
             if together:
                 every = buffer[: steps * (span.stop - start) * len(cast[0])].view(steps, -1, len(cast[0]))
-            users: list[list[tuple[int, Tensor]]] = [
-                [] for _ in matrices
-            ]  # steps of each matrix, and what they give it
+            # For each matrix the steps that multiplied by it, with their features.
+            users: list[list[tuple[int, Tensor]]] = [[] for _ in matrices]
             for i, which in enumerate(call.matrix_of):
                 xs = [x[span].to(dtype) for x in features[i]]
                 z = _logits(xs, [cast[j] for j in which], every[i] if together else None)

@@ -36,9 +36,9 @@ _STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for s
 
 
 def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
-    """The config with the folder of the target's chats in the place of `self`, for those who read sources.
+    """Return the config with `self` replaced by the folder of the target's chats; every process of the run calls this.
 
-    On every process of the run. The chats are written unless they are there, after a look at the other sources.
+    Missing chats are written first, after a check that the other sources can be read.
 
     Raises:
         UserError: another source can't be read; another run is writing these chats; or as `self_rows`.
@@ -57,7 +57,7 @@ def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
 
 
 def folder_of(config: RunConfig, target: TrainingTarget) -> Path:
-    """Folder of the chats, named after everything that they depend on."""
+    """Return the folder of the chats, named by a hash of everything that they depend on."""
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
     key = json.dumps([*who, dataclasses.asdict(config.data.self_source), config.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
@@ -90,7 +90,7 @@ def _prompt_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _look_at(location: str, config: RunConfig, target: TrainingTarget) -> None:
-    """Read the first document of a source, because the target may write for hours before it is read."""
+    """Raise a SourceError if a source is empty or can't be read, before the target writes for hours."""
     tally = Tally(config.data.max_bad_rows)
     found = token_documents([location], "train", target.tokenizer, tally=tally)
     if next(found, None) is None:
@@ -125,7 +125,7 @@ def _write(config: RunConfig, target: TrainingTarget, folder: Path) -> None:
 def generate_own_text(
     config: RunConfig, target: TrainingTarget, head_folder: Path, own_prompts: list[Conversation] | None
 ) -> datasets.Dataset:
-    """Let the target continue prompts from the training text, with the head drafting.
+    """Return rows that the target writes with the head drafting: it continues prompts from the training text.
 
     Without prompts the target writes the prompts as well.
     """

@@ -24,6 +24,7 @@ from speculator.target.gguf import read_config
 from speculator.target.kv_cache import BUCKETS
 from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.sharding import divided
+from train import checks
 from train.config import HERE, RunConfig, StageConfig
 from train.gpus import Place, place_of
 from train.initialise import head_config
@@ -85,7 +86,9 @@ def target_config(config: RunConfig) -> PreTrainedConfig:
     """Read the target's config from a folder, a GGUF file or the hub."""
     target = config.target
     try:
-        return read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
+        read = read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
+        checks.check_is_decoder(target.name_or_path, read)
+        return read
     except UserError:
         raise
     except Exception as error:  # a damaged file fails anywhere in the libraries that read it
@@ -361,7 +364,7 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
 
 
 def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
-    """`Plan.seconds_per_token` of a stage on this machine; None if its GPU is unknown or the run can't be planned."""
+    """Return `Plan.seconds_per_token` of a stage here; None if the GPU is unknown or the run can't be planned."""
     place = place_of(HERE, processes)
     try:
         return Plan(config, target_config(config), place).seconds_per_token(name) if place.gpu else None

@@ -45,7 +45,7 @@ class Pace(TrainerCallback):
         self._steps.__exit__()
 
     def figures(self, state: Any, processes: int) -> dict[str, float]:
-        """Figures of the steps since the last call. The remaining time includes evaluations at their rate so far."""
+        """Return figures of the steps since the last call. The time left includes evaluations at their rate so far."""
         seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
         done = max(state.global_step - self._first, 1)
         # All the time since the start, so that evaluations and checkpoints are in it at their rate.

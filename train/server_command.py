@@ -22,7 +22,7 @@ takes the settings of a run, as train.py does, and after -- flags that are added
 
 
 def build_parser() -> OneLineParser:
-    """Define the command's own flags."""
+    """Return the parser of the command's own flags; `split` separates them from those of the run and of vLLM."""
     parser = OneLineParser(prog="speculator server-command", description=HELP)
     check = "send a text to every server of target.server, and compare the answers with what the recipe expects"
     parser.add_argument("--check", action="store_true", help=check)

@@ -24,7 +24,7 @@ def largest_share(sizes: Iterable[int], processes: int) -> int:
 
 
 class ShardedAdam(ZeroRedundancyOptimizer):
-    """Replaces an AdamW that has made no step yet."""
+    """AdamW with its moments split among the processes, made from an AdamW that has taken no step yet."""
 
     def __init__(self, whole: Optimizer):
         settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas", "eps", "fused")}
@@ -32,8 +32,10 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         super().__init__(groups, optimizer_class=AdamW, **settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state after `consolidate_state_dict`; before it the settings alone, for which accelerate asks
-        when it wraps the optimiser."""
+        """Return the state of all processes after `consolidate_state_dict`; before it only the settings.
+
+        accelerate asks for those when it wraps the optimiser.
+        """
         return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
 
     def forget(self) -> None:

@@ -39,7 +39,7 @@ def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> 
 
 
 def with_shorter_rows(config: RunConfig, tokens: int) -> RunConfig:
-    """Halve the row length until so few training tokens make enough rows, or the rows are short."""
+    """Halve the row length until the training tokens make at least 64 rows, or rows are shorter than 512 tokens."""
     length = config.data.seq_length
     while length >= 2 * _SHORTEST and tokens < _LEAST_ROWS * length:
         length //= 2

@@ -166,7 +166,7 @@ def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
 
 
 def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
-    """Fill the last batch with rows without loss: accelerate would fill it with the first rows, which count again."""
+    """Append rows without loss until batches are full: accelerate would repeat the first rows, and count them twice."""
     blank = [{**row, "loss_mask": [0] * len(row["input_ids"])} for row in rows.select([0] * (-len(rows) % size))]
     return datasets.concatenate_datasets([rows, datasets.Dataset.from_list(blank, rows.features)]) if blank else rows
 

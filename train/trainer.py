@@ -65,7 +65,8 @@ class Collator:
             return torch.tensor([values + [0] * (length - len(values)) for values in lists])
 
         input_ids, documents = column("input_ids", 0), column("document_ids", 0)
-        # By a row's own tokens, so that a seed depends neither on the batch nor on where a run was resumed.
+        # For heads that draw their training positions. By a row's own tokens, so that a seed depends neither on the
+        # batch nor on where a run was resumed.
         seeds = [crc32(array("q", [self.epoch, *row["input_ids"]])) for row in rows]
         targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1), seeds)
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}
@@ -206,7 +207,7 @@ class SpeculatorTrainer(Trainer):
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:
-        """Check a figure that is on the host already: reading one in every step would stall the device."""
+        """Raise a UserError if a figure on the host is not finite; reading one from the device would stall it."""
         if not math.isfinite(value):
             why = (
                 "start another run with a smaller learning_rate" if self._target_is_finite else not_finite(self.target)

@@ -20,7 +20,7 @@ _WATCH_SECONDS, _POLL_SECONDS, _LOAD_SECONDS = 1800, 5, 600
 
 
 class VLLMServer:
-    """A running server.
+    """A running vLLM server with our plugin.
 
     Args:
         url: with or without /v1.
@@ -53,7 +53,7 @@ class VLLMServer:
         return f"swapped back: acceptance length {after:.2f} in the server, {before:.2f} before"
 
     def watch(self) -> float | None:
-        """Acceptance length of the next drafts, or None if too few come."""
+        """Return the acceptance length of the next drafts, or None if too few come."""
         (drafts, accepted), end = self.counters(), time.monotonic() + _WATCH_SECONDS
         while time.monotonic() < end:
             now = self.counters()

@@ -36,7 +36,7 @@ ALL = sys.maxsize
 
 
 def build_parser() -> OneLineParser:
-    """Define the flags."""
+    """Return the parser of `speculator data generate`."""
     parser = OneLineParser(prog="speculator data generate", description=__doc__)
     model_flags.add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()

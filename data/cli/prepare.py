@@ -18,7 +18,7 @@ from speculator.terminal import quiet_libraries
 
 
 def build_parser() -> OneLineParser:
-    """Define the flags."""
+    """Return the parser of `speculator data prepare`."""
     parser = OneLineParser(prog="speculator data prepare", description=__doc__)
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
     parser.add_argument("--revision", help="hub branch, tag or commit of the target")

@@ -22,7 +22,7 @@ from speculator.terminal import DIM, GREEN, PLAIN, colours, log, quiet_libraries
 
 
 def build_parser() -> OneLineParser:
-    """Define the flags."""
+    """Return the parser of `speculator data view`."""
     parser = OneLineParser(prog="speculator data view", description=__doc__)
     parser.add_argument("source", help="a folder that `speculator data prepare` wrote, or any other source")
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")

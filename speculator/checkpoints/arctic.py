@@ -23,7 +23,7 @@ def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load it."""
+    """List the programs that may load a head in this layout."""
     n, base = config.n_predict, config.base_model_name_or_path or "BASE"
     arctic = f'{{"method": "arctic", "model": "{folder}", "num_speculative_tokens": {n}}}'
     how = f"ARCTIC_INFERENCE_ENABLED=1 vllm serve {base} --speculative-config '{arctic}' (as many tokens as heads)"

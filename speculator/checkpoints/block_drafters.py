@@ -49,7 +49,7 @@ _PREFIX = "model."
 
 
 def qwen3(config: DSparkSpeculatorConfig) -> dict[str, Any]:
-    """Return the layers as a transformers config."""
+    """Return the fields of a transformers Qwen 3 config that describes the layers."""
     count, window = config.num_hidden_layers, config.sliding_window
     own: dict[str, Any] = {"num_hidden_layers": count, "attention_bias": False}
     if window is None:
@@ -60,7 +60,10 @@ def qwen3(config: DSparkSpeculatorConfig) -> dict[str, Any]:
 
 
 def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build what both flat layouts have in config.json."""
+    """Return the fields of config.json that the `dspark` and `dflash` layouts share.
+
+    Raises a UserError for auxiliary layers that servers can't name.
+    """
     # Servers count the layer whose output is read, this library the layers before the state: k = 0 is the embedding,
     # which has no number there.
     aux_layers = [k - 1 for k in config.aux_layers or ()]
@@ -83,7 +86,7 @@ def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def own_fields(config: DSparkSpeculatorConfig) -> dict[str, Any]:
-    """Build what a DSpark head has in config.json and a DFlash head has not."""
+    """Return the fields of config.json that a DSpark head has and a DFlash head lacks."""
     return {
         "sample_from_anchor": config.sample_from_anchor,
         "markov_rank": config.markov_rank,
@@ -232,7 +235,8 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
     def listed(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
         base = config.base_model_name_or_path or "BASE"
         vllm = f'{{"model": "{folder}", "method": "{name}", "num_speculative_tokens": {config.n_predict}}}'
-        slots = config.n_predict + 1  # the anchor's too
+        # SGLang counts the slots of a block, the anchor's included, and vLLM the drafted tokens.
+        slots = config.n_predict + 1
         sglang = f"--speculative-algorithm {name.upper()} --speculative-num-draft-tokens {slots}"
         convert = f"convert_hf_to_gguf.py {folder} --target-model-dir {base}, then llama-server -md HEAD.gguf"
         rope = (config.rope_parameters or {}).get("rope_type", "default")

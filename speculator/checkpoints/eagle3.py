@@ -57,7 +57,7 @@ _LAYER, _OURS = "midlayer.", "layers.0."
 
 
 def layer_config(config: AttentionConfig, **more: Any) -> dict[str, Any]:
-    """Return a complete transformers config of attention layers, because some readers have no defaults."""
+    """Return all fields of a transformers config of attention layers, because some readers have no defaults."""
     return {
         "hidden_size": config.emb_dim,
         "intermediate_size": config.inner_dim,
@@ -75,7 +75,7 @@ def layer_config(config: AttentionConfig, **more: Any) -> dict[str, Any]:
 
 
 def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
-    """Return the layer as a transformers config."""
+    """Return the fields of a transformers config, Llama or Qwen 3, that describes the layer."""
     model_type = "qwen3" if config.qk_norm else "llama"
     own = {"num_hidden_layers": 1, "attention_bias": config.attention_bias, "mlp_bias": False}
     written = layer_config(config, model_type=model_type, **own)
@@ -85,7 +85,7 @@ def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
 
 
 def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dict[str, Any]]:
-    """Return the layers as a transformers config, whose defaults replace absent fields, and this library's fields."""
+    """Return a transformers config of the layers, with its defaults for absent fields, and the head's fields."""
     kind = read.get("model_type", kinds[0])
     refuse((kind not in kinds, f"{file}: model_type is {kind!r}; must be {' or '.join(map(repr, kinds))}"))
     try:
@@ -104,7 +104,7 @@ def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dic
 
 
 def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return this library's fields from a config of the layer, with transformers' defaults for absent ones."""
+    """Return the head's fields from a transformers config of its layer, with the defaults of that for absent ones."""
     layer, shape = read_layers(read, file, "llama", "qwen3")
     refuse(
         (layer.num_hidden_layers != 1, f"{file}: num_hidden_layers is {layer.num_hidden_layers}; must be 1"),
@@ -153,7 +153,7 @@ def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) ->
 
 
 def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
-    """Return the token of each row."""
+    """Return the token id of each row of the output matrix; d2t holds its difference to the row's index."""
     integer = not d2t.is_floating_point() and d2t.dtype != torch.bool
     refuse(
         (d2t.shape != (rows,), f"{where}: d2t is {list(d2t.shape)}, config.json says {[rows]}"),
@@ -242,7 +242,10 @@ def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load it. SGLang and EAGLE's own code silently ignore fields that they don't know."""
+    """List the programs that may load a head in this layout.
+
+    SGLang and EAGLE's own code silently ignore fields that they don't know, so a head that sets one is not for them.
+    """
     base = config.base_model_name_or_path or "BASE"
     foreign = {
         "norm_before_residual": config.norm_before_residual,

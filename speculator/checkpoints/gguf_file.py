@@ -54,7 +54,7 @@ _OTHERS = {
 
 
 def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> dict[str, Any]:
-    """Build the keys that all heads have."""
+    """Return the GGUF metadata that all heads have."""
     rope = config.rope_parameters or {}
     kind = rope.get("rope_type", "default")
     runs = ("default", "llama3") if architecture == "eagle3" else ("default",)
@@ -80,7 +80,7 @@ def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int)
 
 
 def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build the keys of an EAGLE-3 head."""
+    """Return the GGUF metadata of an EAGLE-3 head. Raises a UserError for what llama.cpp does not run."""
     flags = ("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding")
     lacks = [name for name in flags if getattr(config, name)] + ["sliding_window"] * (config.sliding_window is not None)
     count = config.num_aux_layers
@@ -99,7 +99,7 @@ def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build the keys of a DSpark or DFlash head; llama.cpp takes a head for DSpark if it has a Markov head."""
+    """Return the GGUF metadata of a DSpark or DFlash head. To llama.cpp a head with a Markov head is DSpark."""
     dspark = block_drafters.kind_of(config) == "dspark"
     cut = config.draft_vocab_size is not None
     refuse(
@@ -128,10 +128,11 @@ def _name(name: str) -> str:
 
 
 def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
-    """Rename the tensors of a flat layout. The draft vocabulary becomes token ids, norms and biases float32.
+    """Return a head's tensors by llama.cpp's names: norms and biases in float32, the draft vocabulary as token ids.
 
     Args:
-        interleaved: the rope of llama.cpp's class rotates neighbouring dimensions, so q and k are permuted.
+        packed: the tensors by their names in the flat layout.
+        interleaved: llama.cpp rotates neighbouring dimensions of this head, so the rows of q and k are permuted.
     """
     config, made = head.config, {}
     for name, tensor in packed.items():
@@ -139,7 +140,8 @@ def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str
             continue
         if interleaved and (found := re.search(r"self_attn\.([qk])_proj", name)):
             count = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
-            halves = tensor.reshape(count, 2, -1, tensor.shape[-1])  # rotate_half pairs dimensions i and i + d/2
+            # Ours pairs dimensions i and i + d/2 of a head, theirs 2i and 2i + 1: 0 1 2 3 become 0 2 1 3.
+            halves = tensor.reshape(count, 2, -1, tensor.shape[-1])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
         made[_name(name)] = tensor.float() if tensor.ndim == 1 or "_norm." in _name(name) else tensor
     rope = config.rope_parameters
@@ -175,7 +177,7 @@ def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
 
 
 def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, dict[str, Any], Path], None]:
-    """Return the function that writes a head's file."""
+    """Return the function that writes a head as one GGUF file: `Layout.write`."""
 
     def write(head: Any, keys: dict[str, Any], folder: Path) -> None:
         target = head.config.base_model_name_or_path or ""
@@ -210,6 +212,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
         made.write_kv_data_to_file()
         made.write_tensors_to_file()
         made.close()
+        # Read back: byte for byte, before the folder appears under its name.
         stored = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(folder / FILE).tensors}
         if stored != {name: array.tobytes() for name, (array, _) in arrays.items()}:
             raise UserError("the written head differs in its tensors; nothing was kept")

@@ -14,7 +14,7 @@ _REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not support
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json with every field written out, because some loaders have other defaults, or none.
+    """Return the content of config.json. Every field is written out, because some loaders have other defaults, or none.
 
     `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM only counts the list.
     """
@@ -38,7 +38,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load it."""
+    """List the programs that may load a head in this layout."""
     n, base = config.n_predict, config.base_model_name_or_path
     vllm = f'{{"model": "{folder}", "num_speculative_tokens": {n}, "draft_tensor_parallel_size": 1}}'
     if not config.tie_weights:

@@ -62,7 +62,7 @@ class Server:
 
     @property
     def verdict(self) -> str:
-        """Whether it loads the head, in words."""
+        """The words for `loads` in a list of programs."""
         return {True: "loads in", False: "DOES NOT LOAD in", None: "not tried in"}[self.loads]
 
 
@@ -78,7 +78,7 @@ class Layout:
         servers: lists the programs for a head's config and folder.
         prefix: prefix of the tensor names when written.
         defaults: values of required fields that config.json may leave out.
-        expandable: its loaders accept tied tensors under every head's name.
+        expandable: its loaders accept tied tensors under every position's name.
         translate: renames the fields of config.json to this library's; may raise a UserError.
         bare: its loaders find tensor names without prefix only.
         also: further names of the architecture.
@@ -128,7 +128,7 @@ class Layout:
 
 
 def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor by its name without prefix, tied ones once or under every head's name."""
+    """Return the shape of each tensor by its name without prefix, tied ones once or under every position's name."""
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
 
@@ -158,7 +158,7 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
 def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> None:
     """Write a head in this layout, read it back, and compare config, tensors, weights and logits.
 
-    The folder appears only if all of them agree. `expand_tied` writes tied tensors under every head's name.
+    The folder appears only if all of them agree. `expand_tied` writes tied tensors under every position's name.
     """
     folder = Path(folder).resolve()
     config: Any = head.config
@@ -176,6 +176,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     )
     _check_tensors("the head", head, stored)
     aliases = head.aliases()
+    # A tied tensor is stored once, or again under every position's name, as some loaders want it.
     written = {layout.prefix + name: stored[aliases.get(name, name)] for name in tensor_shapes(head, expand_tied)}
     if layout.pack is not None:
         written = layout.pack(head)
@@ -219,7 +220,7 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
 
 
 def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) -> None:
-    """Check names and shapes (tied tensors once or under every head's name), one float dtype, and finite values."""
+    """Check names and shapes (tied tensors once or under every position's name), one float dtype, and finite values."""
     expected, full, aliases = tensor_shapes(head), tensor_shapes(head, expand_tied=True), head.aliases()
     unexpected = set(tensors) - set(full)
     # A tied tensor may be stored once, or under the name of every position; a part of the names is neither.

@@ -100,9 +100,11 @@ class Stored:
             raise UserError(f"{folder}: no MTP layers of a {kind} can be read or written; those of {known} can")
         self.names = FAMILIES[kind]
         self.shards = _shards(folder)
+        # "model.layers.0." in a text model, "model.language_model.layers.0." in a multimodal one.
         roots = (re.match(r"((?:\w*model\.)+)layers\.0\.", name) for name in sorted(self.shards))
         self.root = next((root[1] for root in roots if root), "model.")
         self.layers = 0
+        # Most families number MTP layers after the target's: of a model with 48 layers, the first is "layers.48".
         while f"{self.prefix(self.layers)}{self.names.parts['eh_proj']}.weight" in self.shards:
             self.layers += 1
             if self.names.single:
@@ -110,7 +112,7 @@ class Stored:
 
     @property
     def promised(self) -> int:
-        """Number of MTP layers by the config."""
+        """Number of MTP layers that the model's config states; the files may lack some."""
         return promised(self.text)
 
     def prefix(self, index: int) -> str:
@@ -118,6 +120,7 @@ class Stored:
 
     def name(self, ours: str) -> str:
         """Return the stored name of a tensor of the head."""
+        # "layers.0.block.self_attn.q_proj.weight" has the part "block" and the rest "self_attn.q_proj.weight".
         _, index, part, rest = ours.split(".", 3)
         if part != "block":
             return f"{self.prefix(int(index))}{self.names.parts[part]}.{rest}"
@@ -128,7 +131,7 @@ class Stored:
 
     @cached_property
     def _renamings(self) -> list[WeightTransform]:
-        """From transformers' names of a decoder layer's tensors to the published ones."""
+        """Changes that turn transformers' names of a decoder layer's tensors into the published ones."""
         made = get_checkpoint_conversion_mapping(self.text.model_type) or []
         return [each.reverse_transform() for each in reversed(made) if type(each) is WeightRenaming]
 
@@ -200,7 +203,8 @@ def _shards(folder: Path) -> dict[str, str]:
 
 
 def _blocks(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Repeat the scale of each block for every number in it."""
+    """Return a tensor of this shape that holds, for every number, the scale of its block."""
+    # Rounded up, then cut: 5 numbers with 2 scales are blocks of 3 and 2.
     for dim, size in enumerate(shape):
         scale = scale.repeat_interleave(-(-size // scale.shape[dim]), dim).narrow(dim, 0, size)
     return scale
@@ -211,15 +215,18 @@ def _dequantised(tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _quantised(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise in the blocks of a stored scale."""
+    """Return the quantised tensor and its scales, in blocks as the stored scale has them."""
     if tensor.ndim == 3:  # all experts
         each = [_quantised(*pair, dtype) for pair in zip(tensor, scale, strict=True)]
         return torch.stack([part for part, _ in each]), torch.stack([own for _, own in each])
+    # A block has one scale. With a matrix of 4 x 6 and 2 x 3 scales a block is 2 x 2, and the number at (3, 4) is in
+    # block 1 * 3 + 2 = 5.
     largest = torch.zeros_like(scale, dtype=torch.float32)
     sizes = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
     row, column = (torch.arange(size) // block for size, block in zip(tensor.shape, sizes, strict=True))
-    places = (row[:, None] * scale.shape[1] + column).flatten()
-    largest.view(-1).scatter_reduce_(0, places, tensor.float().abs().flatten(), "amax", include_self=True)
+    blocks = (row[:, None] * scale.shape[1] + column).flatten()
+    largest.view(-1).scatter_reduce_(0, blocks, tensor.float().abs().flatten(), "amax", include_self=True)
+    # The largest number of a block becomes the largest that the dtype has.
     made = (largest / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
     return (tensor.float() / _blocks(made, tensor.shape)).to(dtype), made.to(scale.dtype)
 
@@ -288,11 +295,11 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
     for name, tensor in new.items():
         changed[stored.shards.get(name, _WEIGHTS if not stored.layers and _single(stored) else _ADDED)][name] = tensor
     for source in sorted(stored.folder.rglob("*")):
-        place = source.relative_to(stored.folder)
+        copy = source.relative_to(stored.folder)
         if source.is_dir():
-            (folder / place).mkdir()
-        elif str(place) not in changed:
-            _link(source, folder / place)
+            (folder / copy).mkdir()
+        elif str(copy) not in changed:
+            _link(source, folder / copy)
     for shard, tensors in changed.items():
         before, metadata = {}, {"format": "pt"}
         if (stored.folder / shard).exists():
@@ -308,6 +315,7 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
             index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in changed[_ADDED].values())
         (folder / _INDEX).unlink()
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    # By the code that reads a published model, before the folder appears under its name.
     again = Stored(folder)
     if again.layers != len(head.layers) or any(not torch.equal(again._open(name), new[name]) for name in new):
         raise UserError("the written layers differ; nothing was kept")
@@ -370,6 +378,7 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
 
 def _link(source: Path, copy: Path) -> None:
     """Link a file, or copy it to another file system."""
+    # A target's shards may have hundreds of gigabytes. In a hub's cache they are links: the copy names the file itself.
     try:
         os.link(source.resolve(), copy)
     except OSError:
@@ -380,7 +389,7 @@ def _link(source: Path, copy: Path) -> None:
 
 
 def fields(config: MTPSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Refuse heads whose layers no server looks for; config.json is the target's."""
+    """Return no fields, since config.json is the target's; raise a UserError for layers that no server looks for."""
     kind = config.block["model_type"]  # type: ignore[index]
     refuse((kind not in FAMILIES, f"mtp: no server looks for MTP layers in a {kind}; native stores them"))
     return {}

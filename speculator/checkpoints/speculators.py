@@ -44,7 +44,7 @@ VERSION = "0.9.0"
 
 
 def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json with every field written out, because readers have different defaults, or none."""
+    """Return the content of config.json. No field is left out, because readers have different defaults, or none."""
     layer = llama(config)
     if config.num_aux_layers != DEFAULT_AUX_LAYERS:
         layer["num_aux_hidden_states"] = config.num_aux_layers  # vLLM does not count the list in this layout
@@ -165,7 +165,7 @@ def _tensor(folder: Path, last: str) -> Tensor | None:
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load it."""
+    """List the programs that may load a head in this layout."""
     return [
         vllm(config, folder),
         Server(f"speculators {VERSION}", True, f'Eagle3DraftModel.from_pretrained("{folder}")'),

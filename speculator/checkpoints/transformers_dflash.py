@@ -46,7 +46,8 @@ def fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [TRANSFORMERS.architecture],
         "model_type": _MODEL_TYPE,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),  # null: its defaults exceed the vocabulary
+        # null: the class has defaults that are beyond the vocabulary of most targets
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **{name: written[name] for name in (*_FIELDS, *kept) if name in written},
     }
 

@@ -20,7 +20,7 @@ _ANY_LENGTH = 2**24  # a head has no positions, so the target's context decides
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load it."""
+    """List the programs that may load a head in this layout."""
     base = config.base_model_name_or_path or "BASE"
     how = f'{{"method": "eagle", "model": "{folder}", "num_speculative_tokens": {config.n_predict}}}'
     plugin = "pip install ./integrations/vllm into vLLM's environment, then"

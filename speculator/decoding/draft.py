@@ -12,14 +12,14 @@ from torch import Tensor
 from speculator.target.tree import TokenTree
 
 
-def take_at(values: Tensor, place: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
-    """Select one position per row."""
-    return gather_at(values, place[:, None])[:, 0]
+def take_at(values: Tensor, position: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
+    """Return the values at one position of each row."""
+    return gather_at(values, position[:, None])[:, 0]
 
 
-def gather_at(values: Tensor, places: Tensor) -> Tensor:  # [B, T, X], [B, n] -> [B, n, X]
-    """Select n positions per row."""
-    return values.gather(1, places[:, :, None].expand(-1, -1, values.shape[-1]))
+def gather_at(values: Tensor, positions: Tensor) -> Tensor:  # [B, T, X], [B, n] -> [B, n, X]
+    """Return the values at n positions of each row."""
+    return values.gather(1, positions[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Draft(TokenTree):
 
     @property
     def present(self) -> tuple[Tensor, Tensor] | None:  # [T], [T]
-        """Row and verify position of the pending tokens and of the drafted ones; None if no row has padding.
+        """Rows and verify positions of all tokens but padding, pending ones included; None if no row has padding.
 
         The host waits for the device here.
         """
@@ -77,11 +77,11 @@ class Draft(TokenTree):
             return None
         # The pending token is at verify position 0 of every row, so drafted token i is at i + 1: lengths [2, 0] give
         # (0, 0), (0, 1), (0, 2), (1, 0).
-        rows, places = torch.nn.functional.pad(self.drafted, (1, 0), value=True).nonzero().unbind(1)
-        return rows, places
+        rows, positions = torch.nn.functional.pad(self.drafted, (1, 0), value=True).nonzero().unbind(1)
+        return rows, positions
 
     def index_at(self, last: Tensor, present: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:  # [B] -> [B] each
-        """Index of verify position `last` of each row in logits [B, n+1, V], or in those of the `present` tokens."""
+        """Return an index of each row's position `last` in logits [B, n+1, V], or in those of `present` tokens."""
         if present is None:
             return torch.arange(len(last), device=last.device), last
         # Rows follow each other, each with its pending token first: with lengths [2, 0, 1] they begin at 0, 3 and 4.
@@ -93,5 +93,5 @@ class Draft(TokenTree):
         return self.lengths if self.parents is None else (self.depths[:, 1:] * self.drafted).amax(-1)
 
     def path(self, last: Tensor) -> Tensor:  # [B] -> [B, depth + 1]
-        """Verify positions from the pending token to `last`, padded with position 0."""
+        """Return the verify positions from the pending token to `last`, padded with position 0."""
         return take_at(self.paths, last)

@@ -91,7 +91,7 @@ class LogitsSource(Memory):
     independent: bool = False
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
-        """Logits of the token after the pending one."""
+        """Compute the logits of the token after the pending one."""
         raise NotImplementedError
 
     def next(
@@ -100,7 +100,7 @@ class LogitsSource(Memory):
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
-        """Logits of the children of the newest level."""
+        """Compute the logits of the children of the newest level."""
         raise NotImplementedError
 
     def confidence(
@@ -108,7 +108,7 @@ class LogitsSource(Memory):
         level: int,
         tokens: Tensor,  # [B] the newest level of a chain
     ) -> Tensor | None:  # [B]
-        """Predicted chance that the token after each is accepted; None if the source predicts none."""
+        """Return the predicted chance that the token after each is accepted; None if the source predicts none."""
         return None
 
     def skip(self, pending: Tensor, sequences: Sequences) -> None:

@@ -154,12 +154,13 @@ class Engine:
         """
         (tokens,) = check_prompts(self.target, [prompt])
         text = self.target.text(tokens)
+        # Whichever limit is lower ends the completion, and gives its reason.
         room = self.target.context_length - len(text)
         requested = check_max_new_tokens(max_new_tokens)
         limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
-        if stop is not None:
+        if stop is not None:  # decoded text does not contain special tokens such as <|im_end|>
             eos = {*eos, *stop.tokens}
         early = {*self.target.eos_token_ids, *eos} if min_tokens else ()
         ends = (limit, limit_reason, eos, stop)
@@ -266,17 +267,17 @@ class Engine:
         return self.busy
 
     def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4], see `Verified.report`
-        """Draft, verify, accept and commit for the selected rows: device work only.
+        """Draft, verify, accept and commit for the rows of a batch: device work only.
 
-        With p the target's distribution and q the draft's (2211.17192):
-            draft    x_1 .. x_G ~ q
-            verify   one forward pass gives p_1 .. p_{G+1}
-            accept   a prefix or path x_1 .. x_n by the accept rule, so that the output distribution is exactly p
-            sample   the next token: the target's own under `match`, else from what the rule leaves of p_{n+1}
-            commit   the pending token and x_1 .. x_n; the next token becomes the pending one
+        p is the target's distribution and q the draft's (2211.17192).
         """
+        # x_1 .. x_G ~ q, after the pending token x_0.
         draft, noise = self.draft(batch)
+        # One forward pass over x_0 .. x_G gives p_1 .. p_{G+1}. The accept rule keeps a prefix or path x_1 .. x_n and
+        # samples the next token, so that the output has exactly the target's distribution: the target's own token under
+        # `match`, else one from what the rule leaves of p_{n+1}.
         verified = self.verify(batch, draft, noise)
+        # x_0 .. x_n stay in the cache. The next token is pending now.
         self.commit(batch, verified)
         self.update_memory(batch, verified)
         if verified.logits is not None and batch.num_logprobs is not None:
@@ -304,7 +305,8 @@ class Engine:
         """Run the target over the pending token and the draft, and accept a path.
 
         Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
-        after it. The accepted path ends at position `last`; its keys and values move to the front of the draft's.
+        after it. The accepted path ends at position `last`. In a tree its keys and values move to the draft's first
+        positions; a chain has them there already.
         """
         tokens = torch.cat([batch.pending[:, None], draft.tokens], dim=1)  # [R, n + 1]
         tree = None if draft.parents is None else draft
@@ -317,11 +319,13 @@ class Engine:
         # verify position j, so G drafted tokens have G + 1 of them, the last for the bonus token.
         with self.target.aux_layers.recorded(self.drafter.aux_layers if self.drafter else ()) as states:
             hidden = self.target.extend(self.cache, tokens, tree, counts=widths)
-        if batch.is_special:
+        if batch.is_special:  # log-probabilities and `min_tokens` look logits up by row and position
             present = None
         logits = self.target.logits(hidden if present is None else hidden[present])  # [R, n + 1, V], or [T, V]
         last, next_token, finite = self.accept(batch, logits, draft, noise, present)
 
+        # What the drafter reads: the states of its auxiliary layers, or `hidden` if it names none. On a chain, the
+        # position of the last accepted token is also the number of accepted tokens.
         hidden, depth, accepted = states(hidden), draft.lengths, last
         if tree is not None:  # the accepted path moves to the front, in the cache and in what the drafter will read
             path = draft.path(last)
@@ -414,7 +418,7 @@ class Engine:
     def reshape(self, shape: Shape) -> None:
         """Draft in another shape from the next step on.
 
-        Completions do not change, except of sampled rows under a rule other than `match`.
+        Completions stay the same, except those of sampled rows under a rule other than `match`.
         """
         self.rows.reshape(shape)
 

@@ -39,6 +39,7 @@ class Chunk:
 
 def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | None) -> Tensor:  # [R, D]
     """Run target and drafter over a chunk; return the hidden state of each row's last token."""
+    # Left-aligned, and padded on the right: rows [3 1 4] and [9] become [[3 1 4] [9 0 0]], with the counts 3 and 1.
     width, device = max(chunk.counts), target.device
     parts = [text[n : n + count] for text, n, count in zip(chunk.sequences, chunk.begins, chunk.counts, strict=True)]
     tokens = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
@@ -49,6 +50,7 @@ def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | Non
     cache.read_sources(chunk.sequences)
     with target.aux_layers.recorded(drafter.aux_layers if drafter else ()) as states:
         hidden = target.extend(cache, tokens, counts=chunk.counts)
+    # Padding is not committed, so the next chunk overwrites it.
     cache.commit(counts)
     if drafter:
         drafter.memory.prefill(chunk.start, chunk.sequences, chunk.begins, states(hidden), chunk.counts)
@@ -63,6 +65,7 @@ def first_tokens(
     """Sample the next token of each request, and return it with its log-probabilities, if one asks for them."""
     logits = target.logits(hidden)
     lengths = torch.tensor([len(request.sequence) for request in requests], device=hidden.device)
+    # Coupled, whatever the rule: the token at position `lengths` has the noise of that position in a plain step too.
     sampling = RowSampling([request.sampling for request in requests], hidden.device)
     noise = Noise(sampling, lengths, target.vocab_size, 0, coupled=True)
     allowed = logits[:, None]

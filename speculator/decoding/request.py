@@ -37,13 +37,13 @@ class Step:
 
 
 def acceptance_length(steps: Iterable[Step]) -> float:
-    """Mean of accepted + 1 over the steps that were not cut; nan without any."""
+    """Return the mean of accepted + 1 over the steps that were not cut; nan without any."""
     lengths = [step.accepted + 1 for step in steps if not step.cut]
     return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
 def rejection_marks(steps: Iterable[Step]) -> list[int]:
-    """Mark each new token of a row with 1 if it replaced a rejected draft token; the prefill gives the first token."""
+    """Return a mark for each new token of a row, the prefill's first: 1 if it replaced a rejected draft token."""
     marks = [0]
     for step in steps:
         marks += [0] * step.emitted
@@ -73,6 +73,7 @@ class StopStrings:
     def ends(self, tokens: Sequence[int], min_tokens: int = 0) -> bool:
         recent = last(self.tokenizer, tokens, self.window)
         text = decode(self.tokenizer, recent)
+        # Characters of the first `min_tokens` tokens: a stop string must end after them, but may begin among them.
         early = len(decode(self.tokenizer, recent[: max(0, min_tokens - len(tokens) + len(recent))]))
         return any(text.find(string, max(0, early - len(string) + 1)) >= 0 for string in self.strings)
 
@@ -192,7 +193,7 @@ class Generation:
 
 
 def held_back(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
-    """List the rows with fewer than `min_tokens` tokens: (row, missing tokens, tokens that must not be sampled yet)."""
+    """Return (row, missing tokens, tokens not to be sampled yet) of each row with fewer than `min_tokens` tokens."""
     return [
         (row, missing, sorted(each.held_back))
         for row, each in enumerate(requests)
@@ -201,12 +202,12 @@ def held_back(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
 
 
 def max_logprobs(requests: Iterable[Request]) -> int | None:
-    """The most alternatives that one of the requests asks for; None if none asks for log-probabilities."""
+    """Return the most alternatives that a request asks for; None if none asks for log-probabilities."""
     return max((request.logprobs for request in requests if request.logprobs is not None), default=None)
 
 
 def sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
-    """Settings of each row; with one for all, row r has the seed `seed + r`."""
+    """Return the settings of each row; with one for all, row r has the seed `seed + r`."""
     if isinstance(sampling, Sampling):
         return [replace(sampling, seed=sampling.seed + row) for row in range(rows)]
     if len(sampling) != rows:
@@ -227,14 +228,17 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
         if min(prompt) < 0 or max(prompt) >= target.vocab_size:
             token = min(prompt) if min(prompt) < 0 else max(prompt)
             raise UserError(f"prompt {number}: {target.name} has no token {token}, only 0..{target.vocab_size - 1}")
-        longest = target.encoder.longest if target.encoder else target.context_length - 1
+        is_source = target.encoder and not isinstance(prompt, Text)
+        longest = target.encoder.longest if is_source else target.context_length - 1  # type: ignore[union-attr]
         if len(prompt) > longest:
             raise UserError(f"prompt {number} has {len(prompt)} tokens; {target.name} reads at most {longest}")
     return lists
 
 
 def _as_list(number: int, prompt: Any) -> list[int]:
-    """Convert a prompt: a list, tuple, range, array or tensor of integers."""
+    """Return a prompt (list, tuple, range, array or tensor of integers) as a list; raise a UserError for others."""
+    if isinstance(prompt, Text):
+        return prompt
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
         if isinstance(listed, list | tuple | range) and not any(isinstance(token, bool) for token in listed):

@@ -107,7 +107,7 @@ class Rows:
     # ---- slots
 
     def expect(self, request: Request) -> None:
-        """Make room for a request when rows are next admitted or grow."""
+        """Note how much room a request needs; the caches get it when they are next allocated or grown."""
         self._max_tokens = max(self._max_tokens, _room(request))
 
     def admit(self, waiting: deque[Request]) -> None:
@@ -159,7 +159,7 @@ class Rows:
             self._capacity = self.cache.capacity
 
     def _allocate(self, allocate: Callable[[], None], waiting: deque[Request]) -> None:
-        """Allocate room for all requests. While there is too little memory, the request that needs most fails alone."""
+        """Call `allocate` until there is enough memory: each time there is not, the request that needs most fails."""
         while True:
             try:
                 return allocate()
@@ -171,6 +171,7 @@ class Rows:
             *others, largest = sorted(requests, key=_room)
             largest.fail()
             self.scheduler.release()
+            # Tokens for which there is room already: `room_for` rounds up to a bucket, and some positions are spare.
             present = self._capacity - self.cache.bucket + 1 - self._spare_positions if self._capacity else 0
             self._max_tokens = max([present, *map(_room, others)])
 
@@ -308,5 +309,5 @@ def _opened(drafter: Drafter, cache: KVCache) -> Drafter:
 
 
 def _room(request: Request) -> int:
-    """Tokens for which a request needs room."""
+    """Return the number of tokens for which a request needs room."""
     return max(len(request.sequence), len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS))

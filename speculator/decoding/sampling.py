@@ -62,7 +62,7 @@ class Sampling:
         return self.temperature < _MIN_TEMPERATURE
 
     def probs(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V]
-        """Distribution of the next token, in float32 or wider; one-hot at temperature 0."""
+        """Return the distribution of the next token, in float32 or wider; one-hot at temperature 0."""
         return RowSampling([self], logits.device).probs(logits.view(1, -1, logits.shape[-1])).view(logits.shape)
 
 
@@ -79,6 +79,8 @@ class RowSampling:
         rows = [Sampling(seed=row.seed) if row.greedy else row for row in rows]  # without filters
         self.greedy = all(row.greedy for row in rows)
         self._some_greedy = any(row.greedy for row in rows)
+        # The host knows for all rows what has to be computed at all. Which row has which number is in the tensors, so
+        # one CUDA graph serves every batch of a kind.
         most = max(row.top_k for row in rows)
         self._most = most and 1 << (most - 1).bit_length()  # rounded up, so that CUDA graphs are few
         self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
@@ -89,6 +91,7 @@ class RowSampling:
 
         self.seeds = torch.tensor([row.seed for row in rows], device=device)
         self.temperature = column(1.0 if row.greedy else row.temperature for row in rows)
+        # A row without top-k has a k beyond any vocabulary.
         self.top_k = column(min(row.top_k or 2**31, 2**31) for row in rows).long()
         self.top_p = column(row.top_p for row in rows)
         self.min_p = column(row.min_p for row in rows)
@@ -108,9 +111,9 @@ class RowSampling:
         return chosen
 
     def scaled(self, logits: Tensor) -> Tensor:  # [B, T, V] -> [B, T, V]
-        """Divide by the temperature, then remove (-inf) by top-k, top-p and min-p, as transformers does.
+        """Return the logits divided by the temperature, with -inf for tokens that top-k, top-p or min-p remove.
 
-        In float32 or wider. Rows at temperature 0 keep their logits.
+        The order is that of transformers, the dtype float32 or wider. Rows at temperature 0 keep their logits.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits / self.temperature.to(logits.dtype)
@@ -131,7 +134,7 @@ class RowSampling:
         return logits
 
     def probs(self, logits: Tensor) -> Tensor:  # [B, V] or [B, T, V] -> the same shape
-        """Distribution of each row's next token; one-hot for a row at temperature 0."""
+        """Return the distribution of each row's next token; one-hot for a row at temperature 0."""
         if logits.dim() == 2:
             return self.probs(logits[:, None])[:, 0]
         probs = self.scaled(logits).softmax(-1)
@@ -146,7 +149,7 @@ class Noise:
 
     Args:
         sampling: settings of the rows.
-        positions: [B] place of the next token in each sequence.
+        positions: [B] position of the next token in each sequence.
         size: V.
         depth: length of the longest path that is drafted.
         coupled: the step's rule is `match`: drafts are made of the same noise as the target's own samples.
@@ -162,8 +165,9 @@ class Noise:
         self._levels: dict[int, Tensor] = {}  # [B, V] by depth, as somebody asks for them
         self._gumbel: Tensor | None = None  # [B, depth + 1, V] on a GPU, where fewer kernels matter more
         if self._noisy and positions.device.type != "cpu":
-            places = positions[:, None] + torch.arange(depth + 1, device=positions.device)
-            noise = _gumbel_on(positions.device.type)(self._seeds[:, None], places, size)
+            # Level d of a draft is d positions after the next token: [B, depth + 1].
+            levels = positions[:, None] + torch.arange(depth + 1, device=positions.device)
+            noise = _gumbel_on(positions.device.type)(self._seeds[:, None], levels, size)
             self._gumbel = noise.masked_fill_(sampling.at_zero, 0.0)
 
     def _level(self, depth: int) -> Tensor:  # [B, V]
@@ -179,7 +183,7 @@ class Noise:
         logits: Tensor,  # [B, f, V] of tokens at one depth
         depth: int,  # 0: the next token
     ) -> Tensor:  # [B, f, V]
-        """Logits with the Gumbel noise of their position: the best score is the sample, the k best k candidates."""
+        """Return the logits plus the noise of their position: the best score is the sample, the k best k candidates."""
         return self.sampling.scaled(logits) + self._level(depth)[:, None] if self._noisy else logits
 
     def samples(
@@ -188,15 +192,15 @@ class Noise:
         draft: Draft,
         present: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # [B, n+1]
-        """The target's own token at every verify position.
+        """Return the target's own token at every verify position.
 
         Args:
             present: rows and verify positions of the T logits that are given (see `Draft.present`); others give 0.
         """
         if present is not None:
-            rows, places = present
+            rows, verified = present  # [T] each
             tokens = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, dtype=torch.long, device=logits.device)
-            depths = places if draft.parents is None else draft.depths[present]
+            depths = verified if draft.parents is None else draft.depths[present]
             tokens[present] = self._samples_of(logits, rows, depths)
             return tokens
         if not self._noisy:
@@ -219,7 +223,7 @@ class Noise:
         return most_likely(sampling.scaled(logits[:, None])[:, 0] + noise)
 
     def uniforms(self, count: int) -> Tensor:  # [B, count]
-        """Random numbers for drafts and rules that are not coupled."""
+        """Return random numbers in [0, 1) for drafts and rules that are not coupled."""
         return uniforms(self.sampling.seeds, self.positions, count)
 
 
@@ -237,7 +241,7 @@ def without_held_back(
 
 
 def most_likely(scores: Tensor) -> Tensor:  # [..., V] -> [...]
-    """Index of the largest score, the first of equal ones."""
+    """Return the index of the largest score, the first of equal ones."""
     return scores.max(-1).indices  # on a CPU argmax takes five times as long in bfloat16
 
 
@@ -246,13 +250,15 @@ def _removed_by_top_p(
     top_p: Tensor,  # [..., 1]
     first: int | None = None,
 ) -> Tensor:  # [..., V] bool
-    """Mask of the tokens that top-p removes; `top_p` 1 removes none.
+    """Return a mask of the tokens that top-p removes; `top_p` 1 removes none.
 
     On a CPU the likeliest tokens usually suffice, and sorting the vocabulary is slow. On other devices the host would
     have to wait to learn whether they do.
     """
     size = probs.shape[-1]
     first = first or (_TOP_P_CANDIDATES if probs.device.type == "cpu" else size)
+    # A token stays if those before it have less than `top_p` together. With 0.5 0.3 0.2 and top_p 0.7 these sums are 0,
+    # 0.5 and 0.8, so two tokens stay.
     ordered, index = probs.topk(first) if first < size else probs.sort(descending=True)
     beyond = (ordered.cumsum(-1) - ordered) >= top_p
     outside = torch.ones_like(probs, dtype=torch.bool).scatter_(-1, index, beyond) & (top_p < 1)
@@ -284,7 +290,7 @@ def uniforms(
     positions: Tensor,  # [B] sequence lengths at the start of the step
     count: int,
 ) -> Tensor:  # [B, count] float64 in [0, 1)
-    """Random numbers as a function of (seed, position, index): stateless, so batch-mates do not affect them."""
+    """Return random numbers that depend on seed, position and index only, so batch-mates do not affect them."""
     index = torch.arange(count, device=seeds.device)
     # Nested, not added: seed 1 at position 2 must not have the numbers of seed 2 at position 1.
     bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + index + _GAMMA)
@@ -293,10 +299,10 @@ def uniforms(
 
 def gumbel(
     seeds: Tensor,  # [...]
-    positions: Tensor,  # [...] place of the token to be sampled in its sequence
+    positions: Tensor,  # [...] position of the token to be sampled in its sequence
     size: int,  # V
 ) -> Tensor:  # [..., V] float32
-    """Independent standard Gumbel numbers as a function of (seed, position, token).
+    """Return independent standard Gumbel numbers that depend on seed, position and token only.
 
     The argmax of log p + gumbel is a sample from p. Two 32-bit keys of a row enter a 32-bit hash of the token, because
     CPUs multiply 32-bit integers eight at a time.
@@ -318,7 +324,7 @@ def _gumbel_on(kind: str) -> Callable[..., Tensor]:
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
-    """Gumbel number of 31 random bits: finite, and finest where it is large, because that decides for rare tokens."""
+    """Return the Gumbel number of 31 random bits. It is finite, and finest where it is large: rare tokens need that."""
     # Halfway between the grid's points, so never 0, and below 1 in float32: log(0) would give an infinite score.
     uniform = ((bits + 0.5) * 2.0**-31).clamp_max(1 - 2.0**-24)
     return -(-torch.log1p(-uniform)).log()
@@ -329,6 +335,7 @@ def draw(
     uniform: Tensor,  # [B]
 ) -> Tensor:  # [B]
     """Sample one token per row: the first whose cumulative probability exceeds `uniform` times the total."""
+    # With the probabilities 1 0 3 and 0.25 the threshold is 1, which the sums 1 1 4 exceed at token 2.
     cumulative = probs.double().cumsum(-1)
     total = cumulative[:, -1]
     # Rounding can make the product equal to the total, which no cumulative value exceeds.

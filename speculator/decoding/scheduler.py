@@ -37,12 +37,12 @@ class Slot:
 
 
 class Scheduler:
-    """The slots, in the order of their rows.
+    """Assigns requests to slots; the i-th slot is row i of the KV cache.
 
     Args:
         num_slots: number of rows.
-        recurrent: rows hold recurrent states, which can't be cut back: a prefix is copied or reused when its source has
-            computed exactly the prefix. A chunk of the source ends there.
+        recurrent: rows hold recurrent states, which can't be cut back: a prefix is copied or reused only when its
+            source has computed exactly that many tokens. So a prefill chunk of the source stops at the prefix's end.
     """
 
     def __init__(self, num_slots: int, recurrent: bool = False):

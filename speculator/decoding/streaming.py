@@ -18,10 +18,11 @@ _CONTINUATION_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")
 
 
 def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) -> Sequence[int]:
-    """The last `count` tokens, or up to three more so that the first does not start inside a UTF-8 character.
+    """Return the last `count` tokens, or up to three more so that the first does not start inside a UTF-8 character.
 
     Tokenizers decode nothing from byte tokens that start inside a character.
     """
+    # A character has at most four bytes, so at most three tokens back one begins.
     start = max(0, len(tokens) - count)
     for begin in range(start, max(-1, start - 4), -1):
         name = tokenizer.convert_ids_to_tokens(int(tokens[begin])) if tokens else None
@@ -76,6 +77,7 @@ class Detokenizer:
         self._window.append(token)
         if token not in self._special:
             name = self.tokenizer.convert_ids_to_tokens(token)
+            # "<0xE4>": the next token may be another byte of the same character.
             self._in_run = isinstance(name, str) and len(name) == 6 and name.startswith("<0x")
         piece = self._held()
         if not piece or self._in_run or piece.endswith("\ufffd"):

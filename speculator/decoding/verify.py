@@ -27,7 +27,7 @@ def _prob_of(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [
 
 
 def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
-    """Verify position where the longest path of accepted tokens ends."""
+    """Return the verify position where the longest path of accepted tokens ends; 0 if none was accepted."""
     accept = accept & draft.drafted
     # A chain ends at its first rejection: [1, 1, 0, 1] gives the products [1, 1, 0, 0], whose sum is 2.
     if draft.parents is None:
@@ -41,14 +41,14 @@ def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
-    """(p - q)_+, not normalised; p if that is 0 everywhere, when only rounding can have rejected the draft (p = q)."""
+    """Return (p - q)_+, not normalised; p if that is 0 everywhere, since then only rounding rejected the draft."""
     # Nothing to divide by: `draw` takes distributions that are not normalised.
     residual = (p - q).clamp_min(0)
     return torch.where(residual.sum(-1, keepdim=True) > _TINY, residual, p)
 
 
 def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
-    """q at every verify position: one-hot for a deterministic draft, 0 where nothing was drafted."""
+    """Return q at every verify position: one-hot for a deterministic draft, 0 where nothing was drafted."""
     q = draft.probs
     if q is None:
         q = p.new_zeros(*draft.tokens.shape, p.shape[-1]).scatter_(-1, draft.tokens[:, :, None], 1)

@@ -20,7 +20,7 @@ from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, StepCost, f
 from speculator.heads import Speculator
 
 
-class LookupPath:
+class PathOrDraft:
     """In each row the path that n-gram lookup found; rows without one have the draft of `inner`.
 
     Args:
@@ -75,9 +75,9 @@ class AdaptiveDrafter(HeadDrafter):
         self, head: Speculator, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, memory: int = 0
     ):
         self.choices, self.lookup, self.cost, self._history = choices, lookup, cost, memory
-        self._plain = LookupPath(0)
+        self._plain = PathOrDraft(0)
         self._with_paths = {
-            choice: LookupPath(LONGEST_PATH, choice.shape if choice else None) for choice in (None, *choices)
+            choice: PathOrDraft(LONGEST_PATH, choice.shape if choice else None) for choice in (None, *choices)
         }
         super().__init__(head, self._plain)
         shapes = list(self._with_paths.values())
@@ -98,7 +98,7 @@ class AdaptiveDrafter(HeadDrafter):
         self._ngrams = NgramDrafter(LONGEST_PATH, memory=self._history)
 
     def fastest(self, greedy: bool, rows: int) -> Shape:
-        """The head's fastest shape by the measured figures, whatever the text."""
+        """Return the head's fastest shape by the measured figures, whatever the text."""
         return fastest_shape(self.choices, self.cost, greedy, rows)
 
     def choose(self, requests: Sequence[Request]) -> Shape:

@@ -26,9 +26,10 @@ _CONTRADICTION, _PAIRS = 1.3, 8
 
 @dataclass
 class CostEntry:
-    """Costs of steps of `rows` rows, in plain steps.
+    """Measured costs of a step of `rows` rows, in units of a plain step.
 
     Attributes:
+        rows: number of rows that decode.
         greedy: measured at temperature 0, else at 1.
         drafts: cost of a step in which every row has this draft of the head.
         verify: cost of a step in which the head drafts nothing, by the tokens of lookup paths in all rows together.
@@ -47,11 +48,14 @@ class CostEntry:
         self._trees = {s.paths: cost for s, cost in self.drafts.items() if isinstance(s, FixedTree)}
 
     def of(self, shape: Shape | None, tokens: float) -> float:
-        """The cost of a step that verifies `tokens` drafted tokens, interpolated; infinite for a tree not measured.
+        """Return the cost of a step, interpolated; infinite for a tree that was not measured.
 
         Args:
-            shape: what the head drafts; None: nothing. Rows may verify other tokens than it drafted for them.
+            shape: what the head drafts; None: nothing.
+            tokens: drafted tokens that all rows together verify. A row may verify a lookup path in place of the draft.
         """
+        # The measured step verified `rows * shape.nodes` tokens. What it cost is kept, and the difference in verified
+        # tokens is added: a chain of 2 in 2 rows, of which one verifies a path of 8, has 10 tokens in place of 4.
         verified = _interpolate(self._verify, tokens)
         if shape is None:
             return verified
@@ -63,12 +67,12 @@ class CostEntry:
 
 
 def _rising(points: dict[int, float]) -> list[tuple[int, float]]:
-    """The points in order, each at least as high as those before: noise could say that more tokens cost less."""
+    """Sort the points (x, cost), and raise each to those before it: by noise, more tokens may have taken less time."""
     return list(zip(sorted(points), accumulate((points[x] for x in sorted(points)), max), strict=True))
 
 
 def _interpolate(points: list[tuple[int, float]], x: float) -> float:
-    """The value at x on the line through the two points around it, or the last two."""
+    """Return the value at x of the line through the two points around it, or through the last two."""
     if len(points) == 1:
         return points[0][1]
     at = min(max(1, bisect_left(points, (x,))), len(points) - 1)
@@ -92,13 +96,18 @@ class CostTable:
         self._ratios: dict[tuple[bool, int], deque[float]] = {}
 
     def __call__(self, shape: Shape | None, tokens: int, greedy: bool, rows: int) -> float:
-        """The cost in plain steps of as many rows, see `CostEntry.of`, interpolated between numbers of rows."""
+        """Return the cost of a step, in plain steps of as many rows, interpolated between numbers of rows.
+
+        Args:
+            shape, tokens: see `CostEntry.of`.
+            greedy: all rows are at temperature 0.
+        """
         key = (shape, tokens, greedy, rows)
         if key not in self._known:
             entries = [entry for entry in self.entries if entry.greedy == greedy] or self.entries
             more = next((entry for entry in entries if entry.rows >= rows), entries[-1])
             less = next((entry for entry in reversed(entries) if entry.rows <= rows), more)
-            # Each entry answers for as many tokens per row.
+            # Each entry answers for as many tokens per row: for 6 rows with 12 tokens, that of 4 rows is asked about 8.
             low, high = (entry.of(shape, tokens / rows * entry.rows) for entry in (less, more))
             share = (rows - less.rows) / (more.rows - less.rows) if less.rows < rows < more.rows else 1.0
             cost = high if high == inf else low + (high - low) * share
@@ -106,7 +115,10 @@ class CostTable:
         return self._known[key]
 
     def observe(self, shape: Shape | None, tokens: int, greedy: bool, rows: int, seconds: float) -> None:
-        """Compare a step's time with its cost; a lasting contradiction corrects the costs of as many rows."""
+        """Compare a step's time with its cost. If they contradict each other for long, the costs are corrected.
+
+        The correction is for steps of about as many rows, see `_alike`.
+        """
         if not self._learns:
             return
         key, drafted, cost = _alike(greedy, rows), bool(tokens or shape), self(shape, tokens, greedy, rows)
@@ -133,7 +145,7 @@ class CostTable:
 
 
 def _alike(greedy: bool, rows: int) -> tuple[bool, int]:
-    """Steps that are corrected together: of one kind, and of 1, 2, 3 to 4, 5 to 8, ... rows."""
+    """Return a key of the steps that are corrected together: those of 1, 2, 3 to 4, 5 to 8, ... rows."""
     return greedy, (rows - 1).bit_length()
 
 

@@ -78,7 +78,7 @@ class DraftModelSource(CausalSource):
         vocab_size: size of the target's vocabulary.
     """
 
-    _recent: Tensor  # [slots, again] tokens before the pending one
+    _recent: Tensor  # [slots, reread] tokens before the pending one
 
     def __init__(self, model: Target, vocab_size: int):
         self.model, self.capturable, self._vocab_size = model, model.capturable, vocab_size
@@ -87,13 +87,14 @@ class DraftModelSource(CausalSource):
         super().reserve(shape)
         self._spare = shape.offered + 2
         # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
-        # So many tokens behind the pending one are processed again.
-        self._again = 1 if self._is_chain else shape.depth
+        # So the last `reread` tokens before the pending one are read again: 1, or the depth
+        # of a tree.
+        self._reread = 1 if self._is_chain else shape.depth
 
     def open(self, cache: KVCache) -> DraftModelSource:
         opened, slots = super().open(cache), len(cache.lengths)
         opened.cache = self.model.cache(slots, cache.capacity + self._spare)
-        opened._recent = torch.zeros(slots, self._again, dtype=torch.long, device=self.model.device)
+        opened._recent = torch.zeros(slots, self._reread, dtype=torch.long, device=self.model.device)
         return opened
 
     def grow(self, capacity: int) -> None:
@@ -106,10 +107,11 @@ class DraftModelSource(CausalSource):
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
-        """Read the chunk, and before it what the steps of the text before may have left elsewhere."""
-        device, again = self.model.device, self._again
+        """See `Memory`. The last `reread` tokens before the chunk are read again, with it."""
+        device, reread = self.model.device, self._reread
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        begins = [max(0, begin - again) for begin in begins]
+        # A prefix that another request left here ends with tokens whose keys may lie where a draft had put them.
+        begins = [max(0, begin - reread) for begin in begins]
         new = [self._known(text[a:b]) for text, a, b in zip(sequences, begins, ends, strict=True)]
         width = max(map(len, new))
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], device=device)
@@ -118,13 +120,14 @@ class DraftModelSource(CausalSource):
         self.cache.read_sources(sequences)
         self.model.extend(self.cache, tokens, counts=[len(row) for row in new])
         self.cache.truncate(torch.tensor(ends))
-        recent = [list(text[max(0, end - again) : end]) for text, end in zip(sequences, ends, strict=True)]
-        self._recent[start : start + len(sequences)] = torch.tensor([[0] * (again - len(row)) + row for row in recent])
+        recent = [list(text[max(0, end - reread) : end]) for text, end in zip(sequences, ends, strict=True)]
+        self._recent[start : start + len(sequences)] = torch.tensor([[0] * (reread - len(row)) + row for row in recent])
 
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         recent = self._recent[: len(counts)]
-        place = counts[:, None] + torch.arange(self._again, device=counts.device)
-        recent.copy_(torch.cat([recent, tokens], 1).gather(1, place))
+        # The newest `reread` tokens: with 2 of them, r0 r1 | t0 t1 t2 and a count of 2 give t0 t1, at columns 2 and 3.
+        columns = counts[:, None] + torch.arange(self._reread, device=counts.device)
+        recent.copy_(torch.cat([recent, tokens], 1).gather(1, columns))
         self.cache.commit(counts)
 
     @property
@@ -132,12 +135,14 @@ class DraftModelSource(CausalSource):
         return [self._recent, self.cache.lengths]
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
-        rows, cache, again = len(pending), self.cache, self._again
+        rows, cache, reread = len(pending), self.cache, self._reread
         end = max(map(len, sequences)) - 1
-        cache.select(0, rows, max(0, end - again) if cache.bucket == 1 else end)
-        back = cache.selected.clamp(max=again)  # a text may be shorter
-        place = (torch.arange(again + 1, device=pending.device) + again - back[:, None]).clamp(max=again)
-        tokens = torch.cat([self._recent[:rows], pending[:, None]], 1).gather(1, place)
+        cache.select(0, rows, max(0, end - reread) if cache.bucket == 1 else end)
+        back = cache.selected.clamp(max=reread)  # a text may be shorter
+        # Left-aligned: recent tokens r0 r1 and the pending p become r0 r1 p, or r1 p p for a row with one token.
+        columns = (torch.arange(reread + 1, device=pending.device) + reread - back[:, None]).clamp(max=reread)
+        tokens = torch.cat([self._recent[:rows], pending[:, None]], 1).gather(1, columns)
+        # Rows step back by the tokens that are read again, so that these overwrite their keys; then forward.
         cache.selected -= back
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.selected += back

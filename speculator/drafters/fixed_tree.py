@@ -50,11 +50,11 @@ class FixedTree:
         self.rules: tuple[str, ...] = ("match", "multi_candidate")
         self.width = 1 + max(path[-1] for path in nodes)
         self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
-        # Of each level: its nodes' parents among the expanded tokens before it, their places among all that these
+        # Of each level: its nodes' parents among the expanded tokens before it, their columns among all that these
         # offer, who is expanded, and the parents of these.
         self._levels: list[tuple[list[int], ...]] = []
         self._most: list[int] = []
-        self._placed: dict[tuple[int, torch.device], tuple[Draft, list[list[Tensor]]]] = {}
+        self._on_device: dict[tuple[int, torch.device], tuple[Draft, list[list[Tensor]]]] = {}
         expanded: list[tuple[int, ...]] = [()]
         for depth in range(1, self.depth + 1):
             level = [path for path in nodes if len(path) == depth]
@@ -63,51 +63,51 @@ class FixedTree:
             most = 1 + max(path[-1] for path in level)
             # Each expanded token offers its `most` best children, side by side: rank 1 below the third one is at 2 *
             # most + 1.
-            places = [parent * most + path[-1] for parent, path in zip(parents, level, strict=True)]
-            self._levels.append((parents, places, has_children, [parents[i] for i in has_children]))
+            columns = [parent * most + path[-1] for parent, path in zip(parents, level, strict=True)]
+            self._levels.append((parents, columns, has_children, [parents[i] for i in has_children]))
             self._most.append(most)
             expanded = [level[i] for i in has_children]
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         rows = len(pending)
-        form, levels = self._place(pending)
+        form, levels = self._indices(pending)
         u = None if noise.coupled else noise.uniforms(self.nodes)
         logits = source.first(pending, sequences)  # [B, f, V] of the expanded tokens
         all_tokens: list[Tensor] = []
         all_probs: list[Tensor] = []
         drafted = 0
         for depth, (most, level) in enumerate(zip(self._most, levels, strict=True), start=1):
-            parents, places, has_children, parents_of_these = level
+            parents, columns, has_children, parents_of_these = level
             if u is None:
                 offered = noise.scores(logits, depth - 1).topk(most).indices  # [B, f, most]
             else:
                 probs = noise.sampling.probs(logits)
-                # The numbers of this level's nodes, each at its place among the offered tokens; tokens that are not in
+                # The numbers of this level's nodes, each in its column of the offered tokens; tokens that are not in
                 # the tree get 0.
                 own = u.new_zeros(rows, probs.shape[1] * most)
-                own.index_copy_(1, places, u[:, drafted : drafted + len(places)])
+                own.index_copy_(1, columns, u[:, drafted : drafted + len(columns)])
                 offered = siblings(probs.flatten(0, 1), own.view(-1, most)).view(rows, -1, most)
                 all_probs.append(probs.index_select(1, parents))
-            tokens = offered.flatten(1).index_select(1, places)
+            tokens = offered.flatten(1).index_select(1, columns)
             all_tokens.append(tokens)
-            drafted += len(places)
+            drafted += len(columns)
             if depth == self.depth:
                 break
             logits = source.next(depth, tokens.index_select(1, has_children), parents_of_these.expand(rows, -1))
         return form.filled(torch.cat(all_tokens, 1), torch.cat(all_probs, 1) if all_probs else None)
 
-    def _place(self, pending: Tensor) -> tuple[Draft, list[list[Tensor]]]:
+    def _indices(self, pending: Tensor) -> tuple[Draft, list[list[Tensor]]]:
         """Return an empty draft of this form and the indices of its levels, on the device of the rows."""
         key = (len(pending), pending.device)
-        if key not in self._placed:
-            place = partial(torch.tensor, dtype=torch.long, device=pending.device)
-            levels = [[place(index) for index in level] for level in self._levels]
-            parents = place(self._parents).expand(len(pending), -1)
+        if key not in self._on_device:
+            index = partial(torch.tensor, dtype=torch.long, device=pending.device)
+            levels = [[index(each) for each in level] for level in self._levels]
+            parents = index(self._parents).expand(len(pending), -1)
             full = torch.full_like(pending, self.nodes)
             form = Draft(parents, full, None, parents, depth=self.depth, width=self.width)
             _ = form.before, form.drafted, form.longest, form.paths  # worked out here, once
-            self._placed[key] = form, levels
-        return self._placed[key]
+            self._on_device[key] = form, levels
+        return self._on_device[key]
 
 
 class Candidates(FixedTree):

@@ -63,15 +63,17 @@ def joined(
     # A draft token at depth d agrees if it is token d - 1 of the path, and the path has that many.
     at = deepest((draft.tokens == path.gather(1, depths - 1)) & (depths <= counts[:, None]), draft)
     same = draft.depths.gather(1, at[:, None])[:, 0]
-    steps = torch.arange(length, device=path.device)
-    place = draft.lengths[:, None] + steps  # behind what each row really drafted
+    offsets = torch.arange(length, device=path.device)
+    columns = draft.lengths[:, None] + offsets  # after what each row really drafted
+    # The first added token hangs below the node where path and draft part, each other one below the one before it.
+    parents = torch.cat([at[:, None] - 1, columns[:, :-1]], 1)
     return Draft(
-        # Of a path a b c d whose first two tokens the draft has, c and d are added: the first below the node for b, the
-        # second below the first.
-        pad(draft.tokens, (0, length)).scatter(1, place, path.gather(1, same[:, None] + steps)),
+        # Of a path a b c d whose first two tokens the draft has, c and d are added: c
+        # below the node for b, and d below c.
+        pad(draft.tokens, (0, length)).scatter(1, columns, path.gather(1, same[:, None] + offsets)),
         draft.lengths + (counts - same).clamp(0, length),
         None,
-        pad(draft.before - 1, (0, length), value=-1).scatter(1, place, torch.cat([at[:, None] - 1, place[:, :-1]], 1)),
+        pad(draft.before - 1, (0, length), value=-1).scatter(1, columns, parents),
         depth=draft.depth + length,
         width=draft.width + 1,
         base=draft,

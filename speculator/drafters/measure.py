@@ -25,7 +25,7 @@ from speculator.decoding.sampling import Noise, Sampling
 from speculator.decoding.scheduler import DECODING
 from speculator.device import synchronize
 from speculator.drafters import Drafter, HeadDrafter
-from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.adaptive import PathOrDraft
 from speculator.drafters.costs import CostEntry
 from speculator.drafters.price import LONGEST_PATH
 from speculator.heads import Speculator
@@ -42,7 +42,7 @@ _PROMPT = 64  # tokens of the rows' prompt: with fewer, attention and so a plain
 
 @dataclass
 class StepSeconds:
-    """Seconds of `BLOCK` - 1 steps, one entry per block: plain steps, and the two parts of drafted steps.
+    """Measured seconds, one entry per block of steps; an entry is the sum over `BLOCK` - 1 steps.
 
     Attributes:
         plain: plain steps.
@@ -55,7 +55,7 @@ class StepSeconds:
     verify: list[float] = field(default_factory=list)
 
     def figures(self, num_speculative_tokens: int) -> dict[str, float]:
-        """Cost c per token of a whole draft, cost v of a verification, and seconds of a plain step."""
+        """Return c per drafted token ("draft_over_decode"), v ("verify_over_decode"), and a plain step's seconds."""
         draft, verify = self.ratios()
         return {
             "draft_over_decode": draft / num_speculative_tokens,
@@ -64,7 +64,7 @@ class StepSeconds:
         }
 
     def ratios(self) -> tuple[float, float]:
-        """Seconds of drafting and of verification over those of a plain step: interquartile means over the blocks.
+        """Return the times of drafting and of verification in plain steps: interquartile means over the blocks.
 
         Each block is compared with the plain steps just before it.
         """
@@ -73,7 +73,7 @@ class StepSeconds:
 
 
 def _interquartile_mean(values: Iterable[float]) -> float:
-    """Mean without the lowest and the highest quarter."""
+    """Return the mean without the lowest and the highest quarter: of 1 2 3 9 it is 2.5."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
@@ -123,7 +123,7 @@ def timed_steps(
         engine.append_tokens(batch, result.report.tolist())
 
     def plain_steps() -> float:
-        """Seconds of a block of plain steps, without the first one."""
+        """Run a block of plain steps, undo it, and return its seconds without those of the first step."""
         # Undoing a step is setting back lengths, recurrent states and the pending tokens; keys above the length are
         # free.
         state = [*rows.cache.state, rows.pending]
@@ -139,8 +139,8 @@ def timed_steps(
 
     plain, sums, prepared = 0.0, [0.0, 0.0], 0
     for number in range(count):
-        place = number % BLOCK
-        if place == 0:
+        index = number % BLOCK
+        if index == 0:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
         drafting, (batch, draft, noise) = clock(select_and_draft)
@@ -149,9 +149,9 @@ def timed_steps(
         updating, _ = clock(update, batch, result)
         appending, _ = clock(append, batch, result)
         # The first step of a block doesn't count: it follows steps of the other kind.
-        if place:
+        if index:
             sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
-        if place == BLOCK - 1 and Captured.prepared == prepared:
+        if index == BLOCK - 1 and Captured.prepared == prepared:
             for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)
         yield draft, result
@@ -166,7 +166,7 @@ def measure(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> None:
-    """Add the seconds of about `blocks` blocks of steps after `prompts` to `costs`."""
+    """Decode after `prompts`, and add the seconds of about `blocks` blocks of steps to `costs`."""
     captures = 3 if capturable(target, drafter) else 0  # blocks lost at the start, and where the cache grows
     for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
@@ -185,7 +185,9 @@ def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
 def measure_costs(
     target: Target, head: Speculator, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
 ) -> list[CostEntry]:
-    """Time whole engine steps with these drafts, with lookup paths in all rows, one and none, and without, in turns.
+    """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
+
+    Plain steps, each of the drafts, and lookup paths in all rows, in one and in none take turns.
 
     Args:
         shapes: drafts, the most important first.
@@ -193,12 +195,14 @@ def measure_costs(
         seconds: time limit. It is checked before every step; what is not measured by then is left out.
     """
     deadline = time.perf_counter() + seconds
-    path = LookupPath(LONGEST_PATH)
+    path = PathOrDraft(LONGEST_PATH)
     largest = max((*shapes, path), key=lambda shape: shape.nodes)
     times: dict[tuple[int, bool], dict[Shape | int | None, list[float]]] = {}
     drafter = HeadDrafter(head, largest)
     drafter.memory.paths = LookupPaths(LONGEST_PATH)
     engines = {rows: (Engine(target, None, slots=rows), Engine(target, drafter, slots=rows)) for rows, _ in sizes}
+    # Every draft takes its turn in every round, so that a machine that slows down slows all of them. The most important
+    # come first, because the time may end within a round.
     for _ in range(_ROUNDS):
         for rows, greedy in sizes:
             plain, drafting = engines[rows]
@@ -210,6 +214,7 @@ def measure_costs(
     entries = []
     for (rows, greedy), by_draft in times.items():
         medians = {what: statistics.median(own) for what, own in by_draft.items() if own}
+        # Plain steps have the key None, drafts of the head their shape, and lookup paths the number of rows with one.
         costs = {what: seconds / medians[None] for what, seconds in medians.items() if what is not None}
         drafts = {what: cost for what, cost in costs.items() if not isinstance(what, int)}
         verify = {what * LONGEST_PATH: cost for what, cost in costs.items() if isinstance(what, int)}
@@ -220,7 +225,13 @@ def measure_costs(
 def _step_seconds(
     engine: Engine, shape: Shape | None, greedy: bool, deadline: float, paths: list[list[int]]
 ) -> list[float]:
-    """Seconds of a few steps over full slots. Steps that prefill and capture don't count."""
+    """Return the seconds of each of a few steps in which all slots decode. Steps that prefill or capture don't count.
+
+    Args:
+        shape: what the drafter drafts; None for an engine without a drafter.
+        deadline: value of the clock at which measuring stops.
+        paths: lookup paths of the first rows.
+    """
     target, slots, seconds = engine.target, len(engine.scheduler.slots), []
     if shape:
         engine.reshape(shape)

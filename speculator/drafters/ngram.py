@@ -19,15 +19,20 @@ MEMORY = 2**17
 """Tokens of other sequences that a server, or several samples of a prompt, search: about 40 MB."""
 LONGEST = 16
 """The most matching tokens that count."""
-_PLACES = 4
+_OCCURRENCES = 4  # of an n-gram that are remembered, the newest
 _ELSEWHERE = 2
 """A match in another sequence is as reliable as one in the sequence itself that is this many tokens shorter."""
-Place = tuple[Sequence[int], int]
-"""A sequence, and the position where an n-gram ended in it."""
+Occurrence = tuple[Sequence[int], int]
+"""A sequence, and the position after an n-gram in it."""
 
 
 class _Index:
-    """Last position of each n-gram in a growing sequence, and in the source that an encoder has read for it."""
+    """Where each n-gram of a growing sequence occurred last, in it and in the source that an encoder has read for it.
+
+    Attributes:
+        ends: position after the last occurrence, by n-gram.
+        known: number of tokens whose n-grams are in `ends`.
+    """
 
     def __init__(self, text: Sequence[int], max_ngram: int):
         self.text, self.max_ngram = text, max_ngram
@@ -53,7 +58,7 @@ class _Index:
 
 
 class History:
-    """Positions of the n-grams of recent sequences, including those that still grow.
+    """Where the n-grams of recent sequences occurred, including sequences that still grow.
 
     Args:
         tokens: the most tokens of finished sequences; the oldest are forgotten.
@@ -62,7 +67,7 @@ class History:
 
     def __init__(self, tokens: int, ngram: int):
         self.tokens, self.ngram = tokens, ngram
-        self._ends: dict[tuple[int, ...], tuple[Place, ...]] = {}  # the newest first
+        self._ends: dict[tuple[int, ...], tuple[Occurrence, ...]] = {}  # the newest first
         self._known: dict[int, tuple[Sequence[int], int]] = {}  # by its id a text and how far it is known; oldest first
         self._size = 0
 
@@ -72,7 +77,7 @@ class History:
             _, known = self._known.pop(id(text), (text, 0))
             for end in range(max(known, self.ngram), len(text)):
                 gram = tuple(text[end - self.ngram : end])
-                self._ends[gram] = ((text, end), *self._ends.get(gram, ())[: _PLACES - 1])
+                self._ends[gram] = ((text, end), *self._ends.get(gram, ())[: _OCCURRENCES - 1])
             self._known[id(text)] = text, len(text)
             self._size += len(text) - known
         while self._size > self.tokens and len(self._known) > len(sequences):
@@ -83,17 +88,17 @@ class History:
         self._size -= known
         for end in range(self.ngram, known):
             gram = tuple(text[end - self.ngram : end])
-            left = tuple(place for place in self._ends.pop(gram, ()) if place[0] is not text)
+            left = tuple(each for each in self._ends.pop(gram, ()) if each[0] is not text)
             if left:
                 self._ends[gram] = left
 
-    def places(self, text: Sequence[int]) -> tuple[Place, ...]:
-        """Return the places in any sequence that end like this one."""
+    def occurrences(self, text: Sequence[int]) -> tuple[Occurrence, ...]:
+        """Return where this sequence's last n-gram occurred before, in any sequence, the newest first."""
         return self._ends.get(tuple(text[-self.ngram :]), ())
 
 
 def _alike(one: Sequence[int], end: int, other: Sequence[int]) -> int:
-    """Count the tokens before `end` that equal those at the end of `other`, up to `LONGEST`."""
+    """Return how many tokens before `end` equal the last ones of `other`, up to `LONGEST`: of a b c and x b c, 2."""
     count, most = 0, min(end, len(other), LONGEST)
     while count < most and one[end - 1 - count] == other[-1 - count]:
         count += 1
@@ -150,13 +155,13 @@ class NgramDrafter(Drafter):
 
     def _best(self, index: _Index) -> tuple[int, list[int]]:
         text, last = index.text, index.last(index.text)
-        places = [] if last is None else [(text, last)]
+        matches = [] if last is None else [(text, last)]
         if index.source and (end := index.source.last(text)):  # first: it wins a tie, since an answer is short
-            places.insert(0, (index.source.text, end))
+            matches.insert(0, (index.source.text, end))
         if self.history:
-            places += self.history.places(text)
+            matches += self.history.occurrences(text)
         size, tokens = 0, []
-        for other, end in places:
+        for other, end in matches:
             alike = _alike(other, end, text)
             if other is not text and other is not source_of(text):
                 # At least 1, so that a match elsewhere is better than none.

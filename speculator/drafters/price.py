@@ -58,7 +58,7 @@ class Shift:
         self._variance /= 1 + self._variance / 4  # an outcome of chance 1/2 has the information 1/4
 
     def advance(self) -> None:
-        """Account for a step."""
+        """Let the variance rise, once per step."""
         self._variance += (self._first_variance - self._variance) * _FORGETS
 
     @property
@@ -84,7 +84,7 @@ class Choice:
         self.logits = {kind: tuple(map(_logit, rates)) for kind, rates in self.acceptance.items()}
 
     def accepted(self, greedy: Greedy, shift: float = 0.0) -> float:
-        """Expected accepted tokens of a row's draft."""
+        """Return the expected accepted tokens of a row's draft, with all log-odds moved by `shift`."""
         return _accepted(self.logits[greedy], round(shift / _GRID))
 
 
@@ -104,12 +104,12 @@ def _chance(logit: float) -> float:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Expected tokens of a step, the bonus token included, from acceptance rates by depth."""
+    """Return the expected tokens of a step, the bonus token included, from acceptance rates by depth."""
     return 1 + sum(accumulate(acceptance, mul))
 
 
 def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape:
-    """The shape with the most tokens per second at the measured acceptance rates."""
+    """Return the shape with the most tokens per second at the measured acceptance rates."""
     rates = {
         choice.shape: (1 + choice.accepted(greedy)) / cost(choice.shape, rows * choice.shape.nodes, greedy, rows)
         for choice in choices
@@ -204,7 +204,7 @@ class Chooser:
             return self._cost(choice.shape if choice else None, tokens, greedy, rows)
 
         def priced(choice: Choice | None, price: float) -> Plan:
-            """The plan of a choice in which rows take their paths at this price."""
+            """Return the plan of a choice in which rows take their paths at this price."""
             nodes = choice.shape.nodes if choice else 0
 
             @cache

@@ -56,7 +56,8 @@ class Chain:
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         # Three ways to pick a token: drawn from q by a number of its own (`rejection`, `block`), the best score with
-        # the target's own noise (`match` above temperature 0), or the likeliest.
+        # the target's own noise (`match` above temperature 0), or the likeliest. Draws of an `independent` source would
+        # not fit together, because it does not read the tokens drawn before.
         drawn = self.sampled and not noise.coupled and not source.independent
         u = noise.uniforms(self.depth) if drawn else None
         tokens: list[Tensor] = []
@@ -86,6 +87,7 @@ class Chain:
                 going = confidence >= self.min_confidence
                 if not going.any():
                     break
+            # A level of a chain has one token, so the parent of the next one has index 0.
             logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None])[:, 0]
             # A row that has stopped keeps drafting padding with the others. Confidence only falls, so it never starts
             # again.
@@ -139,13 +141,13 @@ class Tree:
         tokens, parents, scores = _expand(source, pending, self.branches, noise, sequences)
         # Sorted, so that parents still come before their children.
         keep = scores.topk(self.nodes).indices.sort(-1).values  # [B, n], parents included
-        new_place = torch.arange(self.nodes, device=keep.device).expand_as(keep)
+        nodes = torch.arange(self.nodes, device=keep.device).expand_as(keep)
         # From an offered token's index to its index among those that are kept. With keep = [0, 2, 5], token 5 becomes
         # node 2.
-        place = torch.zeros_like(tokens).scatter(1, keep, new_place)
+        node_of = torch.zeros_like(tokens).scatter(1, keep, nodes)
         kept = parents.gather(1, keep)
-        # -1 is the pending token and has no place; the clamp only keeps the index valid.
-        kept = torch.where(kept < 0, -1, place.gather(1, kept.clamp_min(0)))
+        # -1 is the pending token, which is no node; the clamp only keeps the index valid.
+        kept = torch.where(kept < 0, -1, node_of.gather(1, kept.clamp_min(0)))
         lengths = torch.full_like(pending, self.nodes)
         return Draft(tokens.gather(1, keep), lengths, None, kept, depth=self.depth, width=self.width)
 
@@ -153,14 +155,14 @@ class Tree:
 def _expand(
     source: LogitsSource, pending: Tensor, branches: Sequence[int], noise: Noise, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All tokens offered [B, n], their parents' places among them (-1 at the root) and joint log-probabilities.
+    """Return all tokens that are offered, their parents' indices among them, and their joint log-probabilities: [B, n].
 
-    A child comes after its parent and never scores above it, so the best `nodes` hang together.
+    A root's parent is -1. A child comes after its parent and never scores above it, so the best `nodes` form a tree.
     """
     count = len(pending)
     logits = source.first(pending, sequences)
     score = logits.new_zeros(count, 1, dtype=torch.float32)
-    place = torch.full_like(pending, -1)[:, None]  # of the expanded tokens among all that are offered
+    expanded = torch.full_like(pending, -1)[:, None]  # of the expanded tokens among all that are offered
     all_tokens, all_parents, all_scores = [], [], []
     offered = 0
     for level, children in enumerate(branches):
@@ -169,14 +171,14 @@ def _expand(
         tokens = best.indices.flatten(1)
         scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
         all_tokens.append(tokens)
-        all_parents.append(place.repeat_interleave(children, 1))
+        all_parents.append(expanded.repeat_interleave(children, 1))
         all_scores.append(scores)
         if level + 1 == len(branches):
             break
         top = scores.topk(min(_BEAM, scores.shape[1]))
         score, chosen = top.values, top.indices
         # Index within the level -> index among all that were offered: the levels before have `offered` tokens together.
-        place = chosen + offered
+        expanded = chosen + offered
         offered += scores.shape[1]
         # Siblings are neighbours in the flattened level, `children` per parent: token 7 of a level with 3 each belongs
         # to 2.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -52,18 +51,19 @@ class Tuning:
         ranks: acceptance by depth and rank.
         trees: trees worth drafting, each as its nodes' paths of ranks.
         lookup: acceptance rate of a looked-up token after a match of 1, 2, ... tokens.
-        costs: step costs on the machine `place`, see `measured_on`.
+        costs: step costs, as measured on `machine`.
+        machine: see `measured_on`.
     """
 
     ranks: dict[str, Ranks]
     trees: dict[str, list[list[tuple[int, ...]]]] = field(default_factory=dict)
     lookup: Sequence[float] = (0.2, 0.4, 0.6)
     costs: list[CostEntry] = field(default_factory=list)
-    place: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)
 
 
 def untuned(head: Speculator) -> Tuning:
-    """Typical figures, for a head that was never tuned."""
+    """Return typical figures, for a head that was never tuned."""
     return Tuning({kind: [[0.6]] * head.n_predict for kind in ("greedy", "sampled")})
 
 
@@ -75,7 +75,13 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
     try:
         read = read_json(file)
         costs = [entry_from_json(entry) for entry in read["costs"]]
-        tuning = Tuning(read["acceptance"], read["trees"], read["lookup"], costs, _place_of(read))
+        tuning = Tuning(
+            read["acceptance"],
+            read["trees"],
+            read["lookup"],
+            costs,
+            {name: read[name] for name in ("processor", "dtype")},
+        )
         choices_of(head, tuning)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
         raise UserError(f"{file} was not written by this version's `eval tune`: tune again, or delete it") from None
@@ -85,13 +91,9 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
 
 
 def measured_on(target: Target) -> dict[str, str]:
-    """Identify what step costs depend on: the processor and the dtype, but not the number of threads."""
+    """Return "processor" and "dtype", on which step costs depend; the number of threads does not count."""
     device = hardware(target.device) if target.device.type == "cuda" else processor()
     return {"processor": device, "dtype": dtype_name(target.dtype)}
-
-
-def _place_of(read: dict[str, Any]) -> dict[str, str]:
-    return {name: read[name] for name in ("processor", "dtype")}
 
 
 def adaptive_drafter(
@@ -113,17 +115,18 @@ def adaptive_drafter(
     """
     tuning = tuning or untuned(head)
     choices, entries = choices_of(head, tuning), tuning.costs
-    if not entries or tuning.place != measured_on(target):
+    if not entries or tuning.machine != measured_on(target):
         shapes = shapes_to_measure(head, choices)
         entries = _costs_here(head, target, shapes, temperatures, batch_size) or entries or [_typical(shapes)]
     table = CostTable(entries)
-    if head.device.type in cuda_graphs.DEVICES:  # every shape is captured separately: keep to the measured ones
+    # Every shape is a CUDA graph of its own, for each number of rows and kind of sampling: keep to the measured ones.
+    if head.device.type in cuda_graphs.DEVICES:
         choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
     return AdaptiveDrafter(head, choices, tuning.lookup, table, memory)
 
 
 def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
-    """Chains of every length and the tuned trees, with their measured acceptance rates by depth."""
+    """Return chains of every length and the tuned trees, with their measured acceptance rates by depth."""
     chances = {kind == "greedy": [level[0] for level in ranks] for kind, ranks in tuning.ranks.items()}
     if head.config.max_speculative_tokens is None:
         for own in chances.values():
@@ -144,7 +147,7 @@ def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
 
 
 def rates_by_depth(tree: FixedTree, ranks: Ranks) -> list[float]:
-    """Acceptance rate of each level of a tree, given that a node of the level before was accepted."""
+    """Return the acceptance rate of each level of a tree, given that a node of the level before was accepted."""
     reached = [1.0] + [0.0] * tree.depth
     for path in tree.paths:
         reached[len(path)] += prod(ranks[depth][rank] for depth, rank in enumerate(path))
@@ -152,14 +155,14 @@ def rates_by_depth(tree: FixedTree, ranks: Ranks) -> list[float]:
 
 
 def shapes_to_measure(head: Speculator, choices: Sequence[Choice]) -> list[Shape]:
-    """The drafts whose costs give those of all others by interpolation, the most important first."""
+    """Return the drafts to time, the most important first; the costs of other chains are interpolated."""
     longest = max(choice.shape.nodes for choice in choices if not _is_tree(choice))
     lengths = dict.fromkeys((head.n_predict, 1, min(2, longest), longest))
     return [*map(Chain, lengths), *(choice.shape for choice in choices if _is_tree(choice))]
 
 
 def sizes_to_measure(batch_size: int) -> list[int]:
-    """Numbers of rows to measure costs at, the most important first."""
+    """Return the numbers of rows at which costs are measured, the most important first."""
     return list(dict.fromkeys([batch_size, 1, min(4, batch_size)]))
 
 
@@ -173,11 +176,11 @@ def _costs_here(
     """Measure step costs, or read those that an earlier process on this machine measured."""
     kinds = sorted({temperature == 0 for temperature in temperatures})
     sizes = [(rows, greedy) for rows in sizes_to_measure(batch_size) for greedy in kinds]
-    place = measured_on(target)
+    machine = measured_on(target)
     shape = {name: value for name, value in sorted(head.config.to_dict().items()) if not name.startswith(_NOT_SHAPE)}
     facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"
     facts += f"{torch.__version__} {[shape_to_json(shape) for shape in shapes]}"
-    name = f"{place['processor']} {place['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    name = f"{machine['processor']} {machine['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     with cached_object("costs", name) as stored:
         with suppress(KeyError, TypeError, ValueError, UserError):  # damaged
             return [entry_from_json(entry) for entry in stored["entries"]]
@@ -188,5 +191,5 @@ def _costs_here(
 
 
 def _typical(shapes: Sequence[Shape]) -> CostEntry:
-    """Costs for a target too slow to be measured in time."""
+    """Return costs for a target that is too slow to be measured in time."""
     return CostEntry(1, True, {shape: 1 + 0.1 * shape.levels + 0.02 * shape.nodes for shape in shapes})

@@ -20,7 +20,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 
 
 def default_aux_layers(layers: int) -> list[int]:
-    """Auxiliary layers that servers use for a head that names none: 2, L // 2, L - 3."""
+    """Return the auxiliary layers that servers use for a head that names none: 2, L // 2, L - 3."""
     if layers < 7:
         raise UserError(f"a target of {layers} layers has no default aux_layers, which need 7: name them")
     return [2, layers // 2, layers - 3]
@@ -138,7 +138,7 @@ class AttentionHead(Speculator):
 
 
 class Rope:
-    """Cosines and sines of positions, by transformers' own frequencies."""
+    """Computes cosines and sines for rotary positions, with the frequencies that transformers gives the config."""
 
     def __init__(self, config: AttentionConfig):
         self.config = config
@@ -151,11 +151,12 @@ class Rope:
         frequencies, scaling = self._frequencies[positions.device]
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         angles = positions[..., None, None].to(exact) * frequencies.to(exact)
+        # Halves, as `rotate` pairs dimension i with i + d/2: both have the same angle.
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
     def frequencies(self) -> tuple[Tensor, float]:  # [d / 2]
-        """Angles per position, and the factor of cosine and sine."""
+        """Return the angle per position of each pair of dimensions, and the factor of cosine and sine."""
         size, rope = self.config.head_dim, dict(self.config.rope_parameters or {})
         if rope["rope_type"] == "default":
             return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0
@@ -221,9 +222,10 @@ def attend(
     seen: Tensor,  # [B, f, M]
     scale: float | None = None,
 ) -> Tensor:  # [B, f, H, e]
-    """Grouped-query attention; heads that share a key head are stacked, so that no key is repeated."""
+    """Compute grouped-query attention; heads that share a key head are stacked, so that no key is repeated."""
     batch, rows, heads, size = query.shape
     shared = keys.shape[1]
+    # [B, f, H, d] -> [B, K, H/K * f, d]: with 8 heads on 2 key heads, the f queries of heads 0..3 follow each other.
     stacked = query.view(batch, rows, shared, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = seen.repeat(1, heads // shared, 1)[:, None]
     out = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)

@@ -85,7 +85,7 @@ class SpeculatorConfig(PreTrainedConfig):
         return 0
 
     def activation_bytes(self, length: int) -> int:
-        """Bytes per token of a row that are kept for the backward pass, for `train.py --plan`; calibrated on a GPU."""
+        """Return the bytes per token of a row kept for the backward pass, for `--plan`; calibrated on a GPU."""
         return 24 * self.n_predict * self.inner_dim
 
     @property
@@ -126,7 +126,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @classmethod
     def own_options(cls) -> list[str]:
-        """Fields of this architecture alone, which a run's config sets as `speculator.options`."""
+        """Return the fields of this architecture alone, which a run's config sets as `speculator.options`."""
         shared = {field.name for field in fields(SpeculatorConfig)}
         return [field.name for field in fields(cls) if field.name not in shared]
 
@@ -210,7 +210,7 @@ class Speculator(PreTrainedModel, ABC):
         """Take what the head needs from the target to run, given its text config."""
 
     def aliases(self) -> dict[str, str]:
-        """Names under which published checkpoints repeat a tied tensor, to the tensor's name here."""
+        """Return the names under which published checkpoints repeat a tied tensor, each with the tensor's name here."""
         return {}
 
     # --- what they share
@@ -220,7 +220,7 @@ class Speculator(PreTrainedModel, ABC):
         return self.config.n_predict
 
     def weights_per_token(self, length: int) -> int:
-        """Number of weights that training multiplies with each token of a row of `length`; the FLOPs follow."""
+        """Return how many weights training multiplies with each token of a row of `length`; the FLOPs follow."""
         return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
 
     def draft_rows(

@@ -47,7 +47,8 @@ class HeadCache:
         values: Tensor,  # [B, T, K, d]
         positions: Tensor,  # [B, T]
     ) -> None:
-        # An index on either side of the slice: the result is [B, T, K, d], as keys and values come.
+        # An index on either side of the slice: the result is [B, T, K, d], as keys and values come. Rows write at
+        # positions of their own: lengths [5, 2] and T = 2 give 5, 6 and 2, 3.
         row = torch.arange(len(positions), device=positions.device)[:, None]
         self.keys[layer][row, :, positions] = keys.to(self.keys.dtype)
         self.values[layer][row, :, positions] = values.to(self.values.dtype)

@@ -1,4 +1,4 @@
-"""Bases of the drafting forms of heads: what each keeps of every row."""
+"""Bases of the sources of heads: what a head keeps of every row while it drafts."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class TokenLoss(Protocol):
     """The configured mix of losses, computed chunk by chunk so that few logits exist at a time."""
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
-        """Weight of each draft position in the objective (`loss.head_decay`)."""
+        """Return the weight of each draft position in the objective (`loss.head_decay`)."""
         ...
 
     def pace(
@@ -84,7 +84,7 @@ class TokenLoss(Protocol):
         slots: Tensor,  # [N, K] index of each label in `shape`, flattened
         shape: tuple[int, ...],  # drafts, tokens of a draft
     ) -> Tensor | None:  # [N, K]
-        """Weight of each label by its share in its draft's expected length (`loss.d_pace`); None if that is off."""
+        """Return each label's weight, its share in its draft's expected length (`loss.d_pace`); None if that is off."""
         ...
 
     def __call__(

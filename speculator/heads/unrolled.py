@@ -105,6 +105,8 @@ class UnrolledHead(Speculator):
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
             weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
+        # Not multiplied here: the loss takes features [K, I] with their output matrix [V_d, I], and makes few logits at
+        # a time.
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]
         drafts = batch_size * length
         # D-PACE needs to know which labels belong to one draft. Step i of draft (b, t) has the number (b * S + t) * N +
@@ -144,7 +146,7 @@ def align(
     loss_mask: Tensor,  # [B, L] 1 for tokens that the target would generate
     steps: int,
 ) -> Tensor:  # [B, N, S]
-    """Labels of every step; IGNORE unless x[t+1 .. t+2+i] are all in the loss mask and in the document of h_t.
+    """Return the labels of every step: IGNORE unless x[t+1 .. t+2+i] are all in the loss mask and in h_t's document.
 
     A decoder drafts only there: x[t+1] is a token that the target just sampled.
     """
@@ -162,11 +164,11 @@ def align(
 
 
 def draft_ids(labels: Tensor, draft_tokens: Tensor | None) -> Tensor:  # [...], [V_d] ascending -> [...]
-    """Row of the output matrix of each label; -1 for a token outside the draft vocabulary. IGNORE stays."""
+    """Return the output matrix's row of each label; -1 for a token outside the draft vocabulary. IGNORE stays."""
     if draft_tokens is None:
         return labels
-    # A label above the last drafted token would be inserted after the end; the clamped place differs from it.
-    place = torch.searchsorted(draft_tokens, labels).clamp_max(len(draft_tokens) - 1)
+    # A label above the last drafted token would be inserted after the end; the clamped row has another token.
+    row = torch.searchsorted(draft_tokens, labels).clamp_max(len(draft_tokens) - 1)
     # -1, not IGNORE: a token that can't be drafted still counts as a label, and as a miss.
-    ids = torch.where(draft_tokens[place] == labels, place, -1)
+    ids = torch.where(draft_tokens[row] == labels, row, -1)
     return torch.where(labels == IGNORE, IGNORE, ids)

@@ -40,19 +40,20 @@ class AnswerText:
             if self._early_tokens:
                 self._early_tokens, self._early = self._early_tokens - 1, len(held)
         held += self._detokenizer.finish() if ended else ""
-        # the first `_early` characters come from the first `min_tokens` tokens: no stop string ends in them
+        # The first `_early` characters come from the first `min_tokens` tokens: no stop string ends in them. With 5 of
+        # them, a stop string of 3 characters may begin at 3.
         found = [held.find(stop, max(0, self._early - len(stop) + 1)) for stop in self._stops]
-        found = [place for place in found if place >= 0]
+        found = [start for start in found if start >= 0]
         self.stopped = bool(found)
         keep = 0 if ended else max((_overlap(held, stop) for stop in self._stops), default=0)
-        place = min(found) if found else len(held) - keep
-        piece, self._held = held[:place], held[place:]
-        self._early = max(0, self._early - place)
+        end = min(found) if found else len(held) - keep
+        piece, self._held = held[:end], held[end:]
+        self._early = max(0, self._early - end)
         self.text += piece
         return piece
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of the text that is a proper prefix of the stop string."""
+    """Return the length of the longest suffix of the text that is a proper prefix of the stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -67,6 +67,7 @@ def create_app(
 
     async def check_key(http: Request) -> None:
         given = http.headers.get("authorization", "").encode()
+        # In constant time: how long a comparison takes must not tell how much of a key is right.
         if api_key and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
             raise APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
@@ -87,6 +88,7 @@ def create_app(
         *(f"/v1/{path}" for path in ("completions", "chat/completions", "models", "speculator/load")),
     }
 
+    # A client may ask for any path: only known ones become labels, so that the page stays small.
     def count(path: str, status: int) -> None:
         routes.metrics.requests.labels(path if path in paths else "other", status).inc()
 
@@ -191,6 +193,7 @@ class _Routes:
         opted_out = request.store is False or http.headers.get("x-store", "").lower() == "false"
         forced = request.ignore_eos or request.min_tokens  # the target would have ended its answer earlier
         recorded = self.recorder is not None and not opted_out and not forced and self.recorder.chooses()
+        # A stream ends long after this function has returned, so it closes the job itself.
         close = partial(self._close, job, writer, began, recorded)
         if request.stream:
             return _Events(self._events(job, writer, began), close)
@@ -204,6 +207,7 @@ class _Routes:
         check_prompts(self.target, ids)
         count, capacity = len(ids) * request.choices, self.worker.slots + self.max_queue
         if count > capacity:
+            # More than slots and queue hold together would never fit: a mistake of the client's, not a full server.
             raise APIError(f"{len(ids)} prompts with n = {request.choices}: at most {capacity} answers at a time", "n")
         if self.worker.load + count > capacity:
             raise APIError("too many requests are waiting: try again later", status=429, code="queue_full")

@@ -88,12 +88,13 @@ class Traffic:
         """Count a step of a request that gave it some new tokens."""
         self.answers += request.finish_reason is not None
         self.tokens += new
-        if len(request.tokens) > new:  # else it was the prefill
+        # The prefill's token is no step: with it, the request has no other tokens yet.
+        if len(request.tokens) > new:
             self.steps += 1
             self.accepted += new
 
     def line(self, seconds: float, decoding: int, waiting: int) -> str:
-        """Line of the log about the last seconds; empty if nothing happened."""
+        """Return a line for the log about the last seconds; empty if nothing happened."""
         if not self.tokens and not decoding:
             return ""
         parts = [

@@ -53,12 +53,14 @@ class Recorder:
                 raise UserError(f"--record {folder} holds other files: choose another folder")
             make_folder(folder)
             write_text(manifest, json.dumps(facts))
+        # The same weights may lie in another folder by now: the fingerprint counts, not the name.
         elif {**facts, "target": ""} != {**read_json(manifest), "target": ""}:
             raise UserError(f"--record {folder} was not recorded with {target.name}: choose another folder")
         make_folder(self._rows_folder)
         self._lock = FileLock(folder / "lock")
         acquire(self._lock, f"--record {folder}: another server records to it")
         self._sizes: dict[Path, int] = {}
+        # A killed server may have left half a shard, which no reader looks at.
         for file in sorted(self._rows_folder.iterdir()):
             if is_partial(file):
                 file.unlink()
@@ -75,8 +77,9 @@ class Recorder:
     def add(self, requests: Sequence[Request]) -> None:
         """Record finished requests; the rows are written with their shard."""
         for request in requests:
+            # The engine's thread may just be appending a step: the marks say how many tokens are complete.
             marks = rejection_marks(request.steps)
-            prompt, new = len(request.prompt), request.tokens[: len(marks)]  # the engine may just be appending a step
+            prompt, new = len(request.prompt), request.tokens[: len(marks)]
             self._rows.append(
                 {
                     "input_ids": [*request.prompt, *new],
@@ -100,6 +103,7 @@ class Recorder:
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         """Write a shard and delete the oldest ones, in the writer's thread."""
+        # Names are numbers of eight digits, so the largest name is the newest and the smallest the oldest.
         last = max(self._sizes, default=None)
         file = self._rows_folder / f"{int(last.name.partition('.')[0]) + 1 if last else 0:08d}.jsonl.gz"
         try:

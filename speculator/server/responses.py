@@ -48,6 +48,7 @@ class CompletionWriter:
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._finish_reasons: list[str | None] = [None] * count
         self._offsets = [0] * count
+        # A token is decoded after this letter, because tokenizers drop the space of a text's first token.
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
         options = request.stream_options or StreamOptions()
         self._stream_usage = options.include_usage
@@ -69,17 +70,17 @@ class CompletionWriter:
         return text
 
     def body(self) -> dict[str, Any]:
-        """The whole response."""
+        """Return the whole response as JSON."""
         columns = enumerate(zip(self._tokens, self._logprobs, strict=True))
         choices = [self._choice(index, self.message(index), tokens, logprobs) for index, (tokens, logprobs) in columns]
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
 
     def opening(self) -> list[str]:
-        """Events that come with the first token."""
+        """Return the events that come with the first token."""
         return []
 
     def event(self, output: StepOutput) -> str:
-        """Event with the text of a step; empty if there is nothing to send yet."""
+        """Return the event with the text of a step; empty if there is nothing to send yet."""
         text, index = self.add(output), output.index
         has_tokens = self.request.return_token_ids or self.request.num_logprobs is not None
         if not (text or has_tokens or self._finish_reasons[index]):
@@ -87,7 +88,7 @@ class CompletionWriter:
         return self.choice_event(self._choice(index, self.delta(index, text), output.tokens, output.logprobs))
 
     def closing(self) -> list[str]:
-        """Events after the last token."""
+        """Return the events after the last token."""
         usage = [self._event({"choices": [], "usage": self.usage()})] if self._stream_usage else []
         return [*usage, "data: [DONE]\n\n"]
 
@@ -104,15 +105,15 @@ class CompletionWriter:
         return {"text": text}
 
     def _tokens_before(self, index: int) -> list[int]:
-        """Tokens that the text of an answer continues."""
+        """Return the tokens that the text of an answer continues."""
         return self.prompts[index // self.request.choices]
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """Prompt token ids at the top level of a response."""
+        """Return the prompt's token ids as fields of a response."""
         return {}
 
     def _choice_prompt_ids(self, index: int) -> dict[str, Any]:
-        """Prompt token ids inside a choice."""
+        """Return the prompt's token ids as fields of a choice."""
         return {"prompt_token_ids": self.prompts[index // self.request.choices]}
 
     def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class CompletionWriter:
         return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"
 
     def _token_text(self, token: int) -> str:
-        """Text of a token after a letter: at the start of a text, some tokenizers drop its space."""
+        """Return the text of a token after a letter: at the start of a text, some tokenizers drop its space."""
         return decode(self.tokenizer, [token], self._letter, special=True)
 
 
@@ -176,7 +177,7 @@ class ChatWriter(CompletionWriter):
         return {"delta": parsed}
 
     def _parsed(self, index: int) -> dict[str, Any]:
-        """Content, reasoning and tool calls of a finished answer; one that a stop string ended is content only."""
+        """Return content, reasoning and tool calls of a finished answer; of one that a stop string ended, content."""
         answer = self.answers[index]
         if answer.stopped:
             return {"content": answer.text}

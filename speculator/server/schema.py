@@ -96,7 +96,7 @@ class GenerationRequest(BaseModel):
         raise NotImplementedError
 
     def samplings(self, count: int) -> list[Sampling]:
-        """Sampling settings of `count` answers: answer i uses seed + i, or a random seed if none is given."""
+        """Return the sampling settings of `count` answers: answer i uses seed + i; without a seed, a random one + i."""
         first = secrets.randbits(62) if self.seed is None else self.seed
         temperature = 1.0 if self.temperature is None else self.temperature
         settings = temperature, max(self.top_k or 0, 0), self.top_p or 1.0, self.min_p or 0.0

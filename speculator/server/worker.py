@@ -160,7 +160,7 @@ class Worker:
     # ---- in the worker's thread
 
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
-        """`on_step` callback of a request."""
+        """Collect the new tokens of a request; it is the request's `on_step`."""
         request = job.requests[index]
         self._traffic.count(request, len(tokens))
         if request.finish_reason == "memory":
@@ -209,6 +209,7 @@ class Worker:
         except Exception as failure:  # such as too little memory
             _log.exception("a head can't be loaded; the old one stays")
             error = APIError(f"the head can't be loaded: {first_line(failure)}", "path", status=500)
+        # Two heads are in memory for a moment. The old one may be in a reference cycle, and torch keeps freed blocks.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

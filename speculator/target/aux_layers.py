@@ -75,7 +75,7 @@ class AuxLayers:
 
     @contextmanager
     def selecting(self, selection: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Apply a function to recorded states inside the block: it selects this process's rows of a whole group's."""
+        """Apply a function to recorded states inside the block, such as one that keeps a group member's rows."""
         before, self._selection = self._selection, selection
         try:
             yield

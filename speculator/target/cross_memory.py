@@ -39,12 +39,12 @@ class CrossMemory:
         self._dummy = encoder.dummy
 
     def arguments(self, name: str, own: KVCache) -> dict[str, object]:
-        """Return the arguments by which a decoder reads these rows and writes `own`."""
+        """Return the arguments with which a decoder attends to the selected rows' sources and writes into `own`."""
         # With keys and values at hand, the model asks only whether there are states.
         return {name: EncoderDecoderCache(own, Cache(layers=self._shown)), "encoder_hidden_states": self._dummy}
 
     def holds(self, keys: Tensor) -> bool:
-        """Return whether these are keys of a source, as the model reads them."""
+        """Return whether these very keys are of a source, not of the decoder's own text."""
         return any(keys is layer.keys for layer in self._shown)
 
     def read(self, start: int, sources: Sequence[Source]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from speculator.errors import refuse
 from speculator.target.attention import using_attention
 
 Source = tuple[int, ...]
+_numbers = count(1)
 
 
 @dataclass
@@ -27,6 +29,19 @@ class StatesOnly(BaseModelOutput):
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+class Encoded(Source):
+    """A source that is known by the encoder's states [S, D] alone, and equals no other."""
+
+    states: Tensor
+
+    @classmethod
+    def of(cls, states: Tensor) -> Encoded:
+        """Make a source of its states; its tokens are below 0, so that lookup finds none of them in a text."""
+        made = cls((-next(_numbers),) * len(states))
+        made.states = states
+        return made
 
 
 class Text(list[int]):
@@ -43,7 +58,7 @@ def source_of(sequence: Sequence[int]) -> Source:
 
 
 def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the config of the decoder; some configs name the encoder's layers by the same fields."""
+    """Return the decoder's config: in a config for both, a field such as the number of layers may be the encoder's."""
     if not model.config.is_encoder_decoder:
         return model.config.get_text_config()
     config: Any = model.get_decoder().config.get_text_config(decoder=True)
@@ -76,17 +91,19 @@ class Encoder:
 
     @property
     def dummy(self) -> Tensor:  # [1, 1, D]
-        """Return what stands for an encoder's states where the keys and values made of them are known."""
+        """Zeros to pass as encoder states if cross attention has its keys and values already: nothing reads them."""
         width = self._decoder.config
         size = getattr(width, "cross_attention_hidden_size", None) or self._encoder.config.hidden_size
         return torch.zeros(1, 1, size, dtype=self._model.dtype, device=self._model.device)
 
     @torch.no_grad()
-    def encode(self, sources: Sequence[Sequence[int]]) -> Tensor:  # [n, S, D]
+    def encode(self, sources: Sequence[Source]) -> Tensor:  # [n, S, D]
         """Compute the encoder's states of sources of one length.
 
         Padding would move the states by rounding, so that a text could depend on its neighbours.
         """
+        if known := [source.states for source in sources if isinstance(source, Encoded)]:
+            return torch.stack(known)
         tokens = torch.tensor(sources, device=self._model.device)
         with using_attention(self._model, self._attention):
             output = self._encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens))
@@ -107,7 +124,7 @@ class Encoder:
     ) -> dict[str, Tensor]:
         """Return the arguments of the decoder's own forward pass for texts that start with their first token."""
         lengths = torch.tensor([len(source) for source in sources], device=tokens.device)
-        rows = [self.encode([source])[0] for source in sources]
+        rows = [self.encode([tuple(source)])[0] for source in sources]
         states = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         seen = torch.arange(states.shape[1], device=tokens.device) < lengths[:, None]
         masks = {"attention_mask": torch.ones_like(tokens), "encoder_attention_mask": seen.long()}

@@ -64,7 +64,7 @@ class Expected:
     dtype: torch.dtype
 
     def size(self, tokens: int) -> int:
-        """Bytes of a document's states."""
+        """Return the bytes of a document's states."""
         return tokens * len(self.layers) * self.hidden_size * self.dtype.itemsize
 
 
@@ -126,6 +126,7 @@ class HiddenStateServers:
                 models = server.client.models.list().data
                 if len(models) == 1:
                     server.model = models[0].id
+                # One more than a row: the server generates a token, which has a position too.
                 limit = getattr(models[0], "max_model_len", None) if models else None
                 short = f"{server.url}: its --max-model-len is {limit}, and rows of {longest} tokens need {longest + 1}"
                 refuse((limit is not None and limit < longest + 1, short))
@@ -173,13 +174,14 @@ class HiddenStateServers:
     # ---- in the threads
 
     def _delete(self, request: str) -> None:
-        """Delete what a server that died or failed left of a request, or of all that begin so."""
+        """Delete the files of all requests whose names begin so: a server that died or failed may have left them."""
         for file in (file for folder in tuple(self._folders) for file in folder.glob(f"*{request}-*")):
             file.unlink(missing_ok=True)
 
     def _fetch(self, tokens: list[int], into: Tensor) -> None:
         size, bad_files = self.expected.size(len(tokens)), 0
         with self._change:
+            # A document larger than the budget goes when nothing else is in flight; else it would wait for ever.
             self._change.wait_for(lambda: self._closing or not self._used or self._used + size <= self._budget)
             self._used += size
         try:
@@ -214,6 +216,7 @@ class HiddenStateServers:
                 # One request at a time finds out whether a server is back.
                 ready = [server for server in ready if not (server.pause and server.busy)]
                 if ready:
+                    # With 3 requests of 2 s in flight one more is done after 8 s, with 9 of 0.5 s after 5 s.
                     chosen = min(ready, key=lambda server: (server.busy + 1) * server.seconds)
                     chosen.busy += 1
                     return chosen
@@ -225,18 +228,21 @@ class HiddenStateServers:
             if server.pause:
                 log(f"{server.url} answers again")
             server.busy, server.pause, server.retry_at = server.busy - 1, 0.0, 0.0
+            # An average that forgets: of 2 s so far and 7 s now it is 3 s.
             server.seconds += _SMOOTHING * (seconds - server.seconds)
             self._silent_since = None
             self._change.notify_all()
 
     def _leave(self, server: _Server, fault: str) -> None:
-        """Note that a server is away, and raise a UserError if all are, for too long."""
+        """Put a server off until its next try; raise a UserError if no server has answered for too long."""
         with self._change:
             server.busy -= 1
             if not server.pause:
                 log(f"warning: {fault}; it is tried again")
             now = time.monotonic()
-            if now >= server.retry_at:  # else another request has just found the same
+            # Pauses of 0.2, 0.4, 0.8, .. up to 15 s. A server has up to 32 requests in flight, which fail together: the
+            # first of them doubles the pause.
+            if now >= server.retry_at:
                 server.pause = min(2 * server.pause or _PAUSES[0], _PAUSES[1])
                 server.retry_at = now + server.pause
             if self._silent_since is None and all(each.pause for each in self._servers):
@@ -259,6 +265,7 @@ class HiddenStateServers:
                 **more,
             )
         except openai.APIError:
+            # An answer would name the file. Without one the server may have written it all the same.
             self._delete(request)
             raise
         path = _named_file(answer)
@@ -309,7 +316,7 @@ class HiddenStateServers:
 
 
 def discard(answer: Any) -> None:
-    """Delete the hidden states that such a server also writes when it is asked for text."""
+    """Delete the hidden states that a server of hidden states writes even when it is asked for text."""
     path = _named_file(answer)
     if path is not None and path.parent.is_dir():
         with suppress(_BadFile):
@@ -319,7 +326,7 @@ def discard(answer: Any) -> None:
 
 
 def _named_file(answer: Any) -> Path | None:
-    """The file that an answer names."""
+    """Return the file that an answer names; None if it names none."""
     named = (getattr(answer, "kv_transfer_params", None) or {}).get("hidden_states_path")
     return Path(named) if isinstance(named, str) and named.endswith(".safetensors") else None
 

@@ -46,6 +46,7 @@ class HostSyncs(TorchDispatchMode):
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.name().split("::")[-1].split(".")[0]
+        # An index by booleans has as many results as there are True ones: the host must count them.
         index = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ()
         moved = name == "_to_copy" and result.device != args[0].device
         if name.startswith(self._SYNCING) or moved or any(getattr(part, "dtype", None) == torch.bool for part in index):

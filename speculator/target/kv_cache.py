@@ -246,7 +246,10 @@ class KVCache(Cache):
     # ---- called by recurrent layers, in place of transformers' own
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None, so that the layer calls `update_conv_state`; it may update the state in place otherwise."""
+        """Return None, so that the layer hands its inputs to `update_conv_state`.
+
+        Given a state, it could change that in place, which a rejected draft would not undo.
+        """
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return self.recurrent[layer_idx].convolve(conv_states)
@@ -297,9 +300,9 @@ class KVCache(Cache):
             layer.follow(path)
 
     def padded_width(self, width: int) -> int:
-        """Width to which a prefill chunk is padded, so that attention has few shapes; the model skips padding.
+        """Return the width to which a prefill chunk is padded, so that attention has few shapes.
 
-        Not with recurrent layers, which read it.
+        Other layers skip the padding. Recurrent layers would read it, so for them the width stays as it is.
         """
         if self.bucket == 1 or self.recurrent:
             return width

@@ -85,6 +85,8 @@ class Target(InProcessTarget):
 
     def text(self, prompt: Sequence[int]) -> Text:
         """Return the tokens that a completion continues: the prompt, or what the decoder starts with after a source."""
+        if isinstance(prompt, Text):
+            return prompt
         return Text(self.encoder.prefix, tuple(prompt)) if self.encoder else Text(prompt)
 
     def cache(self, rows: int, capacity: int) -> KVCache:
@@ -127,7 +129,7 @@ class Target(InProcessTarget):
             # Padding is on the right and never committed: the next pass overwrites its keys and values.
             tokens = nn.functional.pad(tokens, (0, cache.padded_width(width) - width))
 
-        def own(states: Tensor) -> Tensor:
+        def own(states: Tensor) -> Tensor:  # -> [R, T, D], from rows as the model read them: packed or padded
             return write.padded(states)[:, :width]
 
         with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(own):

@@ -55,11 +55,13 @@ def read_outside_layers(
         config = whole.get_text_config()
         stored = config.dtype or whole.dtype or torch.float32
         kind = stored if dtype == "auto" else getattr(torch, dtype)
+        # The family's own class with no layers, and without memory: it says what surrounds them, and by what names.
         with torch.device("meta"):
             cut = _without_layers(config)
             model = AutoModelForCausalLM.from_config(cut, dtype=kind, trust_remote_code=trust_remote_code)
         body = model.get_decoder()
         norm = next((module for name, module in body.named_children() if name in _NORMS), None)
+        # Whatever else such a model holds would take part in its logits, and is not known here.
         parts = (model.get_input_embeddings(), norm, model.get_output_embeddings())
         known = {id(weight) for part in parts if part is not None for weight in part.parameters()}
         if None in parts or any(id(weight) not in known for weight in model.parameters()):
@@ -68,6 +70,7 @@ def read_outside_layers(
                 "matrix: train it without target.server"
             )
         tensors = _read(name, revision, list(model.state_dict()), device, kind)
+        # Tied models store one matrix: the other is still on the meta device until it is tied.
         model.load_state_dict(tensors, strict=False, assign=True)
         model.tie_weights()
         if missing := [weight for weight, value in model.named_parameters() if value.is_meta]:
@@ -90,6 +93,7 @@ def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     cut, count = copy.deepcopy(config), config.num_hidden_layers
     cut.num_hidden_layers = 0
     for key, value in vars(config).items():
+        # One entry per layer, such as `layer_types`: transformers checks that there are as many as layers.
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(cut, key, [])
     return cut
@@ -114,6 +118,7 @@ def _read(
         key = _stored_name(weight, list(shard_of))
         if key is None:
             continue
+        # Opened by name: of a checkpoint of a terabyte, the shards of two or three tensors are downloaded.
         with safe_open(str(file(shard_of[key])), "pt", device=str(device)) as shard:
             tensor = shard.get_tensor(key)
         if tensor.itemsize < 2 or not tensor.is_floating_point():
@@ -126,6 +131,7 @@ def _stored_name(weight: str, names: list[str]) -> str | None:
     """Find a tensor of the text model among stored names: those of a multimodal checkpoint have other prefixes."""
     if weight in names:
         return weight
+    # "model.norm.weight" is looked for as ".norm.weight": multimodal models have "model.language_model.norm.weight".
     tail = "." + weight.partition(".")[2] if not weight.startswith("lm_head.") else "." + weight
     found = [
         name

@@ -51,6 +51,7 @@ def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dic
 def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
     """Join all rows into one, and say where each document begins: layers hand that to `varlen_attention`."""
     given = in_one_row(model, tokens, documents)
+    # For the positions 0 1 0 1 2 the documents begin at 0 and 2, and the bounds are 0 2 5.
     begins = (given["position_ids"][0] == 0).nonzero()[:, 0]
     bounds = nn.functional.pad(begins, (0, 1), value=tokens.numel()).int()
     longest = max(2, tokens.shape[1])  # an upper bound; 1 would select another kernel
@@ -66,7 +67,9 @@ def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> di
 
 
 def places(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
-    """Return the place of each token in the flattened rows of `one_per_row`, and their width."""
+    """Return the index of each token in the flattened rows of `one_per_row`, and their width."""
+    # For the documents [7, 7, 8, 8, 8] the offsets are 0 1 0 1 2, and the width is 3: row 0 gets two tokens, at 0 and
+    # 1, and row 1 three, at 3, 4 and 5.
     offset = torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)
     width = int(offset.max()) + 1
     # Every first token of a document begins a new row, counted over all rows of the batch.

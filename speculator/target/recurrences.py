@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class Runner(Protocol):
-    """The layer that a pass is running, which supplies what the model's calls lack."""
+    """A recurrent layer during a forward pass. It knows the states and the tree, which the model's own calls lack."""
 
     def run(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
 
@@ -30,14 +30,14 @@ running: ContextVar[Runner | None] = ContextVar("running", default=None)
 
 
 @dataclass
-class Step:
-    """How a recurrence runs, beyond its own arguments.
+class RecurrencePass:
+    """How a recurrence runs in one pass, beyond its own arguments.
 
     Attributes:
         state: [B, ...] state at which it starts.
         keep: [B, T] tokens that count; the others are identity steps. None: all count.
         of_prompt: it reads a prompt; otherwise it verifies a draft, or replays that.
-        paths: [R, P, T] places of the tokens of P paths in each row, which are run as rows of their own (B = R P).
+        paths: [R, P, T] positions in the row of the tokens of P paths, which are run as rows of their own (B = R P).
             None: the tokens of each row are its only path.
         ends: [R, P] the last token of each path.
     """
@@ -49,48 +49,57 @@ class Step:
     ends: Tensor | None = None
 
     def unrolled(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Lay out an argument along the paths; `dim` is the dimension of the tokens."""
+        """Give each path a row of its own in an argument whose dimension `dim` is the tokens; see `unroll`."""
         return x if self.paths is None else unroll(x.movedim(dim, 1), self.paths).movedim(1, dim)
 
     def rolled(self, y: Tensor, dim: int = 1) -> Tensor:
-        """Select the outputs at the ends of the paths."""
+        """Return the output at each path's last token; see `roll`."""
         return y if self.ends is None else roll(y.movedim(dim, 1), self.ends).movedim(1, dim)
 
 
-def delta_rule(function: Callable[..., Any], step: Step, *args: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def delta_rule(
+    function: Callable[..., Any], how: RecurrencePass, *args: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     """Gated delta rule in chunks: S <- exp(g) S, then S <- S + beta k (v - S^T k)^T. Identity: g = beta = 0."""
-    query, key, value = map(step.unrolled, args)
+    query, key, value = map(how.unrolled, args)
     for name in ("g", "beta"):
-        kwargs[name] = step.unrolled(kwargs[name])
-        if step.keep is not None:
-            kwargs[name] = torch.where(like(step.keep, kwargs[name]), kwargs[name], 0.0)
-    kwargs |= {"initial_state": step.state, "chunk_size": _chunk(query, 64)}
+        kwargs[name] = how.unrolled(kwargs[name])
+        if how.keep is not None:
+            kwargs[name] = torch.where(like(how.keep, kwargs[name]), kwargs[name], 0.0)
+    kwargs |= {"initial_state": how.state, "chunk_size": _chunk(query, 64)}
     output, state = function(query, key, value, **kwargs)
-    return step.rolled(output), state
+    return how.rolled(output), state
 
 
 def state_space(
-    function: Callable[..., Any], step: Step, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **kwargs: Any
+    function: Callable[..., Any],
+    how: RecurrencePass,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Mamba 2 in chunks: S <- exp(dt A) S + dt x B^T. Identity: dt = 0, which is the softplus of -inf.
 
     transformers limits dt when it reads a prompt, but not for single tokens, so verification doesn't either.
     """
-    x, dt, B, C = map(step.unrolled, (x, dt, B, C))
+    x, dt, B, C = map(how.unrolled, (x, dt, B, C))
     limits, kwargs["dt_limit"] = kwargs["dt_limit"], (0.0, torch.inf)
-    if step.of_prompt and limits != kwargs["dt_limit"]:
+    if how.of_prompt and limits != kwargs["dt_limit"]:
         dt = nn.functional.softplus(dt + kwargs["dt_bias"].to(dt.dtype)).clamp(*limits)
         kwargs |= {"dt_bias": None, "dt_softplus": False}  # the limit 0 remains, so -inf is an identity step here too
-    if step.keep is not None:
-        dt = torch.where(like(step.keep, dt), dt, -torch.inf)
-    kwargs |= {"initial_states": step.state, "chunk_size": _chunk(x, kwargs["chunk_size"])}
+    if how.keep is not None:
+        dt = torch.where(like(how.keep, dt), dt, -torch.inf)
+    kwargs |= {"initial_states": how.state, "chunk_size": _chunk(x, kwargs["chunk_size"])}
     output, state = function(x, dt, A, B, C, **kwargs)
-    return step.rolled(output), state
+    return how.rolled(output), state
 
 
 def selective_scan(
     function: Callable[..., Any],
-    step: Step,
+    how: RecurrencePass,
     x: Tensor,  # [B, I, T]
     dt: Tensor,  # [B, I, T]
     A: Tensor,
@@ -101,15 +110,16 @@ def selective_scan(
     """Mamba 1, token by token, because its own scan can't start from a state. Identity: dt = 0, as in `state_space`."""
     update = vars(sys.modules[function.__module__])["mamba_selective_state_update"]
     z = x if kwargs["z"] is None else kwargs["z"]
-    x, dt, B, C, z = (step.unrolled(each, -1) for each in (x, dt, B, C, z))
-    if step.keep is not None:
-        dt = torch.where(step.keep[:, None], dt, -torch.inf)
+    x, dt, B, C, z = (how.unrolled(each, -1) for each in (x, dt, B, C, z))
+    if how.keep is not None:
+        # softplus(-inf) = 0, and a step of no time changes no state.
+        dt = torch.where(how.keep[:, None], dt, -torch.inf)
     given = {"D": kwargs["D"], "dt_bias": kwargs["delta_bias"], "dt_softplus": True}
-    state, outputs = step.state.clone(), []
+    state, outputs = how.state.clone(), []
     for t in range(x.shape[-1]):
         gate = None if kwargs["z"] is None else z[..., t]
         outputs.append(update(state, x[..., t], dt[..., t], A, B[..., t], C[..., t], z=gate, **given))
-    return step.rolled(torch.stack(outputs, -1), -1), state
+    return how.rolled(torch.stack(outputs, -1), -1), state
 
 
 RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -118,7 +128,7 @@ RULES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "mamba2_chunk_scan": state_space,
     "mamba_selective_scan": selective_scan,
 }
-"""How to run each of transformers' recurrences: `(function, step, *its arguments)` -> (output, state)."""
+"""How to run each of transformers' recurrences: `(function, how, *its arguments)` -> (output, state)."""
 _CONVOLUTION = "causal_conv1d_fn"
 
 
@@ -131,6 +141,8 @@ def convolution(
     **kwargs: Any,
 ) -> Tensor:  # [R, C, P]
     """Run a causal convolution along the paths of a tree."""
+    # The inputs are K of earlier tokens and P of the tree, so token p of the tree is at K + p. With K = 3, the path 0 2
+    # becomes 0 1 2 3 5: its own window, as if the tree were this chain.
     before = x.shape[-1] - paths.shape[1]
     earlier = torch.arange(before, device=x.device).expand(*paths.shape[:2], -1)
     windows = unroll(x.movedim(-1, 1), torch.cat([earlier, before + paths.to(x.device)], -1)).movedim(1, -1)
@@ -150,7 +162,7 @@ def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         layer = running.get()
-        if layer is None:
+        if layer is None:  # training, or the model's own forward pass: nothing is rolled back
             return function(*args, **kwargs)
         if rule is None:
             return layer.run_convolution(function, *args, **kwargs)
@@ -161,13 +173,13 @@ def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) 
 
 
 def unroll(x: Tensor, paths: Tensor) -> Tensor:  # [R, T, ...], [R, P, n] -> [R P, n, ...]
-    """Make a row of each path."""
+    """Give each path of a tree a row of its own: path p of row r becomes row r P + p."""
     rows = torch.arange(len(x), device=x.device)[:, None, None]
     return x[rows, paths.to(x.device)].flatten(0, 1)
 
 
 def roll(y: Tensor, ends: Tensor) -> Tensor:  # [R P, n, ...], [R, P] -> [R, P, ...]
-    """Select the last token of each path."""
+    """Undo `unroll`, keeping the last token of each path only."""
     ends = ends.to(y.device)
     return y[torch.arange(len(y), device=y.device), ends.flatten()].view(*ends.shape, *y.shape[2:])
 
@@ -178,5 +190,5 @@ def like(mask: Tensor, other: Tensor) -> Tensor:
 
 
 def _chunk(x: Tensor, size: int) -> int:
-    """Tokens per chunk of [B, T, ...]: torch's own code pads the last chunk, so short passes need short ones."""
+    """Return the tokens per chunk of x [B, T, ...]: torch pads the last chunk, so short passes need short ones."""
     return min(size, x.shape[1]) if x.device.type == "cpu" else size

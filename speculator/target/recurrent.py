@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from speculator.target.recurrences import Step, convolution, like, running
+from speculator.target.recurrences import RecurrencePass, convolution, like, running
 from speculator.target.tree import TokenTree
 
 StateForm = tuple[torch.Size, torch.dtype, torch.device]
@@ -100,15 +100,15 @@ class RecurrentLayer:
         start, of_prompt = self._start[1], self._counts is not None
 
         def replay(keep: Tensor, path: Tensor | None) -> tuple[Tensor, Tensor]:
-            return rule(Step(start, keep, paths=None if path is None else path[:, None]), *args, **kwargs)
+            return rule(RecurrencePass(start, keep, paths=None if path is None else path[:, None]), *args, **kwargs)
 
         self._replay = replay
         if self._paths is None:
-            return rule(Step(start, self._kept(self._counts), of_prompt), *args, **kwargs)
+            return rule(RecurrencePass(start, self._kept(self._counts), of_prompt), *args, **kwargs)
         # Every token of a tree is the end of a path from the root, and each path is run as a row of its own from the
         # same state.
         starts = start.repeat_interleave(self._width, 0)
-        return rule(Step(starts, None, of_prompt, *self._paths), *args, **kwargs)
+        return rule(RecurrencePass(starts, None, of_prompt, *self._paths), *args, **kwargs)
 
     def finish(self, state: Tensor) -> None:
         """Keep the state after the last token."""
@@ -129,8 +129,8 @@ class RecurrentLayer:
         counts, size = counts.to(self._inputs.device), self.states[0].shape[-1]
         # `_inputs` is [K before, T new]. After n accepted tokens the last K inputs are those at n .. n + K - 1: for K =
         # 3 and n = 0 the old ones, 0 1 2, and for n = 2 the inputs 2 3 4, one old and two new.
-        place = counts[:, None] + torch.arange(size, device=counts.device)
-        self._committed[0].copy_(self._inputs.gather(2, place[:, None].expand_as(self._committed[0])))
+        columns = counts[:, None] + torch.arange(size, device=counts.device)
+        self._committed[0].copy_(self._inputs.gather(2, columns[:, None].expand_as(self._committed[0])))
         if len(self.states) == 1:
             return
         # Now the accepted length is known: replay the pass from the state before it, with identity steps for what was

@@ -34,7 +34,7 @@ STORAGE = "/dev/shm/speculator"
 
 
 def layers_folder(layers: Sequence[int]) -> str:
-    """Name of the folder in which a server writes, by which the reader knows the layers in its files."""
+    """Return the name of the folder in which a server writes, which tells the reader what layers its files hold."""
     return "-".join(["layers", *map(str, layers)])
 
 
@@ -136,7 +136,7 @@ class ServerTarget(ModelHere):
 
 
 def split(tokens: list[int], documents: list[int]) -> list[list[int]]:
-    """Split a row: tokens 5 6 7 8 of the documents 0 0 1 1 are [5, 6] and [7, 8]."""
+    """Return the documents of a row: the tokens 5 6 7 8 of the documents 0 0 1 1 are [5, 6] and [7, 8]."""
     pairs = groupby(zip(documents, tokens, strict=True), key=lambda pair: pair[0])
     return [[token for _, token in group] for _, group in pairs]
 

@@ -62,6 +62,7 @@ class Group:
         self.count = world // self.size
         index, self.rank = divmod(distributed.get_rank(), self.size)
         members = [[*range(i * self.size, (i + 1) * self.size)] for i in range(self.count)]
+        # Every process takes part in the creation of every group, its own or not.
         made = [distributed.new_group(each, timeout=TIMEOUT) for each in members]  # NCCL's default is 10 minutes
         self._processes = made[index]
 
@@ -73,8 +74,9 @@ class Group:
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
 
     def gathered(self, rows: Tensor) -> Tensor:  # [B, S] int -> [size * max B, max S]
-        """Gather the rows of all processes, padded with 0 to the largest."""
+        """Return the rows of all processes, each part padded with 0 to the largest number and length of rows."""
         rows = rows.long()
+        # Processes may have fewer or shorter rows, and a collective needs equal shapes: the shapes go first.
         shapes = rows.new_empty(self.size, 2)
         distributed.all_gather(list(shapes), rows.new_tensor(rows.shape), group=self._processes)
         most, length = shapes.amax(0).tolist()
@@ -121,6 +123,7 @@ def whole(weight: Tensor) -> Tensor:
 
 def make_whole(module: nn.Module) -> None:
     """Gather the weights of a sharded module, which then runs without communication."""
-    vars(module).pop("forward", None)  # gathers the output
+    # transformers has replaced `forward` by one that gathers the output of a matrix cut by columns.
+    vars(module).pop("forward", None)
     for name, weight in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(whole(weight), requires_grad=False))

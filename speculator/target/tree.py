@@ -33,12 +33,13 @@ class TokenTree:
 
     @cached_property
     def ancestors(self) -> Tensor:  # [B, n + 1, n + 1] bool
-        """Mask of the verify positions j on the path from the root to position i, i included."""
+        """[b, i, j]: whether verify position j is on the path from the root to position i, i included."""
         rows, count = self.tokens.shape
         if self.parents is None:
             full = torch.ones(count + 1, count + 1, dtype=torch.bool, device=self.tokens.device)
             return full.tril().expand(rows, -1, -1)
         known = torch.eye(count + 1, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
+        # Doubling: after k rounds `known` has the ancestors of up to 2^k - 1 levels, so a depth of 5 takes 3 rounds.
         above = nn.functional.pad(self.before, (1, 0))  # the ancestor 1 level up, then 2, 4, ...
         for _ in range(self.depth.bit_length()):
             known = known | known.gather(1, above[:, :, None].expand(-1, -1, count + 1))

@@ -158,7 +158,7 @@ _current: ContextVar[Write | None] = ContextVar("_current", default=None)
 
 
 def current() -> Write | None:
-    """Return the write in progress, if any."""
+    """Return the write of the forward pass that is running, or None outside of `in_progress`."""
     return _current.get()
 
 

@@ -77,10 +77,10 @@ COMMANDS = [
 
 
 @table(SOURCES)
-def test_a_wrong_source_is_one_line(case, fails_in_one_line):
+def test_a_wrong_source_fails_in_one_line(case, fails_in_one_line):
     fails_in_one_line(case)
 
 
 @table(COMMANDS)
-def test_a_wrong_flag_or_prompt_is_one_line(case, fails_in_one_line):
+def test_a_wrong_flag_or_prompt_fails_in_one_line(case, fails_in_one_line):
     fails_in_one_line(case)

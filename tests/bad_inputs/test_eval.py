@@ -82,7 +82,7 @@ COMPARES = [
 
 
 @table(FLAGS, SUITES, COMPARES)
-def test_a_wrong_flag_suite_or_report_is_one_line(case, fails_in_one_line):
+def test_a_wrong_flag_suite_or_report_fails_in_one_line(case, fails_in_one_line):
     fails_in_one_line(case)
 
 

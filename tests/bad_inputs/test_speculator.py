@@ -59,29 +59,29 @@ FLAGS = [
 
 
 @table(FLAGS)
-def test_a_wrong_flag_or_prompt_is_one_line(case, fails_in_one_line):
+def test_a_wrong_flag_or_prompt_fails_in_one_line(case, fails_in_one_line):
     fails_in_one_line(case)
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_damaged_target_is_one_line(name, fails_in_one_line, inputs, workdir):
+def test_a_damaged_target_fails_in_one_line(name, fails_in_one_line, inputs, workdir):
     damaged_copy(inputs["TARGET"], TARGETS[name], workdir)
     fails_in_one_line(Case(f"{PROMPT} --target ./damaged", f"damaged {KEYWORDS.get(name, '')}"))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_bad_template_is_one_line(name, fails_in_one_line, inputs, workdir):
+def test_a_bad_template_fails_in_one_line(name, fails_in_one_line, inputs, workdir):
     damaged_copy(inputs["TARGET"], TEMPLATES[name], workdir)
     fails_in_one_line(Case(f"{PROMPT} --chat --target ./damaged", "template"))
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_damaged_head_is_one_line(name, fails_in_one_line, inputs, workdir):
+def test_a_damaged_head_fails_in_one_line(name, fails_in_one_line, inputs, workdir):
     damaged_copy(inputs["MLP"], HEADS[name], workdir)
     fails_in_one_line(Case(f"{PROMPT} --speculator ./damaged", f"damaged {KEYWORDS.get(name, '')}"))
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_a_bad_decoding_json_is_one_line(name, fails_in_one_line, inputs, workdir):
+def test_a_bad_decoding_json_fails_in_one_line(name, fails_in_one_line, inputs, workdir):
     damaged_copy(inputs["MLP"], TUNED[name], workdir)
     fails_in_one_line(Case(f"{PROMPT} --speculator ./damaged"))

@@ -65,5 +65,5 @@ PLACES = [
 
 
 @table(VALUES, KEYS, CONFIGS, PLACES)
-def test_a_wrong_config_is_one_line(case, fails_in_one_line):
+def test_a_wrong_config_fails_in_one_line(case, fails_in_one_line):
     fails_in_one_line(case)

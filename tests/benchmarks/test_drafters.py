@@ -11,7 +11,7 @@ from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
 @pytest.mark.soak
-def test_every_drafter_has_a_line(target_folder, tmp_path):
+def test_every_drafter_has_a_row_in_the_report(target_folder, tmp_path):
     torch.manual_seed(0)
     head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3))
     head.save_pretrained(tmp_path / "head")

@@ -67,7 +67,7 @@ def test_the_table_and_the_json_say_the_same(tmp_path, capsys):
     [["--context", "1024"], ["--blocks", "0"]],
     ids=" ".join,
 )
-def test_wrong_input_is_one_line_that_names_the_flag(flags, capsys, tmp_path, monkeypatch):
+def test_wrong_input_fails_in_one_line_that_names_the_flag(flags, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a_file").write_text("")
     assert main(["--preset", "tiny", *flags]) == 2

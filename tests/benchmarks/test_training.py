@@ -21,7 +21,7 @@ def test_a_chunked_loss_needs_a_fraction_of_the_memory():
     assert peak["cross-entropy", True] < peak["cross-entropy", False] / 3
 
 
-def test_a_step_at_a_shape_is_compared_with_its_operations(tmp_path, capsys):
+def test_the_time_of_a_training_step_is_compared_with_its_operations(tmp_path, capsys):
     assert main(["--preset", "tiny", "--runs", "1", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "training-tiny.json").read_text())
     rows = {row["loss"]: row for row in report["rows"]}
@@ -59,7 +59,7 @@ class NoPeer:
         return 1.0
 
 
-def test_a_step_is_compared_with_a_peers(monkeypatch, tmp_path, capsys):
+def test_our_training_step_is_compared_with_that_of_a_peer(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peer.Problem, "theirs", lambda problem: nullcontext(NoPeer()))
     small = replace(PRESETS["tiny"], target=llama(512, 64, 128, 7, 4, 2, 1024))
     monkeypatch.setitem(PRESETS, "smollm2-135m", small)
@@ -75,7 +75,7 @@ def test_a_step_is_compared_with_a_peers(monkeypatch, tmp_path, capsys):
     assert "| eagle3 | float32 | equal work |" in capsys.readouterr().out
 
 
-def test_a_missing_peer_is_one_line(monkeypatch, tmp_path, capsys):
+def test_a_missing_peer_fails_in_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SPECULATOR_SERVING", str(tmp_path))
     assert main(["--peer", "speculators"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

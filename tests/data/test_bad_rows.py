@@ -71,7 +71,7 @@ def test_cached_rows_repeat_the_warning(tmp_path, capsys):
         prepared(source, most=0.001)
 
 
-def test_too_many_bad_rows_are_one_line_and_leave_nothing(tmp_path, cache):
+def test_too_many_bad_rows_fail_in_one_line_and_leave_nothing(tmp_path, cache):
     source = write(tmp_path / "chats.jsonl", [*GOOD[:40], *list(BAD.values()) * 5])
     with pytest.raises(SourceError, match=r"rows \(\d+\.\d%\) can't be used, more than max_bad_rows 0.05") as error:
         prepared(source)

@@ -203,7 +203,7 @@ def test_passing_faults_are_retried(serve, tokenizer, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [503, 401, 404])
-def test_a_lasting_fault_is_one_line(serve, tokenizer, tmp_path, fault):
+def test_a_lasting_fault_fails_in_one_line(serve, tokenizer, tmp_path, fault):
     message = error_of(serve(faults=[fault] * 1000), tokenizer, tmp_path / "out")
     assert str(fault) in message
     assert "\n" not in message
@@ -308,7 +308,7 @@ def test_rows_are_kept_for_another_server_when_all_have_died(serve, tokenizer, t
 
 
 @pytest.mark.parametrize("answer", [None, [], "x", {}, {"choices": []}, {"choices": [{"text": 5}]}])
-def test_an_answer_in_another_format_is_one_line(serve, tokenizer, tmp_path, answer):
+def test_an_answer_in_another_format_fails_in_one_line(serve, tokenizer, tmp_path, answer):
     server = serve(reply=lambda handler: handler.reply(200, answer))
     assert server.url in error_of(server, tokenizer, tmp_path)
 
@@ -330,7 +330,7 @@ def test_key_and_password_are_sent_and_never_shown(serve, tokenizer, tmp_path, m
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host", "http://", "http://host:99999", "http://[::1"])
-def test_a_wrong_url_is_one_line(tokenizer, tmp_path, url):
+def test_a_wrong_url_fails_in_one_line(tokenizer, tmp_path, url):
     assert "server" in error_of(url, tokenizer, tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -59,7 +59,7 @@ def test_prompts_come_from_a_file(target_folder, tmp_path, name):
     assert [document["input_ids"] for document in read] == [row["input_ids"] for row in rows], "a source like any other"
 
 
-def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
+def test_the_tools_of_a_chat_are_part_of_its_prompt(target_folder, tmp_path, capsys):
     template = "{% if tools %}{{ tools[0].name }}{% endif %}" + CHATML
     target, file = shutil.copytree(target_folder, tmp_path / "target"), tmp_path / "prompts.jsonl"
     (target / "chat_template.jinja").write_text(template)
@@ -86,7 +86,7 @@ def test_tools_of_a_chat_are_asked_with_it(target_folder, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
-def test_an_output_folder_that_is_no_text_is_one_line(target_folder, text_file, tmp_path, capsys):
+def test_an_output_folder_that_is_no_text_fails_in_one_line(target_folder, text_file, tmp_path, capsys):
     flags = ["--target", str(target_folder), "--sources", str(text_file), "--prompt_tokens", "8"]
     assert main(["generate", *flags, "--output", "out\udcff"]) == 2
     assert "--output" in capsys.readouterr().err

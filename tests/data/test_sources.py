@@ -162,7 +162,7 @@ def test_the_hub_is_read_through_the_library_with_config_and_split(tmp_path, mon
         contents("org/name/main:test")
 
 
-def test_a_source_that_does_not_exist_is_one_line(monkeypatch):
+def test_a_source_that_does_not_exist_fails_in_one_line(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SourceError, match="nobody/nothing") as error:

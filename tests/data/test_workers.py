@@ -82,7 +82,7 @@ def killed(item: int) -> int:
     return item
 
 
-def test_a_process_that_is_killed_is_one_line():
+def test_a_killed_process_fails_in_one_line():
     with pytest.raises(UserError, match="num_proc"):
         list(map_in_order(killed, range(20), 2))
     assert not multiprocessing.active_children()

@@ -11,7 +11,7 @@ from eval.run import evaluate
 from eval.suites import Suite
 from eval.traces import piece, trace_suite
 from speculator import HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target, generate
-from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.adaptive import PathOrDraft
 from speculator.drafters.shapes import Chain, Tree
 from speculator.drafters.tuning import adaptive_drafter
 from speculator.tables import shown
@@ -107,7 +107,7 @@ def test_each_token_of_a_hybrid_draft_has_its_own_drafter(target, monkeypatch):
 
         monkeypatch.setattr(shape, "draft", noted)
 
-    note(LookupPath, "ngram")
+    note(PathOrDraft, "ngram")
     note(Chain, "head")
     head = tiny_head()
     samples = made(adaptive_drafter(head, target), target)

@@ -39,6 +39,6 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
     assert "forecast (a guess) | 0 |  | 0.60 0.30 | 1.90 |" in said
 
 
-def test_a_server_that_is_not_there_is_one_line(target_folder, tmp_path, capsys):
+def test_a_server_that_is_not_there_fails_in_one_line(target_folder, tmp_path, capsys):
     assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9")) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -161,7 +161,7 @@ def test_a_hub_dataset_is_read_by_its_library(tmp_path, monkeypatch):
         ([{"prompt": "x"}, {"text": "y"}], "q.jsonl:2"),
     ],
 )
-def test_a_malformed_suite_is_one_line(tmp_path, rows, message):
+def test_a_malformed_suite_fails_in_one_line(tmp_path, rows, message):
     with pytest.raises(UserError, match=message):
         load(write(tmp_path / "q.jsonl", *rows))
 

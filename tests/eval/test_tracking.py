@@ -85,7 +85,7 @@ def test_the_current_run_gets_the_report(tmp_path, monkeypatch):
     assert "eval/text T=0/head 3/acceptance_length" in logged
 
 
-def test_a_resumed_offline_run_logs_the_steps_of_the_training(tmp_path, monkeypatch):
+def test_a_resumed_offline_run_logs_at_the_steps_of_the_training(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracking.at_step(5)  # without a run
     steps = []
@@ -122,7 +122,7 @@ def test_nothing_is_uploaded_unless_asked(tmp_path, monkeypatch, capsys):
     assert given["mode"] == "online"
 
 
-def test_a_server_that_does_not_answer_is_one_line(tmp_path, monkeypatch):
+def test_a_server_that_does_not_answer_fails_in_one_line(tmp_path, monkeypatch):
     def init(**_):
         raise wandb.errors.CommError("no route to host")
 

@@ -206,7 +206,7 @@ def test_settings_that_are_not_this_heads_stop_vllm_at_the_start(tmp_path, plugi
         model.load_weights({"mask": torch.zeros(1)}.items())
 
 
-def test_a_folder_is_read_back(tmp_path):
+def test_an_exported_head_loads_with_the_same_logits(tmp_path):
     for kind in ("narrow", "wide lstm", "one step"):
         head = our_head(kind)
         save(head, tmp_path / kind, layout_of("vllm-plugin", head))

@@ -94,7 +94,7 @@ def our_drafts(
 
 
 @pytest.mark.parametrize("layout", HEADS)
-def test_text_and_draft_tokens_equal_ours(tmp_path, model, texts, layout, run_in, report):
+def test_vllm_writes_our_text_and_drafts_our_tokens(tmp_path, model, texts, layout, run_in, report):
     head = half_known(model, texts, HEADS[layout])
     save(head, tmp_path / "head", layout_of(layout, head))
     runs = [[{"prompt": prompt, "max_new_tokens": NEW}] for prompt, _ in texts]

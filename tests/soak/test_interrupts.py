@@ -93,7 +93,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", disk])
 
 
-def test_a_full_disk_is_one_line_and_the_run_resumes(small_disk, inputs, cache):
+def test_a_full_disk_fails_in_one_line_and_the_run_resumes(small_disk, inputs, cache):
     argv = ["train.py", *train_argv(inputs, small_disk / "run")]
     process = start(argv, cache)
     _, error = process.communicate(timeout=200)

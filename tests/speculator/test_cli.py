@@ -46,7 +46,7 @@ def greedy(folder, ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("drafting", [[], ["--draft_model"], ["--early_exit"], ["--ngram", "--speculator"]])
-def test_rows_out_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
+def test_rows_of_the_output_file_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["def main():", "import sys", "class A"]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -105,7 +105,7 @@ def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_
         (["--branches", "2,2"], Candidates, {"nodes": 6}),
     ],
 )
-def test_flags_reach_the_drafter_and_the_text_stays(
+def test_flags_reach_the_drafter_and_do_not_change_the_text(
     target_folder, head_folder, monkeypatch, capsys, flags, kind, expected
 ):
     calls = []

@@ -93,7 +93,7 @@ def test_text_that_stdout_can_not_encode_is_escaped():
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
-def test_a_full_disk_is_one_line():
+def test_a_full_disk_fails_in_one_line():
     with open("/dev/full", "wb") as full:
         done = run_python("def say():\n    print('x')", stdout=full)
     assert done.stderr == b"it: can't write: No space left on device\n"

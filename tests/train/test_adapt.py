@@ -238,7 +238,7 @@ def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
     assert loop.round(2)["newest"] == "00000003.jsonl.gz"
 
 
-def test_what_cannot_work_is_one_line_before_any_training(loop, chat_target, capsys):
+def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_target, capsys):
     with adapt._alone(loop.folder) as lock, serving(chat_target) as (without_route, _):
         wrong = [
             ["--output", str(loop.folder)],  # locked

@@ -58,7 +58,7 @@ def test_folders_with_other_names_are_ignored(stage, name):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_full_disk_is_one_line_that_names_the_path_whichever_library_reports_it(tmp_path, error):
+def test_a_full_disk_fails_in_one_line_that_names_the_path_whichever_library_reports_it(tmp_path, error):
     with (
         pytest.raises(UserError, match=f"can't write {tmp_path}: .*; the same command resumes"),
         reporting_full_disk(tmp_path),

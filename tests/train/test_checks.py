@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 from mtp_models import config_of, model_of
+from transformers import T5Config
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES
@@ -120,3 +121,8 @@ def test_rows_with_a_token_that_the_target_lacks_are_refused(target):
     for pair in ((rows, beyond), (beyond, rows)):
         with pytest.raises(UserError, match=f"hold token {target.vocab_size}"):
             checks.rows(config, target, *pair, 1)
+
+
+def test_heads_for_encoder_decoder_targets_are_refused():
+    with pytest.raises(UserError, match="encoder-decoder"):
+        checks.fits_config(parse([]), T5Config())

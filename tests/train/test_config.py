@@ -66,7 +66,7 @@ def test_a_key_without_a_value_is_refused_where_it_needs_one(name, tmp_path, cap
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(argv, message, capsys):
+def test_a_mistake_fails_in_one_line_that_names_it(argv, message, capsys):
     assert message in refuse(argv, capsys)
 
 
@@ -114,7 +114,7 @@ def test_help_explains_every_field(capsys):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_wrong_file_is_one_line_that_names_the_key(tmp_path, capsys, text, key):
+def test_a_wrong_file_fails_in_one_line_that_names_the_key(tmp_path, capsys, text, key):
     file = tmp_path / "run.yaml"
     file.write_bytes(text)
     assert key in refuse(["--config", str(file)], capsys)
@@ -141,7 +141,7 @@ def test_a_config_file_may_use_yaml_anchors_and_merges(tmp_path):
     ],
     ids=str,
 )
-def test_a_wrong_flag_is_one_line_that_names_it(argv, message, capsys):
+def test_a_wrong_flag_fails_in_one_line_that_names_it(argv, message, capsys):
     assert message in refuse(argv, capsys)
 
 

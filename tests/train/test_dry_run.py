@@ -167,14 +167,14 @@ def test_a_wrong_recipe_fails_with_the_error_of_the_run(flags, message):
         dry_run(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
 
 
-def test_dry_run_is_no_setting_of_a_run(tmp_path):
+def test_a_dry_run_is_not_recorded_as_a_setting_of_the_run(tmp_path):
     config = replace(parse([]), output_dir=str(tmp_path / "run"))
     write_record(tmp_path / "run", config, processes=1)
     check_same_run(tmp_path / "run", replace(config, dry_run=True), 1)
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
 
 
-def test_a_config_that_does_not_validate_is_one_line(tmp_path):
+def test_a_config_that_does_not_validate_fails_in_one_line(tmp_path):
     config = LlamaConfig().to_dict() | {"hidden_size": "x"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="hidden_size"):

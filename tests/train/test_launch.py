@@ -214,7 +214,7 @@ def test_a_process_killed_on_another_machine_ends_those_of_this_one(launch):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_of_one_process_is_one_line_and_checkpoints_stay_valid(launch, rank):
+def test_a_full_disk_of_one_process_fails_in_one_line_and_checkpoints_stay_valid(launch, rank):
     launchers, ranks, folder = launch(1)
     resource.prlimit(ranks[rank], resource.RLIMIT_FSIZE, (1000, 1000))
     (said,) = ended(launchers, ranks)

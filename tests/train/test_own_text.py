@@ -193,7 +193,7 @@ def test_stage_2_drafts_adaptively_unless_a_length_is_given(chat_folder, target,
     assert (drafters[1].name, drafters[1].nodes) == ("head", 2)
 
 
-def test_too_few_fresh_chats_for_a_batch_is_one_line(chat_folder, tmp_path):
+def test_too_few_fresh_chats_for_a_batch_fails_in_one_line(chat_folder, tmp_path):
     sizes = {"stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
     changes = {"stage2.max_steps": 2, **sizes, "stage2.per_device_train_batch_size": 60}
     with pytest.raises(UserError, match="rows to train on in stage2 are less than one batch of 60"):

@@ -391,7 +391,7 @@ def test_two_runs_in_a_folder_are_refused(tmp_path):
             pass
 
 
-def test_a_full_disk_is_one_line_and_with_room_the_run_resumes(finished, run, tmp_path, capfd):
+def test_a_full_disk_fails_in_one_line_and_with_room_the_run_resumes(finished, run, tmp_path, capfd):
     folder = tmp_path / "full"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
@@ -456,7 +456,7 @@ def test_overwriting_a_link_replaces_the_linked_folder(unfinished, run, tmp_path
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe\x00", b"settings", b"settings: 3", b"a: &a [*a]", b"settings: {}\nsettings: {}", b"", None]
 )
-def test_a_damaged_record_is_one_line(tmp_path, content):
+def test_a_damaged_record_fails_in_one_line(tmp_path, content):
     if content is None:
         os.mkfifo(tmp_path / "config.yaml")
     else:

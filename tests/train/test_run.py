@@ -443,7 +443,7 @@ def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command
         ({"stage1.per_device_train_batch_size": 100_000}, "less than one batch"),
     ],
 )
-def test_wrong_input_is_one_line_and_takes_no_folder(command, tmp_path, refused, overrides, message):
+def test_wrong_input_fails_in_one_line_and_takes_no_folder(command, tmp_path, refused, overrides, message):
     assert message in refused(command(tmp_path / "run", **overrides))
     assert not (tmp_path / "run").exists()
 

@@ -133,7 +133,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_server_is_one_line_before_training(name, folder, serve, tmp_path, local):
+def test_a_wrong_server_fails_in_one_line_before_training(name, folder, serve, tmp_path, local):
     how, line = FAULTS[name]
     how = dict(how)
     other = None
@@ -147,7 +147,7 @@ def test_a_wrong_server_is_one_line_before_training(name, folder, serve, tmp_pat
     assert "\n" not in str(error.value)
 
 
-def test_a_full_disk_is_one_line(folder, serve, monkeypatch):
+def test_a_full_disk_fails_in_one_line(folder, serve, monkeypatch):
     free = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(hidden_state_servers.shutil, "disk_usage", lambda path: free)
     with pytest.raises(UserError, match=r"need 0.00 GB, and .* has 0.00 free"):
@@ -174,7 +174,7 @@ def test_what_a_killed_server_left_is_deleted_at_once(folder, serve):
     target.close()
 
 
-def test_no_server_for_too_long_is_one_line(folder, serve, monkeypatch):
+def test_no_server_for_too_long_fails_in_one_line(folder, serve, monkeypatch):
     server = serve([2])
     target = connected(folder, [server], [])
     monkeypatch.setattr(hidden_state_servers, "_PATIENCE", 0.3)

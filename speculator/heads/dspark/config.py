@@ -84,7 +84,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
         return self.n_predict + 2
 
     def slots_per_token(self, length: int) -> float:
-        """Slots of a training row of `length`, per token."""
+        """Return the number of slots that a training row of `length` has per token."""
         return min(self.anchors, length) * self.block_size / length
 
     def activation_bytes(self, length: int) -> int:  # measured on a CPU with bfloat16 products

@@ -72,8 +72,11 @@ class DSparkSource(CachedSource):
         cache = self.cache.select(0, len(pending), longest)
         extent = min(aligned(longest + size, pending.device), cache.keys.shape[3])
         slots = torch.arange(size, device=pending.device)
+        # Slot j of the block is at position length + j: after 7 tokens of text, the pending token is at 7.
         positions = cache.lengths[:, None] + slots  # [B, size]
         last = slots if head.config.is_causal else slots.new_full((size,), size - 1)
+        # All slots see the text and the whole block, or with causal blocks the slots up to their own. What lies beyond
+        # is left from an earlier block.
         seen = torch.arange(extent, device=pending.device) <= (cache.lengths[:, None] + last)[..., None]
         if head.config.sliding_window is not None:
             seen &= torch.arange(extent, device=pending.device) > positions[..., None] - head.config.sliding_window
@@ -84,6 +87,7 @@ class DSparkSource(CachedSource):
             cache.write(index, keys, values, positions)
             attended = attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
             h = layer.leave(h, attended)
+        # All levels at once; `next` only adds the bias of the token before.
         self._slots = head.drafting_slots(h)[:, : self._levels]  # [B, levels, D]
         self._logits = head.output_logits(self._slots)  # [B, levels, V_d]
         return self._biased(0, pending[:, None])
@@ -99,7 +103,7 @@ class DSparkSource(CachedSource):
 
     @torch.no_grad()
     def _biased(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
-        """Logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
+        """Return the logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
         logits = self._logits[:, level : level + 1].expand(-1, tokens.shape[1], -1)
         if self.head.markov_head is not None:
             logits = logits + self.head.markov_head(tokens)

@@ -149,7 +149,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     # --- what both forms compute
 
     def context(self, aux_hidden: Tensor) -> Tensor:  # [..., nD] -> [..., D]
-        """Compute c, which all layers attend to."""
+        """Compute c (see the module): the states of the text that every layer attends to."""
         return self.hidden_norm(self.fc(aux_hidden))
 
     def key_values(self, context: Tensor, positions: Tensor) -> list[KeyValue]:  # [..., D], [...] -> N x [..., K, d]
@@ -231,7 +231,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     ) -> Tensor:  # [C, G, D]
         """Compute the blocks at some anchors of one row."""
         count, size = len(anchors), self.config.block_size
-        places = torch.arange(span.start, span.stop, device=tokens.device)
+        text_positions = torch.arange(span.start, span.stop, device=tokens.device)
         # Query rows are (block, slot) pairs, block by block. For 2 blocks of 3 slots: slots 0 1 2 0 1 2, blocks 0 0 0 1
         # 1 1.
         slots = torch.arange(size, device=tokens.device).repeat(count)
@@ -239,9 +239,9 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         # Slot j of the block at anchor a stands for position a + j: for a = 7 the slots have the rope of 7, 8, 9.
         positions = anchors[blocks] + slots
         # The text before the anchor, from the start of the anchor's document.
-        seen_text = (places < anchors[blocks, None]) & (places >= starts[blocks, None])  # [C * size, T]
+        seen_text = (text_positions < anchors[blocks, None]) & (text_positions >= starts[blocks, None])  # [C * size, T]
         if self.config.sliding_window is not None:
-            seen_text &= places > positions[:, None] - self.config.sliding_window
+            seen_text &= text_positions > positions[:, None] - self.config.sliding_window
         # Blocks of one text don't see each other: each is a draft of its own.
         seen_block = blocks[:, None] == blocks
         if self.config.is_causal:
@@ -273,17 +273,17 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         features = self.blocks(batch.states, batch.input_ids, rows, anchors, starts)
         # Token k of the block at anchor a is x[a+k+1], which the target predicts from h[a+k]. For a = 7 and G = 3 the
         # states are h7, h8, h9 and the labels x8, x9, x10.
-        places = anchors[:, None] + torch.arange(self.n_predict)
-        places = places.clamp_max(length - 1)  # beyond the row there is no label
+        positions = anchors[:, None] + torch.arange(self.n_predict)
+        positions = positions.clamp_max(length - 1)  # beyond the row there is no label
         # Slots that predict the same token, side by side: the target's distribution is computed once for them.
         live = (labels != IGNORE).flatten().nonzero()[:, 0]
         # Index into the flattened [B * L] states: row 1's h7 in rows of 100 tokens is 107.
-        predictors = (rows[:, None] * length + places).flatten()[live]
+        predictors = (rows[:, None] * length + positions).flatten()[live]
         predictors, order = predictors.sort()
         live = live[order]
         weights = loss.step_weights(self.n_predict).expand(labels.shape).flatten()[live]
         # The weight of a label is that of its own token, one position after its predictor.
-        following = (rows[:, None] * length + (places + 1).clamp_max(length - 1)).flatten()[live]
+        following = (rows[:, None] * length + (positions + 1).clamp_max(length - 1)).flatten()[live]
         ids, count = labels.flatten()[live], (labels != IGNORE).sum(0)
         live, ids, weights, count = (send(x, device) for x in (live, ids, weights, count))
         # The Markov head reads the token before the label, which is at the predictor's own position: x[a+k].
@@ -341,10 +341,10 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
             anchors = torch.arange(1, length + 1).repeat(count)
             rows = torch.arange(count).repeat_interleave(length)
             features = self.blocks(padded, tokens, rows, anchors, torch.zeros_like(anchors))
-            places = (anchors[:, None] + torch.arange(self.n_predict)).clamp_max(tokens.shape[1] - 1)
+            positions = (anchors[:, None] + torch.arange(self.n_predict)).clamp_max(tokens.shape[1] - 1)
             logits = self.output_logits(features)
             if self.markov_head is not None:
-                logits = logits + self.markov_head(tokens[rows[:, None], places])
+                logits = logits + self.markov_head(tokens[rows[:, None], positions])
             return self.to_full_vocabulary(logits).unflatten(0, (count, length))
 
     def probe(self) -> tuple[Tensor, ...]:

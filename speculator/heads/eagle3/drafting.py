@@ -48,35 +48,37 @@ class DraftingCache(HeadCache):
         """Start the next level, given each token's parent in the level before; return the tokens' cache positions."""
         count, drafted = parents.shape[1], self.seen.shape[2]
         own = torch.eye(count, dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-        # A token sees what its parent sees among the drafted ones, and itself. [B, f, drafted so far + f].
+        # A token sees what its parent sees among the drafted ones, and itself: [B, f, drafted so far + f]. With the
+        # parents [0, 0, 1] of a level of 3 after one of 2, which saw [1 0] and [0 1]: 10 100, 10 010 and 01 001.
         self.seen = torch.cat([gather_at(self.seen, parents), own], -1)
         self.level += 1
         return self.lengths[:, None] + drafted + torch.arange(count, device=parents.device)
 
     def slots(self, more: int) -> Tensor:
-        """Positions of the cache that a pass reads which has `more` tokens after the text."""
+        """Return the positions of the cache that a pass reads, given the number of tokens after the text."""
         extent = min(aligned(self.longest + more, self.lengths.device), self.keys.shape[3])
         return torch.arange(extent, device=self.lengths.device)
 
     def visible(self, window: int | None) -> Tensor:  # [B, f, M]
-        """Positions of the cache that each token of the newest level attends to."""
+        """Return a mask of the cache's positions that each token of the newest level attends to."""
         drafted = self.seen.shape[2]
         slots = self.slots(drafted)
+        # The text is at 0 .. length - 1, and the draft's tokens follow it in the order in which they were drafted.
         text = slots < self.lengths[:, None]
         if window is not None:
             text &= slots > self.rope_position - window
-        places = self.lengths[:, None] + torch.arange(drafted, device=slots.device)
-        return with_own(text[:, None].repeat(1, self.seen.shape[1], 1), places, self.seen)
+        positions = self.lengths[:, None] + torch.arange(drafted, device=slots.device)
+        return with_own(text[:, None].repeat(1, self.seen.shape[1], 1), positions, self.seen)
 
 
 def with_own(
     text: Tensor,  # [B, f, M]
-    places: Tensor,  # [B, n] of a draft's tokens in the cache
+    positions: Tensor,  # [B, n] of a draft's tokens in the cache
     own: Tensor,  # [B, f, n] which of them each token sees
 ) -> Tensor:  # [B, f, M]
     """Add the draft's tokens to the positions of the text that each token sees."""
     # An idle row of a captured step may be longer than `longest`.
-    return text.scatter(2, places.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
+    return text.scatter(2, positions.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
 
 
 class DraftingForm:
@@ -220,11 +222,12 @@ class Eagle3Source(CachedSource):
         rows, width = slice(0, len(counts)), tokens.shape[1]
         hidden = hidden.to(self._aux_hidden.dtype)
         if self._max_unread and self._unread:  # append
-            # After what earlier steps have left unread, row by row.
-            places = self._counts[rows, None] + torch.arange(width, device=tokens.device)
-            self._aux_hidden[rows].scatter_(1, places[:, :, None].expand_as(hidden), hidden)
-            self._next[rows].scatter_(1, places[:, : width - 1], tokens[:, 1:])
+            # After what earlier steps have left unread: with counts [2, 0] row 0 gets this step's at 2, 3, ..
+            columns = self._counts[rows, None] + torch.arange(width, device=tokens.device)
+            self._aux_hidden[rows].scatter_(1, columns[:, :, None].expand_as(hidden), hidden)
+            self._next[rows].scatter_(1, columns[:, : width - 1], tokens[:, 1:])
         else:
+            # Position t reads x[t+1]: h5 h6 h7 read x6, x7 and what this step sampled, which `_fill_in` will write.
             self._aux_hidden[rows, :width] = hidden
             self._next[rows, : width - 1] = tokens[:, 1:]
         self._counts[rows] += counts
@@ -255,7 +258,7 @@ class Eagle3Source(CachedSource):
         return result
 
     def _fill_in(self, following: Tensor, start: int = 0) -> None:
-        """Set the token after each row's last accepted position."""
+        """Write the token after each row's last unread position."""
         rows = slice(start, start + len(following))
         self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], following[:, None])
 

@@ -41,24 +41,24 @@ class Block(NamedTuple):
         return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
 
 
-class Rows:
-    """The query rows of a batch of sequences, concatenated.
+class QueryRows:
+    """The positions of a batch whose features are computed, laid end to end; the others give keys and values only.
 
     Args:
         wanted: [R] ascending, indices into the B * S positions of the batch.
         begins: [B, S] first position of each position's document.
-        limit: scores of one attention head that may be in memory at a time.
+        limit: most attention scores of a head that may be in memory at a time.
         window: number of positions that a row attends to; None for all.
 
     Attributes:
-        places: [R] position of each row in its sequence.
+        positions: [R] position of each row in its sequence.
         sequences: [R] index of each row's sequence.
     """
 
     def __init__(self, wanted: Tensor, begins: Tensor, limit: int, window: int | None):
         self.wanted, self.begins, self.limit, self.window = wanted, begins, limit, window
         length = begins.shape[1]
-        self.places, self.sequences = wanted % length, wanted // length
+        self.positions, self.sequences = wanted % length, wanted // length
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
         """Scatter the rows to all positions of the batch, 0 elsewhere."""
@@ -81,7 +81,7 @@ class Rows:
     @cached_property
     def blocks(self) -> list[Block]:
         batch, length = self.begins.shape
-        at, first = self.places.tolist(), self.starts.tolist()
+        at, first = self.positions.tolist(), self.starts.tolist()
         size, blocks, stop = max(1, self.limit // length), [], 0
         for sequence, count in enumerate(self.sequences.bincount(minlength=batch).tolist()):
             start, end = stop, stop + count
@@ -95,18 +95,18 @@ class Rows:
         return blocks
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
-        """Mask of the keys that rows attend to at a step: their document up to them, within the window."""
-        slots = torch.arange(span.start, span.stop, device=self.places.device)
-        places, begins = self.places[rows, None], self.starts[rows, None]
+        """Return a mask of the keys that rows attend to at a step: their document up to them, within the window."""
+        slots = torch.arange(span.start, span.stop, device=self.positions.device)
+        positions, begins = self.positions[rows, None], self.starts[rows, None]
         if self.window is not None:
             # Step i of position t stands at t + i, so its window reaches i positions less far into the text: with a
             # window of 4, step 2 of position 9 stands at 11 and sees the text's 8 and 9.
-            begins = begins.maximum(places + step - self.window + 1)
-        return (slots <= places) & (slots >= begins)
+            begins = begins.maximum(positions + step - self.window + 1)
+        return (slots <= positions) & (slots >= begins)
 
 
 def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]
-    """Dtype in which flash attention runs for these keys on a kind of device; None if it doesn't."""
+    """Return the dtype in which flash attention runs for these keys on a kind of device; None if it doesn't."""
     device, size = keys.device, keys.shape[-1]
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else keys.dtype
     fits = kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
@@ -117,7 +117,7 @@ def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]
 
 
 def joint_attention(
-    rows: Rows,
+    rows: QueryRows,
     step: int,
     fused: bool,
     query: Tensor,  # [R, H, d]
@@ -140,7 +140,9 @@ class FusedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Rows, step: int, query: Tensor, keys: Tensor, values: Tensor, *own: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows: QueryRows, step: int, query: Tensor, keys: Tensor, values: Tensor, *own: Tensor
+    ) -> Tensor:
         given, options = _flash(rows, step, query)
         with _no_autocast(query):
             shared = rows.whole(query), keys.flatten(0, 1), values.flatten(0, 1)
@@ -192,7 +194,7 @@ class FusedAttention(torch.autograd.Function):
         return None, None, d_query, *(x.view_as(y) for x, y in zip(d_shared, (keys, values), strict=True)), *d_own
 
 
-def _flash(rows: Rows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that forward and backward pass of flash attention share."""
     longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
     # Positions to the left of t that step i still sees: with a window of 4, three at step 0 and one at step 2.
@@ -228,7 +230,7 @@ def attend_own(
     own_keys: Tensor,  # [i, R, K, d] each row attends to its own
     own_values: Tensor,  # [i, R, K, d]
 ) -> Tensor:  # [R, H, d]
-    """One softmax over shared and own keys; each own key adds one column of scores."""
+    """Attend by one softmax over shared and own keys; each own key adds one column of scores."""
     shared, kv_heads, size = keys.shape
     grouped = query.view(len(query), kv_heads, -1, size) / math.sqrt(size)  # [R, K, g, d]
     # Scores of the text [K, g, R, M] and of the own keys [K, g, R, i], side by side in one softmax.
@@ -244,7 +246,7 @@ class BlockedAttention(torch.autograd.Function):
     """`attend_own` in blocks of rows; the backward pass recomputes each block to keep one block's scores in memory."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Rows, step: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: QueryRows, step: int, *tensors: Tensor) -> Tensor:
         """Attend with a query [R, H, d] to keys and values of B sequences [B, S, K, d] and to own keys and values."""
         ctx.rows, ctx.step = rows, step
         ctx.save_for_backward(*tensors)
@@ -254,7 +256,7 @@ class BlockedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def attend(rows: Rows, step: int, block: Block, tensors: list[Tensor]) -> Tensor:
+    def attend(rows: QueryRows, step: int, block: Block, tensors: list[Tensor]) -> Tensor:
         with _no_autocast(tensors[0]):
             return attend_own(rows.seen(block.rows, block.span, step), *tensors)
 

@@ -35,7 +35,7 @@ from speculator.errors import UserError
 from speculator.heads.attention import AttentionHead, Norm, Rope, default_aux_layers
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import Eagle3Source
-from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
+from speculator.heads.eagle3.joint_attention import QueryRows, fused_dtype, joint_attention
 from speculator.heads.eagle3.layer import Layer
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts
@@ -131,7 +131,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         return nn.functional.embedding(tokens, weight).to(self.fc.weight.dtype)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:  # [..., nD] -> [..., D]
-        """Compute g at step 0."""
+        """Project the auxiliary hidden states to the width D, which gives g of step 0 (see the module)."""
         if self.config.norm_before_fc:
             aux_hidden = self.input_norm(aux_hidden)
         if self.config.fc_norm:
@@ -140,7 +140,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         return self.fc(aux_hidden)
 
     def finish(self, s: Tensor) -> tuple[Tensor, Tensor]:  # [..., D] -> [..., D] twice
-        """Compute what lm_head reads, and the next step's g."""
+        """Compute what lm_head reads, and g of the next step, from the layer's output s."""
         normed = self.norm(s)
         return normed, normed if self.config.norm_output else s
 
@@ -172,7 +172,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
             wanted = everything[:1]  # DDP needs a gradient for every weight
         kind = states.device.type
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // self.config.num_attention_heads
-        rows = Rows(wanted, document_starts(documents), limit, self.config.sliding_window)
+        rows = QueryRows(wanted, document_starts(documents), limit, self.config.sliding_window)
         fused = fused_dtype(keys, kind)
 
         def recomputed(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
@@ -190,7 +190,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         for i in range(self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
             query, key, value, residual = recomputed(
-                self._enter, g, tokens[rows.sequences, rows.places + i], rows.places + i
+                self._enter, g, tokens[rows.sequences, rows.positions + i], rows.positions + i
             )
             query, key, value = cast(query, key, value)
             # Every row keeps the keys of its own steps 1..i; the text's keys come from step 0 of all positions.

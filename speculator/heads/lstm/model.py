@@ -59,6 +59,8 @@ class LSTMSpeculator(RecurrentHead):
         return cast(nn.Embedding, self.forget_emb[0])
 
     def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:  # [..., D+I or 2I], [..., I] -> [..., 2I]
+        # The cell is the last I of the state. Before it are h_t [D] at step 0 and s [I] later, so step 0 has its own
+        # projections.
         inner = self.config.inner_dim
         state, cell = state[..., :-inner], state[..., -inner:]
         token = self.alpha * token

@@ -52,20 +52,20 @@ class MTPCache(DraftingCache):
         super().grow(capacity)
 
 
-class Pass:
+class PassAttention:
     """Attention of one pass: it writes its keys and values, and attends to those that a token sees.
 
     Args:
         layer: number of the layer.
-        places: [B, T] where in the cache the pass writes.
+        written: [B, T] positions of the cache that the pass writes.
         seen: returns the positions of the cache that each token sees within a window, [B, T, M].
     """
 
-    def __init__(self, cache: MTPCache, layer: int, places: Tensor, seen: Callable[[int | None], Tensor]):
-        self.cache, self.layer, self.places, self.seen = cache, layer, places, seen
+    def __init__(self, cache: MTPCache, layer: int, written: Tensor, seen: Callable[[int | None], Tensor]):
+        self.cache, self.layer, self.written, self.seen = cache, layer, written, seen
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        self.cache.write(self.layer, key, value, self.places)
+        self.cache.write(self.layer, key, value, self.written)
         seen = self.seen(window)
         keys, values = (x[self.layer][:, :, : seen.shape[2]] for x in (self.cache.keys, self.cache.values))
         return attend(query, keys, values, seen, scaling)
@@ -103,7 +103,8 @@ class DraftingForm:
         begins = cache.lengths.clone()
         if head.is_chain:
             assert cache.text is not None
-            # Read the last positions again: a layer there has read tokens that were not accepted, or none yet.
+            # Read the last positions again: a layer there has read tokens that were not accepted, or none yet. Of three
+            # layers that is 2: layer 2 at the last position reads two tokens beyond the pending one.
             again = len(head.layers) - 1
             row = torch.arange(len(tokens), device=tokens.device)[:, None]
             new = begins[:, None] + torch.arange(width, device=tokens.device)
@@ -125,7 +126,7 @@ class DraftingForm:
             embedded = head.embed(tokens)
             if head.config.zero_first and i == 0:
                 embedded = embedded * (positions != 0)[..., None]
-            made.append(head.run(i, embedded, states, positions, Pass(cache, i, positions, seen)))
+            made.append(head.run(i, embedded, states, positions, PassAttention(cache, i, positions, seen)))
         cache.lengths.copy_(begins + counts)
         cache.longest += width
         return made, counts
@@ -156,7 +157,7 @@ class DraftingForm:
         """Process a level of a draft; returns the logits of its children."""
         if self.head.is_chain:
             return self._next_of_chain(cache, tokens, parents)
-        attend = Pass(cache, 0, cache.begin_level(parents), cache.visible)
+        attend = PassAttention(cache, 0, cache.begin_level(parents), cache.visible)
         state, position = gather_at(cache.states, parents), cache.rope_position.expand_as(tokens)
         feature, cache.states = self.head.run(0, self.head.embed(tokens), state, position, attend)
         return self.head.draft_logits(feature)
@@ -165,13 +166,15 @@ class DraftingForm:
         """Draft with layer `level` = l: it runs at the l last positions of the text, on each token's path."""
         cache.level += 1
         head, level, count = self.head, cache.level, tokens.shape[1]
+        # Layer l reads the state of layer l - 1 at the same position. After a text of T positions and the path d1 d2,
+        # layer 2 runs at T - 2, where it reads d1, and at T - 1, where it reads d2.
         states, before = (gather_at(x.flatten(2), parents) for x in cache.path)
         first = cache.before[level - 1].expand(-1, count, -1)
         states = torch.cat([first, states], -1).unflatten(2, (level, -1))  # [B, f, l, D]
         path = torch.cat([before, tokens[..., None]], -1)  # [B, f, l]
         own = torch.arange(count * level, device=tokens.device)
         positions = (cache.lengths[:, None] - level) + own % level  # the l last ones, once per token
-        places = cache.lengths[:, None] + own
+        slots_written = cache.lengths[:, None] + own  # each path has its own, so that siblings share none
         slots = cache.slots(count * level)
         # A path sees its own positions up to each; those before the text's beginning do not exist.
         same = (own[:, None] // level == own // level) & (own <= own[:, None])
@@ -181,9 +184,9 @@ class DraftingForm:
             text = (slots < cache.lengths[:, None, None] - level).repeat(1, len(own), 1)
             if window is not None:
                 text &= slots > positions[..., None] - window
-            return with_own(text, places, same)
+            return with_own(text, slots_written, same)
 
-        attend = Pass(cache, level, places, seen)
+        attend = PassAttention(cache, level, slots_written, seen)
         feature, states = head.run(level, head.embed(path.flatten(1)), states.flatten(1, 2), positions, attend)
         cache.path = states.unflatten(1, (count, level)), path
         return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])

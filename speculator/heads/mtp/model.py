@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from speculator.heads.eagle3.joint_attention import Rows, fused_dtype, joint_attention
+from speculator.heads.eagle3.joint_attention import QueryRows, fused_dtype, joint_attention
 from speculator.heads.mtp.block import MTPLayer, Rotary, empty_decoder
 from speculator.heads.mtp.config import MTPSpeculatorConfig
 from speculator.heads.mtp.drafting import MTPSource
@@ -58,7 +58,7 @@ class Joint:
 
     made: tuple[Tensor, Tensor]
 
-    def __init__(self, rows: Rows, step: int, kept: tuple[Tensor, ...]):
+    def __init__(self, rows: QueryRows, step: int, kept: tuple[Tensor, ...]):
         self.rows, self.step, self.kept = rows, step, kept
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -177,41 +177,41 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         length = states.shape[1]
         if documents is None:
             documents = torch.zeros_like(tokens[:, :length])
-        places, starts = torch.arange(length, device=states.device), document_starts(documents)
+        positions, starts = torch.arange(length, device=states.device), document_starts(documents)
         everything = torch.arange(documents.numel(), device=states.device)
         kind, heads = states.device.type, self.config.block["num_attention_heads"]  # type: ignore[index]
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // heads
-        rows = Rows(everything, starts, limit, None)
+        rows = QueryRows(everything, starts, limit, None)
 
         embedded = self.embed(tokens[:, :length])
         if self.config.zero_first:
-            embedded = embedded * (places != starts)[..., None]
+            embedded = embedded * (positions != starts)[..., None]
         state, features = states.to(embedded.dtype), []
         if self.is_chain:
             for i in range(self.n_predict):
                 # Every layer has its own keys, of all positions of the text.
                 embedded = embedded if i == 0 else self.embed(tokens[:, i : i + length])
-                feature, state, *_ = self._step(i, 0, rows, embedded, state, places[None])
+                feature, state, *_ = self._step(i, 0, rows, embedded, state, positions[None])
                 features.append(feature)
             return features
 
-        feature, state, *text = self._step(0, 0, rows, embedded, state, places[None])
+        feature, state, *text = self._step(0, 0, rows, embedded, state, positions[None])
         features.append(feature)
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # DDP needs a gradient for every weight
-        rows, state = Rows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
+        rows, state = QueryRows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
         own = [x[0, :0, None].expand(0, len(wanted), -1, -1) for x in text]
         for i in range(1, self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
-            embedded = self.embed(tokens[rows.sequences, rows.places + i])[None]
-            feature, state, *made = self._step(0, i, rows, embedded, state, (rows.places + i)[None], *text, *own)
+            embedded = self.embed(tokens[rows.sequences, rows.positions + i])[None]
+            feature, state, *made = self._step(0, i, rows, embedded, state, (rows.positions + i)[None], *text, *own)
             own = [torch.cat([before, new]) for before, new in zip(own, made, strict=True)]
             features.append(rows.whole(feature[0]).view(*documents.shape, -1))
         return features
 
     def _step(
-        self, index: int, step: int, rows: Rows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
+        self, index: int, step: int, rows: QueryRows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
         """Run a layer; return feature, next state, keys and values."""
 

@@ -165,7 +165,7 @@ def test_the_other_architecture_and_integer_widths_are_read(arctic):
         ({"n_predict": 4}, "top_k_tokens_per_head"),
     ],
 )
-def test_a_wrong_config_is_one_line(arctic, changes, key):
+def test_a_wrong_config_fails_in_one_line(arctic, changes, key):
     edit(arctic, **changes)
     assert key in refused(arctic)
 
@@ -179,7 +179,7 @@ def test_a_wrong_config_is_one_line(arctic, changes, key):
         (lambda t: [t.update({f"speculator.{name}": t.pop(name)}) for name in list(t)], "speculator."),
     ],
 )
-def test_a_wrong_tensor_is_one_line(arctic, change, name):
+def test_a_wrong_tensor_fails_in_one_line(arctic, change, name):
     stored = load_file(arctic / "model.safetensors")
     change(stored)
     save_file(stored, arctic / "model.safetensors")

@@ -156,7 +156,7 @@ def test_a_draft_vocabulary_is_shown_and_exported_if_the_layout_stores_it(tmp_pa
     assert "vLLM 0.5.1" not in card
 
 
-def test_wrong_input_is_one_line(head, tmp_path, capsys):
+def test_wrong_input_fails_in_one_line(head, tmp_path, capsys):
     assert "no config.json" in refused(capsys, main(["inspect", str(tmp_path / "nowhere")]))
     assert "no config.json" in refused(capsys, export(tmp_path / "nowhere", tmp_path / "out"))
     assert "not empty" in refused(capsys, export(head, head))

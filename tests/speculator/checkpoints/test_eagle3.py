@@ -317,7 +317,7 @@ def test_a_layer_config_without_default_fields_is_read(tmp_path, base):
         (lambda t: t.update({"embed_tokens.weight": torch.ones(V, D + 1)}), "embed_tokens.weight is [23, 9]"),
     ],
 )
-def test_a_wrong_tensor_is_one_line(tmp_path, head, change, name):
+def test_a_wrong_tensor_fails_in_one_line(tmp_path, head, change, name):
     folder = write(head, tmp_path / "flat", FLAT)
     edit_tensors(folder, change)
     assert name in refused(folder)
@@ -340,7 +340,7 @@ def test_a_wrong_tensor_is_one_line(tmp_path, head, change, name):
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}}, "dynamic"),
     ],
 )
-def test_a_wrong_flat_config_is_one_line(tmp_path, head, change, key):
+def test_a_wrong_flat_config_fails_in_one_line(tmp_path, head, change, key):
     folder = write(head, tmp_path / "flat", FLAT)
     edit(folder, lambda config: config.update(change))
     assert key in refused(folder)
@@ -356,7 +356,7 @@ def test_a_wrong_flat_config_is_one_line(tmp_path, head, change, key):
         (lambda c: c.pop("norm_before_residual"), "norm_before_residual"),
     ],
 )
-def test_a_wrong_speculators_config_is_one_line(tmp_path, head, change, key):
+def test_a_wrong_speculators_config_fails_in_one_line(tmp_path, head, change, key):
     folder = write(head, tmp_path / "out", SPECULATORS)
     edit(folder, change)
     assert key in refused(folder)

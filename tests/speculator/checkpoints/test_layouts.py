@@ -155,7 +155,7 @@ def test_a_servers_layout_refuses_a_draft_vocabulary(pruned, layout):
         None,
     ],
 )
-def test_a_wrong_draft_vocabulary_is_one_line(pruned, tokens):
+def test_a_wrong_draft_vocabulary_fails_in_one_line(pruned, tokens):
     edit_tensors(pruned, lambda t: t.pop("draft_tokens") if tokens is None else t.update(draft_tokens=tokens))
     assert "draft_tokens" in refused(pruned)
 
@@ -240,7 +240,7 @@ def test_inner_dim_0_or_absent_means_emb_dim(tmp_path, absent):
     assert load_any(tmp_path / "ibm").config.inner_dim == 12
 
 
-def test_bare_names_and_a_string_architecture_are_read(ibm):
+def test_the_tensor_names_and_config_that_arctic_training_writes_are_read(ibm):
     """ArcticTraining writes these, with a misspelt key."""
     expected = logits(load_any(ibm))
     torch.save(
@@ -290,7 +290,7 @@ def test_a_sharded_checkpoint_is_read(sharded):
     assert torch.equal(logits(load_any(sharded)), logits(head_of(4, **TIED)))
 
 
-def test_a_missing_shard_or_index_is_one_line(sharded):
+def test_a_missing_shard_or_index_fails_in_one_line(sharded):
     index, last = sharded / "model.safetensors.index.json", sharded / "model-00002-of-00002.safetensors"
     right = index.read_text()
     index.write_text("{}")
@@ -315,7 +315,7 @@ def test_a_missing_shard_or_index_is_one_line(sharded):
         (lambda t: t.update({"ln.0.bias": t.pop("speculator.ln.0.bias")}), "unexpected"),
     ],
 )
-def test_a_wrong_tensor_is_one_line(ibm, change, name):
+def test_a_wrong_tensor_fails_in_one_line(ibm, change, name):
     edit_tensors(ibm, change)
     assert name in refused(ibm)
 
@@ -339,7 +339,7 @@ def test_tied_copies_that_differ_are_refused(tmp_path):
         ({"vocab_size": 21}, "[21, 8]"),
     ],
 )
-def test_a_wrong_config_is_one_line(ibm, change, key):
+def test_a_wrong_config_fails_in_one_line(ibm, change, key):
     edit(ibm, lambda config: config.update(change))
     assert key in refused(ibm)
 
@@ -355,7 +355,7 @@ class Evil:
         return os.mkdir, ("opened",)
 
 
-def test_damaged_files_are_one_line(ibm, tmp_path, monkeypatch):
+def test_damaged_files_fail_in_one_line(ibm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = (ibm / "model.safetensors").read_bytes()
     for size in (0, 100, len(whole) - 1):
@@ -457,7 +457,7 @@ class GatedSpeculator(MLPSpeculator):
     config_class = GatedConfig
 
 
-def test_the_fields_of_a_new_head_are_kept(tmp_path):
+def test_config_fields_of_a_new_architecture_survive_save_and_load(tmp_path):
     made = GatedSpeculator(GatedConfig(vocab_size=20, emb_dim=12, inner_dim=8, gated=True, width=3))
     layout = native.native_layout(GatedSpeculator)
     save(made, tmp_path / "head", layout)

@@ -67,7 +67,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         *(pytest.param(family, "loose", 1, marks=pytest.mark.soak) for family in ("qwen3_next", "glm4_moe_lite")),
     ],
 )
-def test_the_layers_of_a_folder_are_read_and_written_in_their_own_form(tmp_path, family, experts, shards, capsys):
+def test_mtp_layers_are_read_and_exported_in_the_form_of_their_folder(tmp_path, family, experts, shards, capsys):
     folder, model, mtp = folder_of(tmp_path, family, experts=experts, shards=shards, dtype=torch.bfloat16)
     target = Target(model, tokenizer=None)
     hidden, tokens = torch.randn(1, 4, 32), torch.arange(6)[None]
@@ -252,7 +252,7 @@ def test_heads_of_other_models_are_refused(tmp_path):
     save_head(head, tmp_path / "out", layout_of("mtp", head))
 
 
-def test_folders_without_a_layer_are_one_line(tmp_path):
+def test_folders_without_a_layer_fail_in_one_line(tmp_path):
     folder, *_ = folder_of(tmp_path, "qwen3_5")
     tensors = tensors_of(folder)
     for change, why in (

@@ -83,7 +83,7 @@ def test_steps_of_one_bucket_launch_the_same(name, monkeypatch):
     assert Comparison.made >= (1 if name == "adaptive-attention" else 2)
 
 
-def test_the_double_detects_host_numbers_and_device_waits(target, monkeypatch):
+def test_captured_numbers_and_waits_for_the_device_are_detected_without_a_gpu(target, monkeypatch):
     """A host number stays as captured; reading a value back from the device fails."""
     capturing(monkeypatch, Comparison)
 

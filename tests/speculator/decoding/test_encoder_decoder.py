@@ -8,6 +8,7 @@ from enumeration import distance_of_runs, joint_distribution
 from transformers import T5Config, T5ForConditionalGeneration
 
 from speculator import DraftModelDrafter, Engine, HeadDrafter, Sampling, Target, UserError, generate
+from speculator.custom_generate import speculative
 from speculator.decoding import scheduler
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.early_exit import EarlyExitDrafter
@@ -175,3 +176,14 @@ def test_unfit_drafts_and_sources_are_refused(forced):
             DraftModelDrafter(model, target, Chain(2))
     with pytest.raises(UserError, match="at most 64"):
         generate(forced, None, [[5] * 65])
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_transformers_generate_decodes_with_drafts(family):
+    model, plain = tiny_encoder_decoder(family), tiny_encoder_decoder(family)
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(source) for source in _SOURCES[:3]], True, 1)
+    settings = {"attention_mask": (ids != 1).long(), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    for _ in range(2):  # the model is given back after each call
+        found = model.generate(ids, **settings, custom_generate=speculative(NgramDrafter(3)))
+        assert torch.equal(found, plain.generate(ids, **settings))
+        assert torch.equal(model.generate(ids, **settings), found)

@@ -18,7 +18,7 @@ from speculator import (
     generate,
 )
 from speculator.decoding.verify import REJECTION_RULES
-from speculator.drafters.adaptive import AdaptiveDrafter, LookupPath
+from speculator.drafters.adaptive import AdaptiveDrafter, PathOrDraft
 from speculator.drafters.price import Choice
 
 PROMPT, SAMPLING = [0, 1, 0, 2], Sampling(1.0, top_k=2)
@@ -58,7 +58,7 @@ def distance(
 def test_every_run_of_the_engine_adds_up_to_the_targets_distribution(small, monkeypatch):
     taken: Counter = Counter()
     assert distance(small, monkeypatch, taken=taken) < 1e-12
-    assert {("LookupPath", 8), ("Chain", 1), ("FixedTree", 3)} <= taken.keys(), taken
+    assert {("PathOrDraft", 8), ("Chain", 1), ("FixedTree", 3)} <= taken.keys(), taken
 
 
 # ---- with others, and again
@@ -98,7 +98,7 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
     own.propose = lambda *given: drafts.append(propose(*given)) or drafts[-1]
     compared = 0
     for turn in [0, 2, shape, 0, 0, shape, 1, shape, shape, 2, shape] * 2:
-        chosen = LookupPath(turn) if isinstance(turn, int) else shape
+        chosen = PathOrDraft(turn) if isinstance(turn, int) else shape
         own.choose = lambda requests, chosen=chosen: chosen
         texts = [list(request.sequence) for request in requests]
         engine.step()

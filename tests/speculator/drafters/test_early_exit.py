@@ -48,7 +48,7 @@ def test_a_chain_is_drafted_from_what_the_first_layers_say_of_the_text(family):
         assert Watched.checked > before + 12
 
 
-def test_the_first_layers_end_at_their_tap():
+def test_early_exit_reads_the_state_after_its_last_layer():
     model = tiny_model()
     tokens = torch.tensor([PROMPTS[0]])
     with torch.no_grad():

@@ -10,7 +10,7 @@ from conftest import tiny_model
 from speculator import Candidates, Chain, HeadDrafter, Sampling, Target, Tree
 from speculator.checkpoints.loading import bind
 from speculator.decoding.engine import Engine
-from speculator.drafters.adaptive import LookupPath
+from speculator.drafters.adaptive import PathOrDraft
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.heads.cache import HeadCache
 from speculator.heads.eagle3.drafting import MAX_UNREAD, Eagle3Source
@@ -130,7 +130,7 @@ class Seldom(Noted):
 
     def choose(self, requests):
         self.turn = getattr(self, "turn", -1) + 1
-        self.own, self.none = getattr(self, "own", self.shape), getattr(self, "none", LookupPath(0))
+        self.own, self.none = getattr(self, "own", self.shape), getattr(self, "none", PathOrDraft(0))
         return self.none if self.turn % self.every else self.own
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from speculator.heads.eagle3 import joint_attention
-from speculator.heads.eagle3.joint_attention import BlockedAttention, FusedAttention, Rows
+from speculator.heads.eagle3.joint_attention import BlockedAttention, FusedAttention, QueryRows
 from speculator.target.packed import document_starts
 from tests.speculator.heads.test_eagle3 import DOCUMENTS, STEPS, head_of, inputs
 
@@ -53,11 +53,11 @@ def written_out(monkeypatch):
 
 
 def case(step, part, window, device="cpu", dtype=torch.float64, length=11, size=6):
-    """Rows of two sequences of several documents, and attention's inputs with H = 4 and K = 2 heads."""
+    """QueryRows of two sequences of several documents, and attention's inputs with H = 4 and K = 2 heads."""
     generator = torch.Generator().manual_seed(3)
     documents = (torch.rand(2, length, generator=generator) < 0.25).cumsum(1)
     wanted = (torch.rand(2 * length, generator=generator) < part).nonzero()[:, 0]
-    rows = Rows(wanted.to(device), document_starts(documents).to(device), 3 * length, window)
+    rows = QueryRows(wanted.to(device), document_starts(documents).to(device), 3 * length, window)
     count, text, own = len(wanted), (2, length, 2, size), (step, len(wanted), 2, size)
     shapes = [(count, 4, size), text, text, own, own]
     given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -74,7 +74,9 @@ def results(form, rows, step, given, d_out):
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("part", [1.0, 0.5])
 @pytest.mark.parametrize("step", [0, 2])
-def test_values_and_gradients_equal_those_of_blocks(step, part, window, written_out, monkeypatch):
+def test_fused_attention_has_the_values_and_gradients_of_blocked_attention(
+    step, part, window, written_out, monkeypatch
+):
     given = case(step, part, window)
     expected = results(BlockedAttention, given[0], step, *given[1:])
     for numbers in (2**25, 5 * 24):  # in pieces of five rows

@@ -107,7 +107,7 @@ def exchange(a: str, b: str):
         lambda head: setattr(head, "start", lambda hidden: type(head).start(head, hidden) + 0.01),
     ],
 )
-def test_wrong_wiring_is_detected(change):
+def test_wrong_gates_norms_or_start_states_change_the_logits(change):
     head, reference = head_of(), head_of()
     change(head)
     assert distance(head, reference) > 1e-4

@@ -29,7 +29,7 @@ def test_the_head_reproduces_the_published_logits(name):
     torch.testing.assert_close(logits, tensors["io.logits"], atol=1e-5, rtol=0)
 
 
-def test_a_wrong_alpha_is_detected():
+def test_an_alpha_that_is_one_percent_off_changes_the_logits():
     head, tensors = load("tied_scaled")
     head.alpha *= 1.01
     logits = head.logits(tensors["io.hidden_states"], tensors["io.tokens"])

@@ -223,7 +223,7 @@ def test_a_routers_bias_stays_in_float32_and_is_not_trained():
         assert head.get_buffer(name).dtype == torch.float32
 
 
-def test_a_target_whose_layers_need_more_than_states_is_one_line():
+def test_a_target_whose_layers_need_more_than_states_fails_in_one_line():
     target = Target(tiny_model("gemma3n"), tokenizer=None)
     with pytest.raises(UserError, match="gemma3n_text"):
         tiny_mtp_head(target)
@@ -233,7 +233,7 @@ def test_a_target_whose_layers_need_more_than_states_is_one_line():
     ("kind", "why"),
     [(DeepseekV32Config, "indexer"), (LongcatFlashConfig, "num_hidden_layers"), (NemotronHConfig, "no attribute")],
 )
-def test_layers_that_other_parts_belong_to_are_one_line(kind, why):
+def test_layers_that_other_parts_belong_to_fail_in_one_line(kind, why):
     with torch.device("meta"), pytest.raises(UserError, match=f"{kind.model_type}: .*{why}"):
         MTPSpeculator(MTPSpeculatorConfig.for_target(kind()))
 

@@ -150,7 +150,7 @@ def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(
             layout_of(name, head)
 
 
-def test_an_unknown_architecture_or_option_is_one_line_with_the_nearest_valid_one(registered, target):
+def test_an_unknown_architecture_or_option_fails_in_one_line_with_the_nearest_valid_one(registered, target):
     for options, near in (
         (HeadOptions(architecture="toi"), "toy"),
         (HeadOptions(architecture="toy", options={"anchor": 2}), "anchors"),

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
         ["--port", "0", "another_target"],
     ],
 )
-def test_wrong_flags_are_one_line(capsys, target_folder, flags):
+def test_wrong_flags_fail_in_one_line(capsys, target_folder, flags):
     assert exit_code(main, ["serve", "--target", str(target_folder), *flags]) == 2
     error = capsys.readouterr().err.removeprefix(f"loading {target_folder}\n").removeprefix("loading /nowhere\n")
     assert error.count("\n") == 1

@@ -70,7 +70,7 @@ def test_a_missing_field_is_named(tmp_path, model, tokenizer, field):
 
 
 @pytest.mark.parametrize("kept", [40, 2000, -100])
-def test_a_truncated_file_is_one_line(file, tmp_path, kept):
+def test_a_truncated_file_fails_in_one_line(file, tmp_path, kept):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(UserError, match=r"cut\.gguf") as error:

@@ -235,7 +235,7 @@ def test_an_adapter_that_changes_the_model_is_refused_with_the_reason(folder, tm
         Target.load(str(folder), adapter=str(tmp_path))
 
 
-def test_an_adapter_that_does_not_fit_is_one_line(folder, adapter, tmp_path):
+def test_an_adapter_that_does_not_fit_fails_in_one_line(folder, adapter, tmp_path):
     for name in ("of_another_size", "half"):
         shutil.copytree(adapter, tmp_path / name)
     weights = load_file(adapter / "adapter_model.safetensors")
