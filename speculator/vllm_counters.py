@@ -10,7 +10,7 @@ _COUNTER, _POSITION = re.compile(_DRAFTS, re.MULTILINE), re.compile(r'position="
 
 
 def read_counters(page: str) -> Counter[str]:
-    """Return the numbers of "drafts" and "accepted_tokens", and of accepted tokens by position: "0", "1", ..."""
+    """Read /metrics: counts of "drafts", of "accepted_tokens", and of those by position: "0", "1", ..."""
     found: Counter[str] = Counter()
     for what, labels, value in _COUNTER.findall(page):
         position = _POSITION.search(labels)

@@ -108,7 +108,7 @@ def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -
 
 
 def head_class(options: HeadOptions) -> type[Speculator]:
-    """Look up the configured architecture."""
+    """Return the class of the configured architecture; raise a UserError for an unknown one."""
     if options.architecture not in ARCHITECTURES:
         raise UserError(
             f"speculator.architecture: unknown architecture {options.architecture}"

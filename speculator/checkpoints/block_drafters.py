@@ -193,7 +193,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the tensors to store; a draft vocabulary with its rows of the target's output matrix."""
+    """Return the tensors to store, by name; a draft vocabulary adds its rows of the target's output matrix."""
     tensors = with_d2t(head)
     if head.draft_tokens is not None:
         rows = head.draft_rows(base_matrix(head.config, "output").to(head.device))

@@ -1,7 +1,7 @@
 """Layouts of several documents per row, so that a model's own attention separates them.
 
-A layout gives the arguments of the model's forward pass for tokens [B, S]; `documents` [B, S] numbers the contiguous
-documents of each row.
+A layout is a function that returns the arguments of the model's forward pass for tokens [B, S]; `documents` [B, S]
+numbers the contiguous documents of each row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
 
 
 def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Start positions at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
+    """Layout whose positions start at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
 
     transformers' masks separate the tokens before and after a fall back to 0.
     """
@@ -36,7 +36,7 @@ def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[st
 
 
 def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Add masks to the positions, for families that create theirs without positions (gpt-oss, AFMoE)."""
+    """Layout with masks added to `packed`, for families whose own masks ignore positions (gpt-oss, AFMoE)."""
     given = packed(model, tokens, documents)
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
     masks = create_masks_for_generate(model.config, like, None, None, given["position_ids"])
@@ -44,12 +44,12 @@ def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[st
 
 
 def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Join all rows into one, because flash attention separates documents only in a single row."""
+    """Layout of all rows in one, because flash attention separates documents only in a single row."""
     return {name: each.reshape(1, -1) for name, each in packed(model, tokens, documents).items()}
 
 
 def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Join all rows into one, and say where each document begins: layers hand that to `varlen_attention`."""
+    """Layout of all rows in one, with the bounds of the documents, which layers hand to `varlen_attention`."""
     given = in_one_row(model, tokens, documents)
     # For the positions 0 1 0 1 2 the documents begin at 0 and 2, and the bounds are 0 2 5.
     begins = (given["position_ids"][0] == 0).nonzero()[:, 0]
@@ -59,14 +59,14 @@ def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Te
 
 
 def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Give each document a row of its own, for models whose state runs through the row."""
-    place, width = places(documents)
-    rows = tokens.new_zeros(int(place.max()) // width + 1, width)
-    rows.view(-1)[place] = tokens
+    """Layout with a row for each document, for models whose state runs through the row."""
+    indices, width = indices_by_document(documents)
+    rows = tokens.new_zeros(int(indices.max()) // width + 1, width)
+    rows.view(-1)[indices] = tokens
     return {"input_ids": rows, "position_ids": torch.arange(width, device=tokens.device).expand_as(rows)}
 
 
-def places(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
+def indices_by_document(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
     """Return the index of each token in the flattened rows of `one_per_row`, and their width."""
     # For the documents [7, 7, 8, 8, 8] the offsets are 0 1 0 1 2, and the width is 3: row 0 gets two tokens, at 0 and
     # 1, and row 1 three, at 3, 4 and 5.

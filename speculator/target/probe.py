@@ -262,18 +262,18 @@ def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3
 
 def _window(mask_function: Callable[..., Tensor], length: int) -> int:
     """Count the tokens that a late token attends to, itself included; 0 if it attends to all."""
-    # A sliding window gives its size at both places (0 at the first if that sees everything), full attention gives 0
+    # A sliding window gives its size at both positions (0 at the first if that sees everything), full attention gives 0
     # twice, and chunked attention gives two different counts.
     slots, first = torch.arange(length), torch.tensor(0)
     widths = []
-    for place in (2 * length // 3, length - 1):
-        seen = mask_function(first, first, torch.tensor(place), slots).expand(length)
-        if seen.all() and place < length - 1:  # cross attention
+    for position in (2 * length // 3, length - 1):
+        seen = mask_function(first, first, torch.tensor(position), slots).expand(length)
+        if seen.all() and position < length - 1:  # cross attention
             return 0
         count = int(seen.sum())
-        if not count or not seen[place + 1 - count : place + 1].all():
+        if not count or not seen[position + 1 - count : position + 1].all():
             raise ValueError("its attention mask is neither causal nor a sliding window")
-        widths.append(0 if count == place + 1 else count)
+        widths.append(0 if count == position + 1 else count)
     if widths[0] not in (0, widths[1]):
         raise ValueError("its attention mask is neither causal nor a sliding window")
     return widths[1]
@@ -313,8 +313,8 @@ def _choose_document_attention(target: InProcessTarget, texts: Tensor, allowed: 
         flash: list[tuple[Any, Layout]] = [(VARLEN, in_one_row_with_bounds)]
         choices[:0] = flash + [("flash_attention_2", in_one_row)] * is_flash_attn_2_available()
     if original == "eager" and target.device.type == "cuda":  # eager attention keeps the scores of all heads
-        place = choices.index((original, packed))
-        choices[place:place] = [("flex_attention", packed), ("flex_attention", masked)]
+        at = choices.index((original, packed))
+        choices[at:at] = [("flex_attention", packed), ("flex_attention", masked)]
     choices.append((original, one_per_row))  # the slowest, for states that run through the row
     # The fastest first; a family that ignores the layout shows by its logits, one that lacks it by its error.
     for choice in choices:

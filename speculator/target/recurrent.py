@@ -77,7 +77,7 @@ class RecurrentLayer:
     # ---- called during a pass
 
     def convolve(self, inputs: Tensor) -> Tensor:  # [R, C, T] -> [R, C, K + T]
-        """Return the inputs of the convolution, those of earlier tokens first."""
+        """Return what the convolution of this pass reads: the last inputs of earlier passes, then these."""
         running.set(self)
         # A causal convolution reads the K inputs before the pass too. They are its whole state.
         self._inputs = torch.cat([self._start[0], inputs], -1)
