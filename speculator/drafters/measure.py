@@ -195,7 +195,7 @@ def measure_costs(
         seconds: time limit. It is checked before every step; what is not measured by then is left out.
     """
     deadline = time.perf_counter() + seconds
-    path = PathOrDraft(LONGEST_PATH)
+    path, none = PathOrDraft(LONGEST_PATH), PathOrDraft(0)
     largest = max((*shapes, path), key=lambda shape: shape.nodes)
     times: dict[tuple[int, bool], dict[Shape | int | None, list[float]]] = {}
     drafter = HeadDrafter(head, largest)
@@ -207,7 +207,7 @@ def measure_costs(
         for rows, greedy in sizes:
             plain, drafting = engines[rows]
             for what in (None, *shapes[:2], *dict.fromkeys((rows, 1, 0)), *shapes[2:]):
-                shape = path if isinstance(what, int) else what
+                shape = (path if what else none) if isinstance(what, int) else what
                 paths = [[0] * LONGEST_PATH] * what if isinstance(what, int) else []  # so many rows have a path
                 own = times.setdefault((rows, greedy), {}).setdefault(what, [])
                 own += _step_seconds(drafting if shape else plain, shape, greedy, deadline, paths)

@@ -224,7 +224,7 @@ def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch, quick):
 STEPS = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(2, 2, 3), Step(3, 3, 2)]
 
 
-def test_figures_by_hand():
+def test_acceptance_equals_that_counted_by_hand():
     """The last step was cut, so four count: they accept 3, 1, 0 and 2 tokens."""
     figures = acceptance(STEPS, 3)
     assert figures["steps"] == 4

@@ -218,7 +218,7 @@ class OneSeed(Noise):
 
 
 @pytest.mark.parametrize("wrong", [ByPlaceInTheDraft, BeforeTheFilters, OneSeed])
-def test_wrong_noise_fails(wrong):
+def test_samples_of_wrong_noise_fail_the_goodness_of_fit_test(wrong):
     settings = Sampling(0.5, top_k=4)
     chain = Chain(1)
     assert fit(steps(chain, settings, torch.arange(CHUNK), Noise)[0], settings) > 1e-4

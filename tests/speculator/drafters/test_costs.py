@@ -14,7 +14,7 @@ from speculator.drafters.measure import StepSeconds, measure, measure_costs, tim
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
 
-def test_figures_by_hand():
+def test_step_costs_equal_those_computed_by_hand():
     """Drafts of 0.9, 0.5, 0.3, 0.1 plain steps: the middle half's mean is 0.4; 2 tokens each. Passes of 2, 1, 2, 2.
 
     The median draft over the median plain step would be 0.65 / 1.5, the sum of all over that of all 2.6 / 8.

@@ -75,7 +75,7 @@ _WRONG = {
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @pytest.mark.parametrize("wrong", _WRONG)
-def test_known_wrong_variants_differ(family, wrong):
+def test_known_wrong_variants_change_the_logits(family, wrong):
     assert not largest_gap(tiny_encoder_decoder(family, torch.float64), **_WRONG[wrong]) < 0.01
 
 

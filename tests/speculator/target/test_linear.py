@@ -81,7 +81,7 @@ def test_a_trained_weight_is_not_copied(layer):
     assert (after - before).abs().max() > 0.1
 
 
-def test_gradients_are_kept(layer):
+def test_an_input_that_needs_a_gradient_gets_it_without_a_copy_of_the_weight(layer):
     x = torch.randn(3, WIDE, requires_grad=True)
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(3, -1))
