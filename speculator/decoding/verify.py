@@ -188,3 +188,5 @@ REJECTION_RULES: dict[str, Rule] = {
 """The rules besides `match`, by the name that users type. At temperature 0 each of them is `match`."""
 RULES = (MATCH, *REJECTION_RULES)
 """Names of all rules."""
+CHAIN_RULES = (MATCH, "block", "rejection")
+"""Names of the rules that a chain allows; the first is the default."""

@@ -128,7 +128,8 @@ def attention(
     if write is not None and write.cross is not None and write.cross.holds(key):
         # A token sees the whole source of its row, wherever the token is.
         own = write.padded(query.transpose(1, 2)).transpose(1, 2)
-        return write.packed(_fused(own, key, value, write.cross.bias, scaling, softcap, s_aux)), None
+        bias = write.cross.bias if write.cross.bias is None else write.cross.bias.to(query.device)
+        return write.packed(_fused(own, key, value, bias, scaling, softcap, s_aux)), None
     options = (WINDOWS.get(module, sliding_window), scaling, softcap, s_aux, position_bias)
     packed = write is not None and write.packing is not None
     if write is None or not (packed or write.parts):

@@ -58,18 +58,18 @@ def probe_training(target: InProcessTarget) -> None:
             target.document_attention = _choose_document_attention(target, texts, allowed)
     except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
         raise UserError(
-            f"{name} is not supported: its code does not compute logits from hidden states alone; "
-            "docs/guides/targets.md lists the families that are"
+            f"{name} is not supported: its code does not compute logits from hidden states alone{_what_now(model)}"
         ) from error
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
-        raise UserError(f"{name} can't be run: {error}") from error
+        raise UserError(f"{name} can't be run: {error}{_what_now(model)}") from error
     worst = gap(logits.float(), own)
     refuse(
         (not own.isfinite().all(), not_finite(target)),
         (own.std() == 0, f"{target.name}: its logits are all the same: the weights are empty"),
         (
             not worst < allowed,
-            f"{name} is not supported: the logits of its hidden states differ by {worst:.2g} standard deviations",
+            f"{name} is not supported: the logits of its hidden states differ by {worst:.2g} standard "
+            f"deviations{_what_now(model)}",
         ),
     )
 
@@ -127,20 +127,22 @@ def probe(target: Target) -> None:
         # What 16 tokens can't show is examined apart: rotary factors that depend on the longest text of the batch.
         moved = neighbours_matter(target, target.context_length)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
-        raise UserError(f"{name} can't be run through a KV cache: {error}") from error
-    worst = max(
-        *(gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),
-        gap(single, after(begins, 1, own)),
-        gap(verified, after(begins, rest.shape[1], own)),
-        0.0 if in_tree is None else gap(in_tree, after(begins, 3, own)),
-    )
+        raise UserError(f"{name} can't be run through a KV cache: {error}{_what_now(model)}") from error
+    rows = zip(("longer", "shorter"), prefill, own, lengths.tolist(), strict=True)
+    passes = {f"the prefill of the {which} row": gap(row[:n], given[:n]) for which, row, given, n in rows}
+    passes["the token after a rejected draft"] = gap(single, after(begins, 1, own))
+    passes["the verification"] = gap(verified, after(begins, rest.shape[1], own))
+    if in_tree is not None:
+        passes["the tree"] = gap(in_tree, after(begins, 3, own))
+    first = next((each for each, size in passes.items() if not size < allowed), "")
     window = getattr(target.config, "sliding_window", None)
     refuse(
         (isnan(moved), not_finite(target)),
         (
-            not worst < allowed,
-            f"{name} can't be verified exactly: its logits with a preallocated cache differ by {worst:.2g} standard "
-            "deviations",
+            bool(first),
+            f"{name} can't be verified exactly: its logits with a preallocated cache differ by "
+            f"{max(passes.values()):.2g} standard "
+            f"deviations, first in {first}{_what_now(model)}",
         ),
         (
             not moved < allowed,
@@ -151,6 +153,13 @@ def probe(target: Target) -> None:
             f"{name} can't be verified exactly: none of its attention masks has its sliding window of {window} tokens",
         ),
     )
+
+
+def _what_now(model: PreTrainedModel) -> str:
+    """Return the end of a message about a rejected family: the cause, if the model's source shows it, and a page."""
+    own = not model._can_set_attn_implementation()
+    cause = " (its layers compute attention in their own code, which ours can't replace)" if own else ""
+    return f"{cause}; see docs/contributing/failed-probe.md"
 
 
 def not_finite(target: TrainingTarget) -> str:
