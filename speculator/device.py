@@ -56,12 +56,12 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return accelerator or torch.device("cpu")
     try:
-        place = torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise UserError(f"device {device!r}: not a device of torch") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device!r}: this machine has no CUDA device")
-    return place
+    return found
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -41,7 +41,7 @@ SHAPES = {
     "candidates": Candidates((3, 2, 1)),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
 }
-_HEADS: dict[str, Callable[[Target], Speculator]] = {
+HEADS: dict[str, Callable[[Target], Speculator]] = {
     "head": lambda target: tiny_head(),
     "lstm": lambda target: tiny_head(architecture="lstm"),
     "attention": lambda target: tiny_head(architecture="eagle3"),
@@ -62,7 +62,7 @@ def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
     if source == "ngram":
         return NgramDrafter()
     if source == "adaptive":
-        return alternating_drafter(_HEADS[shape](target).to(target.device, target.dtype))
+        return alternating_drafter(HEADS[shape](target).to(target.device, target.dtype))
     if source == "hybrid":
         lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
         return HybridDrafter(make_drafter(shape, target), lookup)
@@ -73,4 +73,4 @@ def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
         return DraftModelDrafter(model, target, SHAPES[shape])
     if name == "block-cautious-chain":
         return HeadDrafter(tiny_block_head(target), Chain(3, min_confidence=0.5))
-    return HeadDrafter(_HEADS[source](target).to(target.device, target.dtype), SHAPES[shape])
+    return HeadDrafter(HEADS[source](target).to(target.device, target.dtype), SHAPES[shape])

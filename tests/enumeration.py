@@ -195,9 +195,12 @@ def recursive_breaks(w: World, case: Case) -> Breaks:
 
 
 def _cells(breaks: set[float]) -> list[tuple[float, float]]:
-    """(a uniform inside, the measure) of each cell of [0, 1)."""
+    """(a uniform inside, the measure) of each cell of [0, 1).
+
+    The uniform is near one end of the cell or the other, so that a rule with thresholds of its own is seen.
+    """
     bounds = sorted({0.0, 1.0, *(b for b in breaks if 0 < b < 1)})
-    return [((a + b) / 2, b - a) for a, b in pairwise(bounds)]
+    return [(a + (b - a) * (0.001 if hash((a, b)) % 2 else 0.999), b - a) for a, b in pairwise(bounds)]
 
 
 Rule = Callable[[torch.Tensor, Draft, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -374,13 +377,13 @@ def sampled_match(p: torch.Tensor, draft: Draft, u: torch.Tensor) -> tuple[torch
 
 
 RULES: dict[str, Rule] = {**REJECTION_RULES, "match": sampled_match}
-
-
 BREAKS = {
+    "match": match_breaks,
     "rejection": token_breaks,
     "block": block_breaks,
     "multi_candidate": recursive_breaks,
 }
+"""Of each rule of `RULES`: the uniforms at which it changes its mind."""
 
 
 def at_rows(draft: Draft, index: torch.Tensor) -> Draft:
@@ -412,7 +415,7 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
             breaks = BREAKS[name](World(p.shape[-1], draft.depth, table, {}), case)
             breaks += [set() for _ in range(len(tokens) + 1 - len(breaks))]
             cells = list(product(*(_cells(each) for each in breaks)))
-            u = torch.tensor([[middle for middle, _ in cell] for cell in cells], dtype=torch.float64)
+            u = torch.tensor([[inside for inside, _ in cell] for cell in cells], dtype=torch.float64)
             index = torch.full((len(cells),), i)
             many = at_rows(draft, index)
             last, rest = rule(p.expand(len(cells), -1, -1), many, u)

@@ -150,6 +150,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
             read["base_model_name_or_path"] = read["speculators_config"]["verifier"]["name_or_path"]
         except (KeyError, TypeError) as error:
             raise UserError(f"{file}: missing or malformed: {error}") from None
+    # `dflash_config` wins over the top level, and null in it counts as absent.
     nested = {**read, **{name: value for name, value in (read.get(_NESTED) or {}).items() if value is not None}}
     for name in (_LAYERS, "mask_token_id", "block_size"):
         refuse((nested.get(name) is None, f"{file}: {name} is missing"))
@@ -213,6 +214,7 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
     tensors.pop("t2d", None)
     if config.draft_vocab_size is None:
         return tensors
+    # t2d is not needed: it follows from d2t.
     if offsets is None:
         raise UserError(f"{where}: d2t is missing")
     return {**tensors, "draft_tokens": tokens_of(where, offsets, config.draft_vocab_size)}

@@ -129,6 +129,7 @@ def with_d2t(head: Speculator) -> dict[str, Tensor]:
     tensors = dict(head.state_dict())
     tokens = tensors.pop("draft_tokens", None)
     if tokens is not None:
+        # t2d marks the tokens that have a row; d2t says which token each row has.
         mask = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=tokens.device)
         mask[tokens] = True
         # Row i of the output matrix is token i + d2t[i]. For the tokens [2, 3, 7] the differences are [2, 2, 5].
@@ -166,6 +167,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     """Build config.json with every field written out."""
     rope = dict(config.rope_parameters or {})
     theta = rope.pop("rope_theta")
+    # Written twice: vLLM reads the key at the top, SGLang the one in `eagle_config`.
     aux_layers: dict[str, Any] = {}
     if config.aux_layers is not None:
         # Our k is the state after k layers, so layer k - 1 put it out, counted from 0.
@@ -228,6 +230,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
         our_name = _OURS + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
         refuse((our_name in ours, f"{where}: {our_name} exists twice, as {_LAYER} and as {_OURS}"))
         ours[our_name] = tensor
+    # Made before the weights are assigned, without memory: `bind` drops it again if it equals the target's.
     if EMBEDDING in ours:
         with torch.device("meta"):
             head.create_embedding()

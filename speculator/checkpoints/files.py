@@ -38,6 +38,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors."""
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # safetensors refuses tensors that share memory, as tied ones and views do.
     unshared = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     weights = folder / "model.safetensors"
     save_file(unshared, weights, metadata={"format": "pt"})

@@ -51,6 +51,7 @@ def _declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
     found: dict[str, type] = {}
     for kind in config.__mro__[: config.__mro__.index(PreTrainedConfig)]:
         for name, hint in get_annotations(kind).items():
+            # "int | None" counts as int: a field that may be absent is in `kept`, which does not require it.
             word = re.match(r"\w+", hint if isinstance(hint, str) else formatannotation(hint))
             if word and word[0] in _JSON:
                 found.setdefault(name, _JSON[word[0]])

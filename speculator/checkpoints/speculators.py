@@ -124,6 +124,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
             (weight.shape != shape, f"{where}: {EMBEDDING} is {list(weight.shape)}, config.json says {list(shape)}"),
             (not weight.isfinite().all(), f"{where}: {EMBEDDING} has values that are not finite"),
         )
+        # Zeros are what the library has where no embedding was stored: then the target's own is shared.
         if weight.any():
             head.share_embedding(weight)
     return tensors
@@ -140,6 +141,7 @@ def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  
         (is_gguf(name), f"{where} is a GGUF file: --base_model names the same model in safetensors"),
     )
     assert known is not None
+    # In the hub's cache the folder of a revision is found by one of its files.
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     with torch.device("meta"):

@@ -68,6 +68,7 @@ class StopStrings:
         special = ((number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.tokens = {number for number, content in special if content in strings}
         # A token is at least one byte of text; 8 more for tokens that decode to nothing.
+        # Only the last tokens are decoded again after each new one: as many as the longest stop string may span.
         self.window = max(len(string.encode()) for string in strings) + 8
 
     def ends(self, tokens: Sequence[int], min_tokens: int = 0) -> bool:

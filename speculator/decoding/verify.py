@@ -49,6 +49,7 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
 
 def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
     """Return q at every verify position: one-hot for a deterministic draft, 0 where nothing was drafted."""
+    # A deterministic draft is one whose law gives its token probability 1, so the same rules fit it.
     q = draft.probs
     if q is None:
         q = p.new_zeros(*draft.tokens.shape, p.shape[-1]).scatter_(-1, draft.tokens[:, :, None], 1)
@@ -187,3 +188,5 @@ REJECTION_RULES: dict[str, Rule] = {
 """The rules besides `match`, by the name that users type. At temperature 0 each of them is `match`."""
 RULES = (MATCH, *REJECTION_RULES)
 """Names of all rules."""
+CHAIN_RULES = (MATCH, "block", "rejection")
+"""Names of the rules that a chain allows; the first is the default."""

@@ -11,6 +11,7 @@ from speculator.decoding.drafter import Drafter
 from speculator.decoding.memory import LookupPaths, Memory, Sequences
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
+from speculator.decoding.verify import CHAIN_RULES
 from speculator.drafters.shapes import check_length
 from speculator.target.encoder import source_of
 
@@ -115,7 +116,7 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
-    rules: tuple[str, ...] = ("match", "block", "rejection")
+    rules: tuple[str, ...] = CHAIN_RULES
     capturable = True
 
     def __init__(self, num_speculative_tokens: int = 4, max_ngram: int = 3, memory: int = 0):

@@ -11,6 +11,7 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource
 from speculator.decoding.memory import Sequences
 from speculator.decoding.sampling import Noise, draw, most_likely
+from speculator.decoding.verify import CHAIN_RULES
 from speculator.errors import UserError
 
 _MOST = 1024  # tokens of a draft: more never pay, and an absurd number would exhaust the memory
@@ -51,7 +52,7 @@ class Chain:
         self.width = 1
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
-        self.rules: tuple[str, ...] = ("match", "block", "rejection")
+        self.rules: tuple[str, ...] = CHAIN_RULES
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         # Three ways to pick a token: drawn from q by a number of its own (`rejection`, `block`), the best score with

@@ -237,5 +237,6 @@ class Speculator(PreTrainedModel, ABC):
         """Spread logits over the whole vocabulary: -inf outside the draft vocabulary, so that q is 0 there."""
         if self.draft_tokens is None:
             return logits
+        # [..., V_d] -> [..., V]: with the draft vocabulary [2, 5] of 8 tokens, the logits a b become - - a - - b - -.
         whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return whole.index_copy_(-1, self.draft_tokens, logits)

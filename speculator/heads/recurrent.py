@@ -65,6 +65,7 @@ class RecurrentHead(UnrolledHead):
 
     def __init__(self, config: RecurrentConfig):
         super().__init__(config)
+        # Each step keeps w^2 of the variance that h_t contributes, so after N steps w^(2N) = 1/2 is left.
         state_weight = 0.5 ** (0.5 / config.n_predict)
         self.alpha = math.sqrt((1 - state_weight**2) * config.inner_dim / 2) / state_weight
 
@@ -146,6 +147,7 @@ class RecurrentHead(UnrolledHead):
         def rescaled(weight: Tensor) -> Tensor:
             return weight / weight.std() * inner**-0.5
 
+        # The target's matrices have scales of their own; the head's have the variance 1/I, as it is initialised.
         for module in self.modules():
             if isinstance(module, nn.Embedding):
                 module.weight.copy_(rescaled(embedding))

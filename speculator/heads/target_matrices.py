@@ -45,7 +45,10 @@ class HeadOnTargetMatrices(Speculator):
 
     def _of_target(self, index: int) -> Any:
         if not self._shared:
-            raise UserError("the head uses its target's embedding and output matrix, and was given none")
+            raise UserError(
+                "the head has none of its target's embedding and output matrix: call bind(head, target) of "
+                "speculator.checkpoints.loading, or compute inside `head.sharing(embedding, output)`"
+            )
         return self._shared[index]
 
     def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]

@@ -97,6 +97,7 @@ class GenerationRequest(BaseModel):
 
     def samplings(self, count: int) -> list[Sampling]:
         """Return the sampling settings of `count` answers: answer i uses seed + i; without a seed, a random one + i."""
+        # Below 2^62, so that seed + n stays within 64 bits.
         first = secrets.randbits(62) if self.seed is None else self.seed
         temperature = 1.0 if self.temperature is None else self.temperature
         settings = temperature, max(self.top_k or 0, 0), self.top_p or 1.0, self.min_p or 0.0
@@ -135,6 +136,7 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[str | list[int]]:
         """Texts or lists of token ids."""
         given = self.prompt
+        # A list of integers is one prompt; a list of lists or of texts is several.
         single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         return [given] if single else list(given)  # type: ignore[list-item, arg-type]
 

@@ -179,6 +179,7 @@ class Worker:
                 submitted, self._submitted = self._submitted, []
                 loads, self._loads = self._loads, []
                 self._jobs = [job for job in [*self._jobs, *submitted] if job.unfinished]
+            # Between two steps: a step in flight keeps the drafter with which it began.
             while loads:
                 self._replace_drafter(*loads.pop(0))
             try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from speculator.target.write import Write, current
+from speculator.target.write import CacheWrite, current
 
 ATTENTION, VARLEN = "speculator", "speculator_varlen"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ def original_attention(model: PreTrainedModel) -> Any:
 
 
 def mask(
-    write: Write,
+    write: CacheWrite,
     groups: int,
     window: int | None,
     dtype: torch.dtype,
@@ -64,11 +64,11 @@ def mask(
     given, bias = write.masks.get((groups, window, dtype), (None, None))
     if bias is None or given is not by_distance:
         # All layers with the same window share one mask, which the first of them builds.
-        place = torch.arange(write.extent, device=write.lengths.device)
+        columns = torch.arange(write.extent, device=write.lengths.device)
         if write.tree is None:
             # A chain: positions in the cache are those in the sequence. The token at 7 sees 0..7; what lies beyond is
             # padding, a later token, or left from a rejected draft.
-            seen = place <= write.cache_positions[:, :, None]
+            seen = columns <= write.cache_positions[:, :, None]
         else:
             count = write.block.shape[1]
             # A tree is not causal in the cache: a token's cousins lie before it. Committed positions are visible to all
@@ -76,14 +76,14 @@ def mask(
             # parents [-1, -1, 0], token 2 (verify position 3) sees 0..4, then 5 (pending), 6 (its parent) and 8
             # (itself), not 7.
             block = write.block.clamp(max=write.extent - 1)  # an idle row may be longer
-            seen = (place < write.lengths[:, None, None]).repeat(1, write.width, 1)
+            seen = (columns < write.lengths[:, None, None]).repeat(1, write.width, 1)
             # The rows of `ancestors` that this pass writes: a tree may be written in several passes, level by level.
             ancestors = write.tree.ancestors[:, count - write.width : count, :count]
             seen = seen.scatter(2, block[:, None].expand(-1, write.width, -1), ancestors)
-        position = place
+        position = columns
         if write.tree is not None and (window is not None or by_distance is not None):
             depths = write.lengths[:, None] + write.tree.depths[:, :count]
-            position = place.repeat(len(block), 1).scatter(1, block, depths)[:, None]
+            position = columns.repeat(len(block), 1).scatter(1, block, depths)[:, None]
         if window is not None:
             # The token at p sees p - window + 1 .. p: with a window of 4, position 9 sees 6..9. A window counts
             # positions of the sequence. In a tree these are not the cache's: cousins share one, so the new columns get
@@ -122,13 +122,14 @@ def attention(
     """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
 
     Packed rows (`speculator.target.write.Packing`) are unpacked here alone. On a CPU the tokens attend part by part
-    (`Write.parts`); where shapes must be few, all do together, padded.
+    (`CacheWrite.parts`); where shapes must be few, all do together, padded.
     """
     write = current()
     if write is not None and write.cross is not None and write.cross.holds(key):
         # A token sees the whole source of its row, wherever the token is.
         own = write.padded(query.transpose(1, 2)).transpose(1, 2)
-        return write.packed(_fused(own, key, value, write.cross.bias, scaling, softcap, s_aux)), None
+        bias = write.cross.bias if write.cross.bias is None else write.cross.bias.to(query.device)
+        return write.packed(_fused(own, key, value, bias, scaling, softcap, s_aux)), None
     options = (WINDOWS.get(module, sliding_window), scaling, softcap, s_aux, position_bias)
     packed = write is not None and write.packing is not None
     if write is None or not (packed or write.parts):
@@ -145,7 +146,7 @@ def attention(
 
 
 def _attend(
-    write: Write | None,
+    write: CacheWrite | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -158,12 +159,12 @@ def _attend(
     """Compute attention of unpacked rows."""
     width, groups = query.shape[2], query.shape[1] // key.shape[1]
     if write is None:
-        place = torch.arange(key.shape[2], device=query.device)
+        columns = torch.arange(key.shape[2], device=query.device)
         # No cache: the queries are the last `width` of the keys.
-        own = place[-width:, None]
-        seen = place <= own
+        own = columns[-width:, None]
+        seen = columns <= own
         if sliding_window is not None:
-            seen &= place > own - sliding_window
+            seen &= columns > own - sliding_window
         bias: Tensor | None = _bias(seen, query.dtype).repeat(groups, 1)
     else:
         bias = mask(write, groups, sliding_window, query.dtype, position_bias)

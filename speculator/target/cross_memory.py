@@ -61,8 +61,8 @@ class CrossMemory:
         encoded = sorted({source for source in new.values() if source not in known}, key=len)
         for length, group in groupby(encoded, len):
             alike = list(group)
-            places = [(row, alike.index(source)) for row, source in new.items() if source in alike]
-            rows, index = ([each[k] for each in places] for k in (0, 1))
+            pairs = [(row, alike.index(source)) for row, source in new.items() if source in alike]
+            rows, index = ([each[k] for each in pairs] for k in (0, 1))
             layers = self._encoder.keys_and_values(self._encoder.encode(alike))
             for own, made in zip(self._held, layers, strict=True):
                 own.keys[rows, :, :length], own.values[rows, :, :length] = made.keys[index], made.values[index]

@@ -25,8 +25,8 @@ def fingerprint(model: Any) -> str:
     samples = []
     for matrix in map(whole, matrices):
         # Spread over the matrix by a multiplier without a common factor with its size.
-        places = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
-        rows, columns = places // matrix.shape[1], places % matrix.shape[1]
+        indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
+        rows, columns = indices // matrix.shape[1], indices % matrix.shape[1]
         samples += _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
     # PEFT names its parameters after the adapter.
     if added := [weight for name, weight in sorted(model.named_parameters()) if "default" in name.split(".")]:

@@ -18,7 +18,7 @@ from speculator.target.fingerprint import fingerprint
 from speculator.target.gguf import is_gguf
 from speculator.target.linear import pack_linears
 from speculator.target.loading import add_adapter, drop_vision_tower, read_target
-from speculator.target.packed import Layout, one_per_row, packed, places
+from speculator.target.packed import Layout, indices_by_document, one_per_row, packed
 from speculator.target.probe import context_length, probe_training
 from speculator.target.sharding import DECODE_INSTEAD, SHARDED, Group, make_whole, whole
 from speculator.target.training import TrainingTarget
@@ -188,10 +188,10 @@ class InProcessTarget(ModelHere):
             (group and adapter is not None, f"parallel {parallel}: merge the adapter into the weights first"),
             (group and is_gguf(name), f"parallel {parallel}: each process reads a GGUF file whole"),
         )
-        place = resolve_device(device)
-        if dtype == "auto" and place.type == "cpu":  # without bfloat16 units bfloat16 is slower than float32
+        resolved = resolve_device(device)
+        if dtype == "auto" and resolved.type == "cpu":  # without bfloat16 units bfloat16 is slower than float32
             dtype = "float32"
-        where: Any = "auto" if parallel == "device_map" else group or place
+        where: Any = "auto" if parallel == "device_map" else group or resolved
         tokenizer, model = read_target(name, revision, dtype, where, trust_remote_code)
         if adapter is not None:
             add_adapter(model, adapter)
@@ -252,11 +252,11 @@ class InProcessTarget(ModelHere):
             begin = self.group.rank * (len(tokens) // self.group.size)
             own_rows = slice(begin, begin + rows)
 
-        place = places(documents)[0] if layout is one_per_row else None
+        indices = indices_by_document(documents)[0] if layout is one_per_row else None
 
         def own(states: Tensor) -> Tensor:
-            if place is not None:
-                states = states.reshape(-1, states.shape[-1])[place]
+            if indices is not None:
+                states = states.reshape(-1, states.shape[-1])[indices]
             return states.view(*tokens.shape, -1)[own_rows, :length].contiguous().to(self.device)
 
         with using_attention(self.model, attention), self.aux_layers.selecting(own):

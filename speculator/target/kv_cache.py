@@ -24,7 +24,7 @@ from speculator.target import recurrent
 from speculator.target.encoder import source_of
 from speculator.target.recurrent import RecurrentLayer, StateForm
 from speculator.target.tree import TokenTree
-from speculator.target.write import Packing, Write, current, in_progress
+from speculator.target.write import CacheWrite, Packing, current, in_progress
 
 if TYPE_CHECKING:
     from speculator.target.cross_memory import CrossMemory
@@ -87,9 +87,9 @@ class _Layer(CacheLayerMixin):
             # Each row writes after its own length, which differs: with lengths [5, 2] and width 3 row 0 writes 5, 6, 7
             # and row 1 writes 2, 3, 4. An index on either side of the slice moves those two dimensions first, hence the
             # transpose.
-            rows, places = (each.to(keys.device) for each in write.places)  # layers may be on several devices
-            self.selected[0][rows, :, places] = key_states.transpose(1, 2).to(keys.dtype)
-            self.selected[1][rows, :, places] = value_states.transpose(1, 2).to(values.dtype)
+            rows, positions = (each.to(keys.device) for each in write.destinations)  # layers may be on several devices
+            self.selected[0][rows, :, positions] = key_states.transpose(1, 2).to(keys.dtype)
+            self.selected[1][rows, :, positions] = value_states.transpose(1, 2).to(values.dtype)
         return keys, values
 
     def select(self, start: int, stop: int) -> None:
@@ -148,8 +148,8 @@ class KVCache(Cache):
         counts = Counter(form for layer in layers for form in layer)
         stacks = {}
         for form, count in counts.items():
-            heads, size, dtype, place = form
-            stacks[form] = torch.zeros(count, rows, heads, self.capacity, size, dtype=dtype, device=place)
+            heads, size, dtype, where = form
+            stacks[form] = torch.zeros(count, rows, heads, self.capacity, size, dtype=dtype, device=where)
         self._share(stacks)
         self.select(0, rows, 0)
 
@@ -204,7 +204,7 @@ class KVCache(Cache):
     @contextmanager
     def writing(
         self, width: int, tree: TokenTree | None = None, base: int = 0, counts: Sequence[int] | None = None
-    ) -> Iterator[Write]:
+    ) -> Iterator[CacheWrite]:
         """Write `width` tokens into each selected row inside the block.
 
         Args:
@@ -234,7 +234,9 @@ class KVCache(Cache):
             packing = Packing.of(counts, width, self.bucket, block.device)
         apart = (counts if packing else [width] * len(block)) if self.bucket == 1 and tree is None else None
         placed = block, cache_positions, positions
-        self.write = Write(self.selected, width, extent, *placed, tree, self.single_row, packing, apart, self.cross)
+        self.write = CacheWrite(
+            self.selected, width, extent, *placed, tree, self.single_row, packing, apart, self.cross
+        )
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
         with in_progress(self.write):
@@ -288,14 +290,14 @@ class KVCache(Cache):
         # tokens moves from 7, 9, 12 to 7, 8, 9.
         source, count = self.selected[:, None] + path, path.shape[1]
         for part in self._parts:
-            places = source.to(part.device)
+            old = source.to(part.device)
             if self.single_row:
-                part[:, :, :, self.longest : self.longest + count] = part.index_select(3, places[0])
+                part[:, :, :, self.longest : self.longest + count] = part.index_select(3, old[0])
             else:
                 # The right side is gathered into a new tensor before the left side is written, so overlapping moves are
                 # safe.
-                rows, front = self.write.places[0].to(part.device), self.write.block[:, :count].to(part.device)
-                part[:, rows, :, front] = part[:, rows, :, places]
+                rows, front = self.write.destinations[0].to(part.device), self.write.block[:, :count].to(part.device)
+                part[:, rows, :, front] = part[:, rows, :, old]
         for layer in self.recurrent.values():
             layer.follow(path)
 

@@ -37,13 +37,13 @@ def read_target(
     name: str,
     revision: str | None,
     dtype: str,
-    place: torch.device | Literal["auto"] | Group,
+    placement: torch.device | Literal["auto"] | Group,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedTokenizerBase, Any]:
     """Load the tokenizer and the model of a hub id, folder or GGUF file.
 
     Args:
-        place: a device; "auto" for all devices of this process; or the processes that share the model.
+        placement: a device; "auto" for all devices of this process; or the processes that share the model.
     """
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
     try:
@@ -54,22 +54,22 @@ def read_target(
                 check_folder(Path(name))
             tokenizer = AutoTokenizer.from_pretrained(**where)
             config = AutoConfig.from_pretrained(**where)
-            if isinstance(place, Group):
-                if place.parallel == "tp":
-                    check_heads(name, config.get_text_config(), place.size)
-                where["distributed_config"] = place.config()
-            elif place == "auto":
-                where["device_map"] = place
-            elif place.type != "cpu" and (
+            if isinstance(placement, Group):
+                if placement.parallel == "tp":
+                    check_heads(name, config.get_text_config(), placement.size)
+                where["distributed_config"] = placement.config()
+            elif placement == "auto":
+                where["device_map"] = placement
+            elif placement.type != "cpu" and (
                 getattr(config, "quantization_config", None) or (is_accelerate_available() and not is_gguf(name))
             ):
                 # Weight by weight: no whole copy in host memory, and some quantised ones can't be moved after loading.
-                where["device_map"] = {"": place}
+                where["device_map"] = {"": placement}
             options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded: Any = auto_class(config).from_pretrained(**where, **options)
         model, found = loaded
-        if isinstance(place, torch.device) and "device_map" not in where:
-            model = model.to(place)
+        if isinstance(placement, torch.device) and "device_map" not in where:
+            model = model.to(placement)
         if is_gguf(name):
             complete(model, name)
         _check_weights(model, **{kind: found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")})

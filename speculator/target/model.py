@@ -134,8 +134,8 @@ class Target(InProcessTarget):
 
         with cache.writing(tokens.shape[1], tree, base, counts) as write, self.aux_layers.selecting(own):
             # Clamped, because a table of positions (GPT-2) has no row after the context's end.
-            places = write.packed(write.positions.clamp(max=self.context_length - 1))
-            given: Any = {"position_ids": places, **cache.arguments(self.cache_name)}
+            positions = write.packed(write.positions.clamp(max=self.context_length - 1))
+            given: Any = {"position_ids": positions, **cache.arguments(self.cache_name)}
             output = self._body(input_ids=write.packed(tokens), use_cache=True, **given)
             hidden = own(output.last_hidden_state)
         return hidden.to(self.device)  # the last layers may be on another device

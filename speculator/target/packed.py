@@ -60,13 +60,13 @@ def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Te
 
 def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
     """Layout with a row for each document, for models whose state runs through the row."""
-    place, width = places(documents)
-    rows = tokens.new_zeros(int(place.max()) // width + 1, width)
-    rows.view(-1)[place] = tokens
+    indices, width = indices_by_document(documents)
+    rows = tokens.new_zeros(int(indices.max()) // width + 1, width)
+    rows.view(-1)[indices] = tokens
     return {"input_ids": rows, "position_ids": torch.arange(width, device=tokens.device).expand_as(rows)}
 
 
-def places(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
+def indices_by_document(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
     """Return the index of each token in the flattened rows of `one_per_row`, and their width."""
     # For the documents [7, 7, 8, 8, 8] the offsets are 0 1 0 1 2, and the width is 3: row 0 gets two tokens, at 0 and
     # 1, and row 1 three, at 3, 4 and 5.

@@ -58,18 +58,18 @@ def probe_training(target: InProcessTarget) -> None:
             target.document_attention = _choose_document_attention(target, texts, allowed)
     except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
         raise UserError(
-            f"{name} is not supported: its code does not compute logits from hidden states alone; "
-            "docs/guides/targets.md lists the families that are"
+            f"{name} is not supported: its code does not compute logits from hidden states alone{_what_now(model)}"
         ) from error
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
-        raise UserError(f"{name} can't be run: {error}") from error
+        raise UserError(f"{name} can't be run: {error}{_what_now(model)}") from error
     worst = gap(logits.float(), own)
     refuse(
         (not own.isfinite().all(), not_finite(target)),
         (own.std() == 0, f"{target.name}: its logits are all the same: the weights are empty"),
         (
             not worst < allowed,
-            f"{name} is not supported: the logits of its hidden states differ by {worst:.2g} standard deviations",
+            f"{name} is not supported: the logits of its hidden states differ by {worst:.2g} standard "
+            f"deviations{_what_now(model)}",
         ),
     )
 
@@ -127,20 +127,22 @@ def probe(target: Target) -> None:
         # What 16 tokens can't show is examined apart: rotary factors that depend on the longest text of the batch.
         moved = neighbours_matter(target, target.context_length)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError) as error:
-        raise UserError(f"{name} can't be run through a KV cache: {error}") from error
-    worst = max(
-        *(gap(row[:n], given[:n]) for row, given, n in zip(prefill, own, lengths.tolist(), strict=True)),
-        gap(single, after(begins, 1, own)),
-        gap(verified, after(begins, rest.shape[1], own)),
-        0.0 if in_tree is None else gap(in_tree, after(begins, 3, own)),
-    )
+        raise UserError(f"{name} can't be run through a KV cache: {error}{_what_now(model)}") from error
+    rows = zip(("longer", "shorter"), prefill, own, lengths.tolist(), strict=True)
+    passes = {f"the prefill of the {which} row": gap(row[:n], given[:n]) for which, row, given, n in rows}
+    passes["the token after a rejected draft"] = gap(single, after(begins, 1, own))
+    passes["the verification"] = gap(verified, after(begins, rest.shape[1], own))
+    if in_tree is not None:
+        passes["the tree"] = gap(in_tree, after(begins, 3, own))
+    first = next((each for each, size in passes.items() if not size < allowed), "")
     window = getattr(target.config, "sliding_window", None)
     refuse(
         (isnan(moved), not_finite(target)),
         (
-            not worst < allowed,
-            f"{name} can't be verified exactly: its logits with a preallocated cache differ by {worst:.2g} standard "
-            "deviations",
+            bool(first),
+            f"{name} can't be verified exactly: its logits with a preallocated cache differ by "
+            f"{max(passes.values()):.2g} standard "
+            f"deviations, first in {first}{_what_now(model)}",
         ),
         (
             not moved < allowed,
@@ -151,6 +153,13 @@ def probe(target: Target) -> None:
             f"{name} can't be verified exactly: none of its attention masks has its sliding window of {window} tokens",
         ),
     )
+
+
+def _what_now(model: PreTrainedModel) -> str:
+    """Return the end of a message about a rejected family: the cause, if the model's source shows it, and a page."""
+    own = not model._can_set_attn_implementation()
+    cause = " (its layers compute attention in their own code, which ours can't replace)" if own else ""
+    return f"{cause}; see docs/contributing/failed-probe.md"
 
 
 def not_finite(target: TrainingTarget) -> str:
@@ -253,18 +262,18 @@ def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3
 
 def _window(mask_function: Callable[..., Tensor], length: int) -> int:
     """Count the tokens that a late token attends to, itself included; 0 if it attends to all."""
-    # A sliding window gives its size at both places (0 at the first if that sees everything), full attention gives 0
+    # A sliding window gives its size at both positions (0 at the first if that sees everything), full attention gives 0
     # twice, and chunked attention gives two different counts.
     slots, first = torch.arange(length), torch.tensor(0)
     widths = []
-    for place in (2 * length // 3, length - 1):
-        seen = mask_function(first, first, torch.tensor(place), slots).expand(length)
-        if seen.all() and place < length - 1:  # cross attention
+    for position in (2 * length // 3, length - 1):
+        seen = mask_function(first, first, torch.tensor(position), slots).expand(length)
+        if seen.all() and position < length - 1:  # cross attention
             return 0
         count = int(seen.sum())
-        if not count or not seen[place + 1 - count : place + 1].all():
+        if not count or not seen[position + 1 - count : position + 1].all():
             raise ValueError("its attention mask is neither causal nor a sliding window")
-        widths.append(0 if count == place + 1 else count)
+        widths.append(0 if count == position + 1 else count)
     if widths[0] not in (0, widths[1]):
         raise ValueError("its attention mask is neither causal nor a sliding window")
     return widths[1]
@@ -304,8 +313,8 @@ def _choose_document_attention(target: InProcessTarget, texts: Tensor, allowed: 
         flash: list[tuple[Any, Layout]] = [(VARLEN, in_one_row_with_bounds)]
         choices[:0] = flash + [("flash_attention_2", in_one_row)] * is_flash_attn_2_available()
     if original == "eager" and target.device.type == "cuda":  # eager attention keeps the scores of all heads
-        place = choices.index((original, packed))
-        choices[place:place] = [("flex_attention", packed), ("flex_attention", masked)]
+        at = choices.index((original, packed))
+        choices[at:at] = [("flex_attention", packed), ("flex_attention", masked)]
     choices.append((original, one_per_row))  # the slowest, for states that run through the row
     # The fastest first; a family that ignores the layout shows by its logits, one that lacks it by its error.
     for choice in choices:

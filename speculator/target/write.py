@@ -32,11 +32,11 @@ class Packing:
     """Tokens of ragged rows laid end to end in one row: [[a b .] [c d e]] becomes [[a b c d e]].
 
     Attributes:
-        places: [N] index of each token in the flattened padded rows.
-        sources: [R, width] index in the packed row of each padded place.
+        indices: [N] index of each token in the flattened padded rows.
+        sources: [R, width] index in the packed row of each padded token.
     """
 
-    places: Tensor
+    indices: Tensor
     sources: Tensor
 
     @classmethod
@@ -45,9 +45,9 @@ class Packing:
         real = torch.arange(width) < torch.tensor(counts)[:, None]
         # The k-th real token has k + 1 real ones up to it, so its index in the packed row is cumsum - 1. Padding gets
         # that of the token before it: a valid index, whose value nobody reads.
-        sources, places = real.flatten().cumsum(0).view_as(real) - 1, real.flatten().nonzero()[:, 0]
-        places = torch.cat([places, places[-1:].expand(-len(places) % bucket)])
-        return cls(places.to(device), sources.to(device))
+        sources, indices = real.flatten().cumsum(0).view_as(real) - 1, real.flatten().nonzero()[:, 0]
+        indices = torch.cat([indices, indices[-1:].expand(-len(indices) % bucket)])
+        return cls(indices.to(device), sources.to(device))
 
 
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -77,7 +77,7 @@ class Part(NamedTuple):
     rows: slice
     tokens: slice
     packed: slice
-    write: Write
+    write: CacheWrite
 
     def of(self, x: Tensor, packed: bool) -> Tensor:  # [R, width, ...] or [1, N, ...] -> [rows, tokens, ...], a view
         own = x[0, self.packed].unflatten(0, (self.rows.stop - self.rows.start, -1)) if packed else x[self.rows]
@@ -85,7 +85,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Write:
+class CacheWrite:
     """Tokens of one pass, R rows of `width`, that are being written into the cache.
 
     Example: a row has 5 committed tokens, an earlier pass wrote one token after them (base 1), and this one writes two
@@ -122,7 +122,7 @@ class Write:
 
     def packed(self, x: Tensor) -> Tensor:  # [R, width, ...] -> the same, or [1, N, ...]
         """Lay out the rows as the model reads them."""
-        return x if self.packing is None else x.flatten(0, 1)[None, self.packing.places.to(x.device)]
+        return x if self.packing is None else x.flatten(0, 1)[None, self.packing.indices.to(x.device)]
 
     def padded(self, x: Tensor) -> Tensor:  # the same, or [1, N, ...] -> [R, width, ...]
         """Undo `packed`; padding holds the last token of its row."""
@@ -142,28 +142,28 @@ class Write:
                 extent = min(self.extent, max(lengths[rows]) + base + tokens.stop)
                 placed = self.block[rows], self.cache_positions[rows, tokens], self.positions[rows, tokens]
                 size, single = tokens.stop - first, stop == start + 1
-                write = Write(self.lengths[rows], size, extent, *placed, None, single)
+                write = CacheWrite(self.lengths[rows], size, extent, *placed, None, single)
                 parts.append(Part(rows, tokens, slice(done, done + (stop - start) * count), write))
         return parts if len(parts) > 1 or self.packing else []
 
     @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:  # [R, 1] and [R, width], or [1, N] both
+    def destinations(self) -> tuple[Tensor, Tensor]:  # [R, 1] and [R, width], or [1, N] both
         """Rows and cache positions of the tokens as the model reads them."""
         written = self.cache_positions
         rows = torch.arange(len(written), device=written.device)[:, None]
         return (rows if self.packing is None else self.packed(rows.expand_as(written))), self.packed(written)
 
 
-_current: ContextVar[Write | None] = ContextVar("_current", default=None)
+_current: ContextVar[CacheWrite | None] = ContextVar("_current", default=None)
 
 
-def current() -> Write | None:
+def current() -> CacheWrite | None:
     """Return the write of the forward pass that is running, or None outside of `in_progress`."""
     return _current.get()
 
 
 @contextmanager
-def in_progress(write: Write) -> Iterator[None]:
+def in_progress(write: CacheWrite) -> Iterator[None]:
     """Make this the write in progress inside the block."""
     token = _current.set(write)
     try:

@@ -120,16 +120,16 @@ class DSparkSpeculatorConfig(AttentionConfig):
         anchors = torch.zeros(count, min(self.anchors, length - 1), dtype=torch.long)
         drawn = torch.zeros_like(anchors, dtype=torch.bool)
         for row, seed in enumerate(seeds):
-            places = possible[row].nonzero()[:, 0]
-            order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
-            chosen = places[order[: anchors.shape[1]]].sort().values
+            positions = possible[row].nonzero()[:, 0]
+            order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))
+            chosen = positions[order[: anchors.shape[1]]].sort().values
             anchors[row, : len(chosen)], drawn[row, : len(chosen)] = chosen, True
         rows = torch.arange(count)[:, None, None]
-        places = anchors[:, :, None] + torch.arange(1, self.n_predict + 1)
-        inside = (places <= end[rows, anchors[:, :, None]]) & drawn[:, :, None]
-        places = places.clamp_max(length - 1)
+        positions = anchors[:, :, None] + torch.arange(1, self.n_predict + 1)
+        inside = (positions <= end[rows, anchors[:, :, None]]) & drawn[:, :, None]
+        positions = positions.clamp_max(length - 1)
         # A draft ends at its first token without loss: 1 1 0 1 becomes 1 1 0 0.
-        live = (inside & learned[rows, places]).long().cumprod(-1).bool()
-        labels = input_ids[rows, places].masked_fill(~live, IGNORE)
+        live = (inside & learned[rows, positions]).long().cumprod(-1).bool()
+        labels = input_ids[rows, positions].masked_fill(~live, IGNORE)
         starts = document_starts(document_ids)[rows[..., 0], anchors]
         return {"labels": labels, "on_host": OnHost(anchors, starts, labels)}

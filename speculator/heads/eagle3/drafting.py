@@ -54,7 +54,7 @@ class DraftingCache(HeadCache):
         self.level += 1
         return self.lengths[:, None] + drafted + torch.arange(count, device=parents.device)
 
-    def slots(self, more: int) -> Tensor:
+    def columns(self, more: int) -> Tensor:
         """Return the positions of the cache that a pass reads, given the number of tokens after the text."""
         extent = min(aligned(self.longest + more, self.lengths.device), self.keys.shape[3])
         return torch.arange(extent, device=self.lengths.device)
@@ -62,12 +62,12 @@ class DraftingCache(HeadCache):
     def visible(self, window: int | None) -> Tensor:  # [B, f, M]
         """Return a mask of the cache's positions that each token of the newest level attends to."""
         drafted = self.seen.shape[2]
-        slots = self.slots(drafted)
+        columns = self.columns(drafted)
         # The text is at 0 .. length - 1, and the draft's tokens follow it in the order in which they were drafted.
-        text = slots < self.lengths[:, None]
+        text = columns < self.lengths[:, None]
         if window is not None:
-            text &= slots > self.rope_position - window
-        positions = self.lengths[:, None] + torch.arange(drafted, device=slots.device)
+            text &= columns > self.rope_position - window
+        positions = self.lengths[:, None] + torch.arange(drafted, device=columns.device)
         return with_own(text[:, None].repeat(1, self.seen.shape[1], 1), positions, self.seen)
 
 

@@ -96,13 +96,13 @@ class QueryRows:
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
         """Return a mask of the keys that rows attend to at a step: their document up to them, within the window."""
-        slots = torch.arange(span.start, span.stop, device=self.positions.device)
+        columns = torch.arange(span.start, span.stop, device=self.positions.device)
         positions, begins = self.positions[rows, None], self.starts[rows, None]
         if self.window is not None:
             # Step i of position t stands at t + i, so its window reaches i positions less far into the text: with a
             # window of 4, step 2 of position 9 stands at 11 and sees the text's 8 and 9.
             begins = begins.maximum(positions + step - self.window + 1)
-        return (slots <= positions) & (slots >= begins)
+        return (columns <= positions) & (columns >= begins)
 
 
 def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]

@@ -112,11 +112,11 @@ class DraftingForm:
             begins = (begins - again).clamp_min(0)
             width, counts = width + again, counts + cache.lengths - begins
         positions = begins[:, None] + torch.arange(width, device=tokens.device)
-        slots = cache.slots(width)
+        columns = cache.columns(width)
 
         def seen(window: int | None) -> Tensor:
-            near = slots <= positions[..., None]
-            return near if window is None else near & (slots > positions[..., None] - window)
+            near = columns <= positions[..., None]
+            return near if window is None else near & (columns > positions[..., None] - window)
 
         made: list[tuple[Tensor, Tensor]] = []
         for i in range(len(head.layers)):
@@ -174,19 +174,19 @@ class DraftingForm:
         path = torch.cat([before, tokens[..., None]], -1)  # [B, f, l]
         own = torch.arange(count * level, device=tokens.device)
         positions = (cache.lengths[:, None] - level) + own % level  # the l last ones, once per token
-        slots_written = cache.lengths[:, None] + own  # each path has its own, so that siblings share none
-        slots = cache.slots(count * level)
+        written = cache.lengths[:, None] + own  # each path has its own, so that siblings share none
+        columns = cache.columns(count * level)
         # A path sees its own positions up to each; those before the text's beginning do not exist.
         same = (own[:, None] // level == own // level) & (own <= own[:, None])
         same = (same & (positions[:, None] >= 0)) | (own == own[:, None])
 
         def seen(window: int | None) -> Tensor:
-            text = (slots < cache.lengths[:, None, None] - level).repeat(1, len(own), 1)
+            text = (columns < cache.lengths[:, None, None] - level).repeat(1, len(own), 1)
             if window is not None:
-                text &= slots > positions[..., None] - window
-            return with_own(text, slots_written, same)
+                text &= columns > positions[..., None] - window
+            return with_own(text, written, same)
 
-        attend = PassAttention(cache, level, slots_written, seen)
+        attend = PassAttention(cache, level, written, seen)
         feature, states = head.run(level, head.embed(path.flatten(1)), states.flatten(1, 2), positions, attend)
         cache.path = states.unflatten(1, (count, level)), path
         return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CONFIGS, MisstatedHead, Oracle, tiny_block_head, tiny_head, tiny_model
-from drafters import DRAFT_TOKENS, SHAPES, make_drafter
+from drafters import DRAFT_TOKENS, HEADS, SHAPES, make_drafter
 from enumeration import chi_square_p, joint_distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,20 +28,14 @@ from speculator.decoding.sampling import draw, uniforms
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 # Their grouped matrix products exist in float32 only.
 SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
-ATTENTION = ("chain", "tree", "candidates", "fixed-tree")
 NAMES = [
     "none",
-    *(f"head-{shape}" for shape in SHAPES),
-    "lstm-chain",
-    "lstm-tree",
-    *(f"model-{shape}" for shape in SHAPES),
-    *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ATTENTION),
+    *(f"{source}-{shape}" for source in ("head", "model") for shape in SHAPES),
+    *(f"{source}-{shape}" for source in HEADS if source != "head" for shape in ("chain", "tree")),
+    *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ("candidates", "fixed-tree")),
     "block-cautious-chain",
-    *(f"dflash-{shape}" for shape in ("chain", "greedy-chain", "tree")),
+    "dflash-greedy-chain",
     "ngram",
-    "pruned_block-chain",
-    "pruned-chain",
-    "pruned-tree",
     "exit-chain",
     "exit-tree",
     *(f"hybrid-{drafter}" for drafter in ("head-chain", "attention-candidates", "block-chain")),
@@ -252,7 +246,7 @@ def test_a_draft_vocabulary_that_tokens_and_distribution_do_not_share_is_seen():
     assert sampled_p_value(ShiftedDistribution(tiny_head(draft_tokens=DRAFT_TOKENS)), WARPERS[0], rule="block") < 1e-6
 
 
-RULE_DRAFTS = {"rejection": (-1, 0), "block": (-1, 0), "multi_candidate": (-1, -1, 0)}
+RULE_DRAFTS = {name: (-1, -1, 0) if name == "multi_candidate" else (-1, 0) for name in rules.REJECTION_RULES}
 
 
 @pytest.mark.parametrize("name", RULE_DRAFTS)

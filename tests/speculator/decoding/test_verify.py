@@ -23,26 +23,25 @@ def kind(seed: int) -> str:
 CHAINS = [(size, depth) for size in (3, 4, 5, 6) for depth in (1, 2, 3) if size**depth <= 64]
 
 
-@pytest.mark.parametrize(("size", "depth"), CHAINS)
-@pytest.mark.parametrize(
-    ("rule", "breaks"), [(rules.rejection, e.token_breaks), (rules.block, e.block_breaks)], ids=["rejection", "block"]
-)
-def test_a_sampled_chain_keeps_the_target_distribution(rule, breaks, size, depth):
-    for seed in SEEDS:
-        w = e.world(seed, size, depth, kind(seed))
-        assert e.outcome(rule, w, list(e.sampled(w, e.CHAINS[depth])), breaks).total_variation < EXACT
+SAMPLED = [name for name in rules.CHAIN_RULES if name != rules.MATCH]
 
 
 @pytest.mark.parametrize(("size", "depth"), CHAINS)
-@pytest.mark.parametrize(
-    ("rule", "breaks"),
-    [(rules.rejection, e.token_breaks), (rules.block, e.block_breaks), (e.sampled_match, e.match_breaks)],
-    ids=["rejection", "block", "match"],
-)
-def test_a_deterministic_chain_keeps_the_target_distribution(rule, breaks, size, depth):
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_sampled_chain_keeps_the_target_distribution(name, size, depth):
     for seed in SEEDS:
         w = e.world(seed, size, depth, kind(seed))
-        assert e.outcome(rule, w, list(e.deterministic(w, e.CHAINS[depth])), breaks).total_variation < EXACT
+        cases = list(e.sampled(w, e.CHAINS[depth]))
+        assert e.outcome(e.RULES[name], w, cases, e.BREAKS[name]).total_variation < EXACT
+
+
+@pytest.mark.parametrize(("size", "depth"), CHAINS)
+@pytest.mark.parametrize("name", rules.CHAIN_RULES)
+def test_a_deterministic_chain_keeps_the_target_distribution(name, size, depth):
+    for seed in SEEDS:
+        w = e.world(seed, size, depth, kind(seed))
+        cases = list(e.deterministic(w, e.CHAINS[depth]))
+        assert e.outcome(e.RULES[name], w, cases, e.BREAKS[name]).total_variation < EXACT
 
 
 @pytest.mark.parametrize("parents", [*TREES, (-1, -1, -1, 0, 0, 1, 3)])
@@ -75,8 +74,8 @@ def test_a_draft_cut_by_its_confidence_keeps_the_target_distribution():
     for seed in SEEDS:
         w = e.world(seed, 3, 3, kind(seed))
         cases = [replace(case, length=_cut(case)) for case in e.sampled(w, e.CHAINS[3])]
-        for rule, breaks in ((rules.rejection, e.token_breaks), (rules.block, e.block_breaks)):
-            assert e.outcome(rule, w, cases, breaks).total_variation < EXACT
+        for name in SAMPLED:
+            assert e.outcome(e.RULES[name], w, cases, e.BREAKS[name]).total_variation < EXACT
 
 
 def _cut(case: e.Case, least: float = 0.4) -> int:
@@ -129,6 +128,11 @@ def resample_from_target(p, draft, u):
 def forget_the_draft_distribution(p, draft, u):
     """Tests a sampled token as if it had been certain."""
     return rules.rejection(p, replace(draft, probs=None), u)
+
+
+def accept_too_seldom(p, draft, u):
+    """Accepts with 0.7 p / q, and samples the residual of p / q."""
+    return rules.rejection(p, draft, u / 0.7)
 
 
 def any_position(p, draft, u):
@@ -189,6 +193,7 @@ def _block_distribution(p, draft, last):
     [
         (resample_from_target, e.token_breaks, 1e-2),
         (forget_the_draft_distribution, e.token_breaks, 1e-2),
+        (accept_too_seldom, e.token_breaks, 1e-2),
         (any_position, e.token_breaks, 1e-2),
         (misstated_temperature, e.token_breaks, 1e-2),
         (block_to_first_failure, e.block_breaks, 1e-3),
@@ -280,7 +285,7 @@ def test_sampled_siblings_that_are_pruned_by_their_distribution_fail():
 # ---- corners
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "match", "multi_candidate"])
+@pytest.mark.parametrize("name", e.RULES)
 def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
     probs = None if name == "match" else torch.tensor([[[1.0, 0.0]]])
@@ -296,8 +301,7 @@ def test_uniforms_of_zero_accept_only_tokens_that_the_target_can_emit():
     for seed in SEEDS:
         w = e.world(seed, 3, 2, "zeros")
         for cases, rule in (
-            (e.sampled(w, e.CHAINS[2]), rules.rejection),
-            (e.sampled(w, e.CHAINS[2]), rules.block),
+            *((e.sampled(w, e.CHAINS[2]), e.RULES[name]) for name in SAMPLED),
             (e.sampled(w, (-1, -1)), rules.multi_candidate),
             (e.deterministic(w, (-1, -1)), e.sampled_match),
         ):
@@ -312,12 +316,12 @@ def test_uniforms_of_zero_accept_only_tokens_that_the_target_can_emit():
                 assert not (probs[0] > 0)[w.p[path] == 0].any()
 
 
-@pytest.mark.parametrize("rule", [rules.rejection, rules.block])
+@pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("length", [0, 1])
-def test_padding_of_a_draft_is_neither_accepted_nor_subtracted(rule, length):
+def test_padding_of_a_draft_is_neither_accepted_nor_subtracted(name, length):
     p = torch.full((1, 3, 3), 1 / 3, dtype=torch.float64)
     draft = Draft(torch.zeros(1, 2, dtype=torch.long), torch.tensor([length]), None)
-    last, probs = rule(p, draft, torch.zeros(1, 2, dtype=torch.float64))
+    last, probs = e.RULES[name](p, draft, torch.zeros(1, 2, dtype=torch.float64))
     assert last.item() == length
     torch.testing.assert_close(probs / probs.sum(), p[:, length])
 

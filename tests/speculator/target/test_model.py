@@ -133,24 +133,49 @@ def test_layers_that_cannot_be_rolled_back_train_and_do_not_decode():
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "cause"),
     [
-        FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-        OPTConfig(
-            vocab_size=32,
-            hidden_size=32,
-            num_hidden_layers=2,
-            ffn_dim=64,
-            num_attention_heads=4,
-            word_embed_proj_dim=32,
+        (
+            FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+            r"can't be run.*compute attention in their own code.*failed-probe\.md",
+        ),
+        (
+            OPTConfig(
+                vocab_size=32,
+                hidden_size=32,
+                num_hidden_layers=2,
+                ffn_dim=64,
+                num_attention_heads=4,
+                word_embed_proj_dim=32,
+            ),
+            r"does not compute logits from hidden states alone; see docs/contributing/failed-probe\.md",
         ),
     ],
     ids=["falcon", "opt"],
 )
-def test_families_that_do_not_use_the_registered_attention_are_refused(config):
+def test_families_that_do_not_use_the_registered_attention_are_refused(config, cause):
     """Single rows would be right; a ragged batch would not."""
-    with pytest.raises(UserError, match=r"can't be|is not supported"):
+    with pytest.raises(UserError, match=cause):
         Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
+
+
+def count_from_zero(rotary, x, position_ids):
+    return ROTARY(rotary, x, torch.arange(x.shape[1])[None])
+
+
+def count_from_the_longest_row(rotary, x, position_ids):
+    return ROTARY(rotary, x, position_ids[:, :1].max() + torch.arange(x.shape[1])[None])
+
+
+ROTARY = modeling_llama.LlamaRotaryEmbedding.forward
+
+
+@pytest.mark.parametrize("wrong", [count_from_zero, count_from_the_longest_row])
+def test_the_probe_names_the_first_pass_that_differs(wrong, monkeypatch):
+    """Positions of the model's own are right in a prefill, and wrong where rows have accepted unequal numbers."""
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", wrong)
+    with pytest.raises(UserError, match="first in the token after a rejected draft"):
+        Target(tiny_model(), tokenizer=None)
 
 
 def test_an_attention_that_sees_the_future_is_refused(monkeypatch):
