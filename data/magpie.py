@@ -47,7 +47,7 @@ def names_self(sources: Sequence[str]) -> bool:
 
 
 def prompt_sampling_of(temperature: float, top_p: float, prefix: str) -> Sampling:
-    """Return the sampling of the user turns; an error names the setting: `prefix`, "prompt_" and its name."""
+    """Return the sampling of the user turns; an error names the setting with `prefix`, such as "--prompt_top_p"."""
     try:
         return Sampling(temperature, top_p=top_p)
     except UserError as error:

@@ -208,7 +208,7 @@ def _answer(
 
 
 def identity(drafter: Drafter | None) -> str | None:
-    """Name a drafter and its weights."""
+    """Describe a drafter with its draft's shape and a digest of its weights, for the manifest; None without one."""
     if drafter is None:
         return None
     if not isinstance(drafter, HeadDrafter):

@@ -32,7 +32,7 @@ _MANIFEST = "manifest.json"
 
 
 class TooLittleTextError(SourceError):
-    """A split without text."""
+    """Raised for a split that has no text because the source has too few documents."""
 
 
 @dataclass(frozen=True)

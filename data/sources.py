@@ -46,7 +46,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Source:
-    """Location of a source, and its weight if sources are mixed."""
+    """One source of training text: where it is, and its share of the tokens (None if sources have no weights)."""
 
     location: str
     weight: float | None

@@ -89,7 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 def compare(
     target: Target, drafters: Sequence[HeadDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Decode each prompt with the old and the new drafter; which one is first alternates."""
+    """Decode each prompt with the old and the new drafter; return speeds, their difference, and acceptance lengths.
+
+    Which drafter comes first alternates, so that a drift of the machine's speed affects both.
+    """
     timed, engines = (Timed(), Timed()), Engines()
     stop = sorted(target.eos_token_ids) if suite.chat else []
     for drafter in drafters:  # the first pass allocates
@@ -119,20 +122,24 @@ def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
 
 
 def fixed_acceptance(target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int) -> float:
-    """Acceptance length of a chain of `n_predict` tokens, which no timing decides."""
+    """Acceptance length of chains of `n_predict` tokens. Unlike adaptive drafts, they do not depend on timings."""
     eos = None if suite.chat else ()
     how = {"max_new_tokens": max_new_tokens, "max_batch_size": 8, "eos_token_ids": eos}
     return generate(target, HeadDrafter(head), suite.prompts, sampling, **how).acceptance_length
 
 
 def accepted(result: dict[str, Any]) -> bool:
-    """Return the verdict on the figures."""
+    """Return whether the new head replaces the old one.
+
+    It must decode the suite faster (lower bound of the difference above 0), and the acceptance length on the guard
+    suite, if there is one, must not fall by more than `--guard_loss`.
+    """
     low, guard = result["suite"]["difference"]["low"], result["guard"]
     return low is not None and low > 0 and (guard is None or guard["change"] >= guard["allowed"])
 
 
 def line(result: dict[str, Any]) -> str:
-    """Write the verdict and its figures in one line."""
+    """Return the line that `run` prints: the verdict and the figures that it rests on."""
     suite, guard = result["suite"], result["guard"]
     (old, new), lengths = suite["tokens_per_second"], suite["acceptance_length"]
     words = f"{'accepted' if result['accepted'] else 'rejected'}: {old:.1f} -> {new:.1f} tokens/s on {suite['name']}, "

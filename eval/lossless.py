@@ -106,7 +106,10 @@ def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | 
 
 
 def table(checks: Sequence[Check]) -> str:
-    """A table of the checks; `drafted` is the share of accepted draft tokens, since a low one proves little."""
+    """Return the checks as a Markdown table.
+
+    Its column "drafted" is the share of new tokens that were accepted draft tokens: with few, a pass proves little.
+    """
     header = ("temperature", "check", "sample", "drafted", "statistic", "result", "verdict")
     rows = []
     for check in checks:

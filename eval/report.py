@@ -36,7 +36,7 @@ def length_with_interval(part: dict) -> dict[str, float | None]:
 
 
 def drafter_rows(rows: list[dict]) -> list[dict]:
-    """Rows other than plain decoding."""
+    """The rows whose decoder drafts: all but plain decoding."""
     return [row for row in rows if row["drafter"] != "none"]
 
 
@@ -53,7 +53,7 @@ def facts(report: dict) -> dict[str, str]:
 
 
 def groups(report: dict) -> dict[str, list[dict]]:
-    """Rows that were measured together, by heading."""
+    """Rows with the same suite, temperature and batch size, by the heading of their table."""
     found: dict[str, list[dict]] = {}
     several = len({row["batch_size"] for row in report["suites"]}) > 1
     for row in report["suites"]:

@@ -28,7 +28,11 @@ def default_lengths(server: str, head: Speculator) -> list[int]:
 def server_decoders(
     target: Target, head: Speculator, lengths: list[int], engines: Engines, rule: str | None
 ) -> list[Decoder]:
-    """Plain decoding, and the head's chains as the servers draft them."""
+    """Return the decoders of `eval --as SERVER`: plain decoding, then a chain of the head for each of `lengths`.
+
+    Args:
+        rule: accept rule, under which the chain's tokens are sampled; None: they are the likeliest, under `match`.
+    """
     table = [decoder_of(target, "none", None, engines)]
     for number, length in enumerate(lengths):
         drafter = HeadDrafter(head, Chain(length, sampled=rule is not None))
@@ -37,7 +41,7 @@ def server_decoders(
 
 
 def server_log(timed: Timed, num_speculative_tokens: int) -> dict[str, Any]:
-    """The counters of a server, which include the steps in which a text ended.
+    """The counters that a server logs for these steps. Unlike `acceptance`, they include the steps that ended a text.
 
     `accepted_per_position[i]` counts the drafts whose token i was accepted.
     """

@@ -95,7 +95,7 @@ def log(report: dict, folder: Path) -> None:
 
 
 def figures(report: dict) -> dict[str, float]:
-    """Figures of all rows of a report by name."""
+    """A report's figures for wandb: a number for each name, such as "eval/SUITE T=0/head 4/acceptance_length"."""
     return {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
 
 

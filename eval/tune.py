@@ -138,14 +138,14 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
 
 
 def described(shape: Chain | FixedTree) -> str:
-    """A shape in words."""
+    """The shape of a draft in words, such as "chain of 4"."""
     if isinstance(shape, FixedTree):
         return f"tree of {shape.nodes} tokens, {shape.depth} deep"
     return f"chain of {shape.depth}"
 
 
 def table(rows: list[dict]) -> str:
-    """The predictions as a table; the best draft of each temperature is marked."""
+    """Return the predictions of `write_tuning` as a Markdown table; each temperature's best draft is marked."""
     header = ["temperature", "draft", "acceptance length", "cost", "predicted speedup", ""]
     lines = [
         (

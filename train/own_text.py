@@ -57,7 +57,10 @@ def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
 
 
 def folder_of(config: RunConfig, target: TrainingTarget) -> Path:
-    """Return the folder of the chats, named by a hash of everything that they depend on."""
+    """Return the cache folder of the chats that the source `self` stands for; it may not exist yet.
+
+    Its name is a hash of all that the chats depend on, so runs with the same target, settings and seed share them.
+    """
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
     key = json.dumps([*who, dataclasses.asdict(config.data.self_source), config.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"

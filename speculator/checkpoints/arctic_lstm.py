@@ -24,9 +24,10 @@ _METHOD = {"method": "sum_lstm", "tie_lstm_embs": True}
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json, in which `emb_dim` is the embedding's width and `input_hidden_dim` the target's hidden size.
+    """Return the content of config.json.
 
-    `top_k_tokens_per_head` needs an entry per head, which nothing reads.
+    Its `emb_dim` is the width of the head's embedding (our `inner_dim`), and `input_hidden_dim` is our `emb_dim`.
+    Loaders require an entry per step in `top_k_tokens_per_head`, but ignore the values.
     """
     n, base = config.n_predict, config.base_model_name_or_path
     return {

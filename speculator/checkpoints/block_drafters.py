@@ -194,7 +194,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the tensors to store, by name; a draft vocabulary adds its rows of the target's output matrix."""
+    """Return the tensors to store. With a draft vocabulary, its rows of the target's output matrix are among them."""
     tensors = with_d2t(head)
     if head.draft_tokens is not None:
         rows = head.draft_rows(base_matrix(head.config, "output").to(head.device))
@@ -203,7 +203,7 @@ def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename stored tensors to the head's; copies of the target's matrices are left out."""
+    """Return the tensors by the head's names, without copies of the target's embedding and output matrix."""
     config = head.config
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     for name, rows in ((EMBEDDING, config.vocab_size), (OUTPUT, config.output_size)):

@@ -85,7 +85,12 @@ def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
 
 
 def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dict[str, Any]]:
-    """Return a transformers config of the layers, with its defaults for absent fields, and the head's fields."""
+    """Return the transformers config that config.json describes, and the fields of `AttentionConfig` read from it.
+
+    Args:
+        read: content of config.json; transformers' defaults replace absent fields.
+        kinds: allowed values of `model_type`; the first is the default.
+    """
     kind = read.get("model_type", kinds[0])
     refuse((kind not in kinds, f"{file}: model_type is {kind!r}; must be {' or '.join(map(repr, kinds))}"))
     try:
@@ -104,7 +109,7 @@ def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dic
 
 
 def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the head's fields from a transformers config of its layer, with the defaults of that for absent ones."""
+    """Return the fields of a head's config from config.json, which describes its only layer as Llama or Qwen 3 does."""
     layer, shape = read_layers(read, file, "llama", "qwen3")
     refuse(
         (layer.num_hidden_layers != 1, f"{file}: num_hidden_layers is {layer.num_hidden_layers}; must be 1"),
@@ -120,25 +125,30 @@ def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def draft_vocab_size(size: Any, vocab_size: int) -> Any:
-    """Return the stored draft vocabulary size, or None for the whole vocabulary."""
+    """Convert a stored draft vocabulary size to `SpeculatorConfig.draft_vocab_size`: None if it is the whole one."""
     return None if size == vocab_size else size
 
 
 def with_d2t(head: Speculator) -> dict[str, Tensor]:
-    """Return the head's tensors with its draft vocabulary as d2t and t2d."""
+    """Return the head's tensors, with the draft vocabulary as d2t [V_d] and t2d [V] instead of `draft_tokens`.
+
+    Servers read it in this form: row i of the output matrix is token i + d2t[i], and t2d is True at those tokens.
+    """
     tensors = dict(head.state_dict())
     tokens = tensors.pop("draft_tokens", None)
     if tokens is not None:
-        # t2d marks the tokens that have a row; d2t says which token each row has.
         mask = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=tokens.device)
         mask[tokens] = True
-        # Row i of the output matrix is token i + d2t[i]. For the tokens [2, 3, 7] the differences are [2, 2, 5].
+        # For the tokens [2, 3, 7], d2t is [2, 2, 5].
         tensors |= {"d2t": tokens - torch.arange(len(tokens), device=tokens.device), "t2d": mask}
     return tensors
 
 
 def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace d2t and t2d, which must agree, by `draft_tokens`; a whole vocabulary must name all tokens."""
+    """Return the tensors with `draft_tokens` instead of d2t and t2d (see `with_d2t`).
+
+    Raises a UserError if the two disagree or one is missing. Both may be missing if the head drafts all tokens.
+    """
     config: Any = head.config
     tensors, rows = dict(tensors), config.output_size
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -154,7 +164,7 @@ def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) ->
 
 
 def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
-    """Return the token id of each row of the output matrix; d2t holds its difference to the row's index."""
+    """Return the token id of each row of the output matrix, which is the row's index plus d2t; check d2t first."""
     integer = not d2t.is_floating_point() and d2t.dtype != torch.bool
     refuse(
         (d2t.shape != (rows,), f"{where}: d2t is {list(d2t.shape)}, config.json says {[rows]}"),
@@ -164,7 +174,7 @@ def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
 
 
 def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json with every field written out."""
+    """Return the content of config.json. Every field is written out, because readers have different defaults."""
     rope = dict(config.rope_parameters or {})
     theta = rope.pop("rope_theta")
     # Written twice: vLLM reads the key at the top, SGLang the one in `eagle_config`.
@@ -219,7 +229,7 @@ def _aux_layers(inputs: list[int] | None, outputs: list[int] | None, file: Path)
 
 
 def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
-    """Return the tensors to store."""
+    """Return the tensors to store, by their stored names; an embedding is among them if the head has its own."""
     return {name.replace(_OURS, _LAYER, 1): tensor for name, tensor in with_d2t(head).items()}
 
 
@@ -238,7 +248,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 
 def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
-    """Describe how vLLM loads either layout."""
+    """Return how vLLM loads a head in the `eagle3` or the `speculators` layout."""
     base = config.base_model_name_or_path or "BASE"
     how = f'{{"model": "{folder}", "method": "eagle3", "num_speculative_tokens": {config.n_predict}}}'
     return Server("vLLM 0.32 and 0.33", True, f"vllm serve {base} --speculative-config '{how}'")

@@ -178,7 +178,7 @@ class Stored:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the embedding."""
+        """Dtype of the stored embedding, read from the file."""
         return self._open(self._table).dtype
 
     @property

@@ -107,7 +107,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
-    """Return the tensors to store, the embedding included."""
+    """Return the tensors to store: the head's, and the embedding, read from the target's files if the head has none."""
     weight = head.embedding_weight
     if weight is None:
         weight = base_matrix(head.config, "embedding")
@@ -115,7 +115,11 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename stored tensors to the head's; an embedding that was not trained is shared with it, unless it is zeros."""
+    """Return the tensors by the head's names, without the copy of the target's embedding.
+
+    The head reads tokens by that copy until `bind` replaces it by the target's own; zeros stand for no copy.
+    The embedding of a head that has its own (`own_embedding`) stays among the tensors.
+    """
     tensors, config = from_d2t(where, head, tensors), head.config
     if not config.own_embedding and EMBEDDING in tensors:
         weight = tensors.pop(EMBEDDING)

@@ -32,7 +32,7 @@ _FIELDS = (
 
 
 def fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json."""
+    """Return the content of config.json; raise a UserError for a head that transformers' DFlash class can't run."""
     window = config.sliding_window
     refuse(
         (config.markov_rank, f"transformers has no Markov head, and this head has one of rank {config.markov_rank}"),
@@ -53,7 +53,7 @@ def fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def from_transformers(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Rename the fields of config.json to this library's: but for names, they are the `dflash` layout's."""
+    """Return the fields of a head's config from config.json, which differs from the `dflash` layout's in names only."""
     for name in _FIELDS:
         refuse((name not in read, f"{file}: {name} is missing"))
     kind, types = read.get("model_type"), read["layer_types"]
@@ -65,12 +65,12 @@ def from_transformers(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Rename the head's tensors to the class's."""
+    """Return the head's tensors by the names in transformers' DFlash class."""
     return {_NAMES.get(name, name): tensor for name, tensor in head.state_dict().items()}
 
 
 def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the class's tensors to the head's."""
+    """Return stored tensors by the head's names: the inverse of `pack`."""
     ours = {theirs: name for name, theirs in _NAMES.items()}
     return {ours.get(name, name): tensor for name, tensor in tensors.items()}
 

@@ -371,7 +371,7 @@ class Engine:
         batch.pending.copy_(verified.next_token)
 
     def update_memory(self, batch: Batch, verified: Verified) -> None:
-        """Keep the same tokens in the drafter's memory."""
+        """Add the tokens that `commit` keeps in the cache to the drafter's memory."""
         self.rows.memory.commit(verified.tokens, verified.hidden, verified.counts)
 
     # ---- host work around a step

@@ -266,7 +266,10 @@ def _block_hashes(prompt: Sequence[int]) -> list[int]:
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the prefix with the same keys and values: none if an encoder has read different sources."""
+    """Number of leading tokens whose keys and values one sequence can copy from the other's row.
+
+    It is 0 for sequences of an encoder-decoder model with different sources, whose decoder states differ everywhere.
+    """
     return common_prefix(a, b) if source_of(a) == source_of(b) else 0
 
 

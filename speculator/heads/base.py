@@ -159,10 +159,10 @@ class Speculator(PreTrainedModel, ABC):
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
         """Return named (sum, count) pairs of a training batch.
 
-        "objective" is the weighted sum of the losses of all positions, a scalar, and the number of all their labels;
-        the trainer divides by that number per position. "loss", "accuracy", "prefix_accuracy" and any other metric have
-        one entry per draft position. Losses are computed in here, because a data-parallel wrapper
-        sees this module's output only.
+        "objective" is the weighted loss summed over the labels of all N draft positions, and the number of labels, both
+        scalars; the trainer minimises N times their ratio. "loss", "accuracy", "prefix_accuracy" and any other metric
+        have one entry per draft position. The head computes its losses here because a data-parallel wrapper sees this
+        module's output only.
         """
 
     @abstractmethod

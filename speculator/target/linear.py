@@ -139,7 +139,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def unpack_linears(parts: Iterable[PackedLinear]) -> dict[nn.Module, _Copy]:
-    """Turn the modules back into `torch.nn.Linear`, and return the copies of their weights."""
+    """Undo `pack_linears` in place; return the packed weights by module, for a later `pack_linears` to use again."""
     copies: dict[nn.Module, _Copy] = {}
     for part in parts:
         if copy := part.__dict__.pop("_copy", None):

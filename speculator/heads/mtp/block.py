@@ -20,7 +20,10 @@ _attend: ContextVar[Attend] = ContextVar("_attend")
 
 
 def empty_decoder(config: dict[str, Any]) -> PreTrainedModel:
-    """Build the body of a model from its text config, with initial weights; of its vocabulary one token is left."""
+    """Build a model without an output matrix, in float32 with initial weights, from a config such as `block_of`'s.
+
+    The head takes its layers, norm class and rotary embedding. Raises a UserError for an unsupported family.
+    """
     try:
         text = CONFIG_MAPPING[config["model_type"]](**config)
         decoder = AutoModel.from_config(text, dtype=torch.float32)
@@ -38,7 +41,7 @@ def empty_decoder(config: dict[str, Any]) -> PreTrainedModel:
 
 
 class MTPLayer(nn.Module):
-    """A decoder layer with two norms and a projection in front, and a norm behind."""
+    """One MTP layer: it norms and projects [embedding, state], then runs a decoder layer; `norm` is applied outside."""
 
     def __init__(self, block: nn.Module, norm: type[nn.Module], size: int, eps: float):
         super().__init__()
@@ -68,7 +71,7 @@ class MTPLayer(nn.Module):
 
 
 class Rotary:
-    """Cosines and sines of positions by the family's own module, which is no part of the head's weights."""
+    """The family's rotary embedding, created per device. It is no submodule, so a checkpoint does not contain it."""
 
     def __init__(self, config: dict[str, Any], kind: type[nn.Module]):
         self.config, self.kind = config, kind
@@ -77,7 +80,7 @@ class Rotary:
         self._made: dict[torch.device, Any] = {}
 
     def __call__(self, index: int, x: Tensor, positions: Tensor) -> Any:  # [B, T, D], [B, T]
-        """Return what layer `index` takes as position embeddings."""
+        """Return the `position_embeddings` argument of decoder layer `index`; x gives the dtype and device."""
         if x.device not in self._made:
             config = CONFIG_MAPPING[self.config["model_type"]](**self.config)
             self._made[x.device] = self.kind(config=config).to(x.device)
@@ -98,7 +101,7 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as the pass in progress decides."""
+    """Attention function for transformers' layers: it calls the `Attend` that `MTPLayer.forward` has set."""
     if softcap is not None or s_aux is not None:
         raise UserError("MTP layers whose attention has sinks or soft-capped scores are not supported")
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -102,15 +102,15 @@ class MTPSpeculatorConfig(UnrolledConfig):
 
 
 def promised(text: PreTrainedConfig) -> int:
-    """Return the number of MTP layers that a model has by its text config."""
+    """Return the number of MTP layers that a model's text config states; 0 if it states none."""
     return next((count for name in COUNTS if (count := getattr(text, name, None))), 0)
 
 
 def block_of(target: PreTrainedConfig, layers: int) -> dict[str, Any]:
     """Return the text config of a model that consists of the MTP layers of a target.
 
-    Fields that a family keeps per layer are those of the MTP layers, which are counted from 0: attention over the whole
-    text and, but for `_DENSE`, experts, unless the config says otherwise.
+    transformers builds the layers from it; its vocabulary has one token. Fields that describe the target's layers one
+    by one are replaced by those of the MTP layers, by default full attention and experts (a dense MLP in `_DENSE`).
     """
     text = copy.deepcopy(target)
     mlp = "dense" if text.model_type in _DENSE else "sparse"

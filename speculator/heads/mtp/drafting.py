@@ -95,9 +95,10 @@ class DraftingForm:
         tokens: Tensor,  # [B, T] token after each
         counts: Tensor,  # [B] number of valid positions of each row, from the left
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Process text without drafting from it.
+        """Process text without drafting from it: write every layer's keys and values into the cache.
 
-        Returns every layer's features and states at the positions read, and [B] how many of those are valid.
+        Returns each layer's features and next states, [B, T', D] both (see `MTPSpeculator.run`), and [B] how many of
+        the T' positions are valid. T' is T; a chain also rereads the last positions, one per layer but the first.
         """
         head, width = self.head, states.shape[1]
         begins = cache.lengths.clone()
