@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
     target = model_flags.load_target(arguments)
     context, slots = target.context_length, arguments.max_num_seqs
     target.context_length = arguments.max_model_len or context
+    if target.encoder:
+        target.encoder.longest = min(target.encoder.longest, target.context_length)
     refuse((target.context_length > context, f"--max_model_len: the context of {arguments.target} is {context} tokens"))
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
     memory = 0 if arguments.ngram and not model_flags.coupled(arguments) else MEMORY
@@ -137,11 +139,13 @@ def leave_a_core() -> None:
 
 
 def _memory(target: Target, slots: int) -> str:
-    """Describe the KV cache at its largest, with a warning if the GPU may not hold it."""
+    """Describe the KV cache at its largest, sources included, with a warning if the GPU may not hold it."""
     cache, longest = target.cache(1, 1), target.context_length
-    per_token = slots * sum(stack.numel() * stack.element_size() for stack in cache.stacks.values()) / cache.capacity
-    line = f"{slots} slots of {longest:,} tokens, KV cache up to {gigabytes(per_token * longest)} GB"
-    if target.device.type == "cuda" and per_token * longest > (free := torch.cuda.mem_get_info(target.device)[0]):
+    size = slots * cache.bytes_per_token * longest
+    if cache.cross and target.encoder:
+        size += slots * cache.cross.bytes_per_token * target.encoder.longest
+    line = f"{slots} slots of {longest:,} tokens, KV cache up to {gigabytes(size)} GB"
+    if target.device.type == "cuda" and size > (free := torch.cuda.mem_get_info(target.device)[0]):
         line += f"; only {gigabytes(free)} GB are free: lower --max_model_len or --max_num_seqs"
     return line
 

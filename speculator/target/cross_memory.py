@@ -38,6 +38,11 @@ class CrossMemory:
         self.bias: Tensor | None = None
         self._dummy = encoder.dummy
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that a token of one row's source takes in all layers."""
+        return self._rows.bytes_per_token
+
     def arguments(self, name: str, own: KVCache) -> dict[str, object]:
         """Return the arguments with which a decoder attends to the selected rows' sources and writes into `own`."""
         # With keys and values at hand, the model asks only whether there are states.

@@ -193,6 +193,11 @@ class KVCache(Cache):
         return {name: self} if self.cross is None else self.cross.arguments(name, self)
 
     @property
+    def bytes_per_token(self) -> float:
+        """Bytes that a token of one row takes in all layers, states of recurrent layers aside."""
+        return sum(stack[:, :1].numel() * stack.element_size() for stack in self.stacks.values()) / self.capacity
+
+    @property
     def single_row(self) -> bool:
         return self.bucket == 1 and self.rows[1] - self.rows[0] == 1
 

@@ -140,3 +140,11 @@ def test_a_decoder_without_a_start_token_is_refused():
     config = T5Config(**sizes, decoder_start_token_id=None)
     with pytest.raises(UserError, match="decoder_start_token_id"):
         Target(T5ForConditionalGeneration(config), tokenizer=None)
+
+
+def test_memory_counts_the_tokens_of_a_row_and_of_its_source():
+    """A key and a value of 4 heads of 8 float32 numbers: 256 bytes a layer, of which mT5's decoder has 3."""
+    cache = Target(tiny_encoder_decoder("mt5"), tokenizer=None).cache(3, 64)
+    assert cache.bytes_per_token == cache.cross.bytes_per_token == 3 * 256
+    cache.read_sources([Text((), tuple(source)) for source in _SOURCES])
+    assert cache.cross.bytes_per_token == 3 * 256
