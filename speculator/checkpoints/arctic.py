@@ -11,12 +11,15 @@ from speculator.heads.base import SpeculatorConfig
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json; `architectures` must be a list of exactly one name."""
+    """Return the content of config.json: that of the `ibm` layout, with the names that this loader checks.
+
+    `architectures` must be a list of exactly one name.
+    """
     return {**IBM.fields(config, dtype), "architectures": [ARCTIC.architecture], **base_archs(config)}
 
 
 def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
-    """Return `base_model_archs` from the base model's config, if that is on this machine."""
+    """Return the field `base_model_archs` of config.json, or no field if the base model is not on this machine."""
     base = base_config(config.base_model_name_or_path)
     archs = base and base.architectures
     return {"base_model_archs": list(archs)} if archs else {}

@@ -97,12 +97,12 @@ def own_fields(config: DSparkSpeculatorConfig) -> dict[str, Any]:
 
 
 def dspark_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json of a DSpark head."""
+    """Return the content of config.json in the `dspark` layout."""
     return {"architectures": [DSPARK.architecture], **common_fields(config, dtype), **own_fields(config)}
 
 
 def dflash_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json of a DFlash head."""
+    """Return the content of config.json in the `dflash` layout."""
     refuse(
         (config.markov_rank, f"dflash has no Markov head, and this head has one of rank {config.markov_rank}"),
         (config.confidence_head, "dflash has no confidence head, and this head has one"),
@@ -118,7 +118,7 @@ def kind_of(config: DSparkSpeculatorConfig) -> str:
 
 
 def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Build config.json of the `speculators` library."""
+    """Return the content of config.json in the layout of the `speculators` library."""
     full = config.sliding_window is None
     refuse((config.is_causal and full, "the speculators layout has no causal blocks with full attention: use dspark"))
     kind = kind_of(config)
@@ -141,7 +141,7 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, 
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Rename the fields of config.json to this library's, with servers' defaults for absent ones."""
+    """Return the fields of a head's config, renamed from config.json; absent ones get the servers' defaults."""
     foreign = "transformer_layer_config" in read  # the speculators library's
     if foreign:
         try:
@@ -232,7 +232,10 @@ def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Ser
 
 
 def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
-    """Return the function that lists the programs for a head in the flat layout of this name."""
+    """Return `Layout.servers` of the flat layout of this name, "dspark" or "dflash".
+
+    It lists vLLM, SGLang and llama.cpp, each with its command, or with what it lacks for the head.
+    """
 
     def listed(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
         base = config.base_model_name_or_path or "BASE"

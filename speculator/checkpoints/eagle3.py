@@ -200,7 +200,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Rename the fields of config.json to this library's."""
+    """Return the fields of a head's config, renamed from those of config.json."""
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
         refuse((name not in read, f"{file}: {name} is missing"))
     nested = read.get("eagle_config") or {}
@@ -234,7 +234,7 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename stored tensors to the head's; a stored embedding becomes the head's own."""
+    """Return stored tensors by the head's names; a stored embedding becomes the head's own."""
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         our_name = _OURS + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
@@ -248,7 +248,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 
 def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
-    """Return how vLLM loads a head in the `eagle3` or the `speculators` layout."""
+    """Return vLLM's entry in the list of `servers`, for a head in the `eagle3` or the `speculators` layout."""
     base = config.base_model_name_or_path or "BASE"
     how = f'{{"model": "{folder}", "method": "eagle3", "num_speculative_tokens": {config.n_predict}}}'
     return Server("vLLM 0.32 and 0.33", True, f"vllm serve {base} --speculative-config '{how}'")

@@ -120,7 +120,7 @@ def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def _name(name: str) -> str:
-    """Return llama.cpp's name of a tensor."""
+    """Return llama.cpp's name of a tensor, given its name in the flat layout."""
     part, _, kind = name.rpartition(".")
     if found := re.fullmatch(r"layers\.(\d+)\.(.+)", part):
         return f"blk.{found[1]}.{_PARTS[found[2]]}.{kind}"
@@ -221,7 +221,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
 
 
 def servers(config: AttentionConfig, folder: str) -> list[Server]:
-    """Say how llama.cpp loads a head, or why it does not."""
+    """List the only program, llama.cpp, with its command for a head or the reason that it can't load it."""
     block = isinstance(config, DSparkSpeculatorConfig)
     try:
         block_fields(config, "float32") if block else eagle3_fields(config, "float32")  # type: ignore[arg-type]

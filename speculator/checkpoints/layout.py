@@ -62,7 +62,7 @@ class Server:
 
     @property
     def verdict(self) -> str:
-        """The words for `loads` in a list of programs."""
+        """`loads` in words, for a printed line: loads in, DOES NOT LOAD in, not tried in."""
         return {True: "loads in", False: "DOES NOT LOAD in", None: "not tried in"}[self.loads]
 
 

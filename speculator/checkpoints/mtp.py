@@ -119,7 +119,7 @@ class Stored:
         return self.names.prefix.format(self.root, self.text.num_hidden_layers + index)
 
     def name(self, ours: str) -> str:
-        """Return the stored name of a tensor of the head."""
+        """Return the stored name of a tensor, given its name in the head."""
         # "layers.0.block.self_attn.q_proj.weight" has the part "block" and the rest "self_attn.q_proj.weight".
         _, index, part, rest = ours.split(".", 3)
         if part != "block":
@@ -165,7 +165,7 @@ class Stored:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `speculator.target.fingerprint`, from the files."""
+        """The target's fingerprint, computed from its files (see `speculator.target.fingerprint`)."""
         output = next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
         matrices = [SimpleNamespace(weight=self._open(name)) for name in (self._table, output)]
         model = SimpleNamespace(

@@ -65,7 +65,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def method(config: SpeculatorConfig, algorithm: str) -> dict[str, Any]:
-    """Build `speculators_config`: how to draft, and for which target."""
+    """Return the field `speculators_config` of config.json: how to draft, and for which target."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
     return {
         "algorithm": algorithm,
@@ -79,7 +79,7 @@ def method(config: SpeculatorConfig, algorithm: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Rename the fields of config.json to this library's."""
+    """Return the fields of a head's config, renamed from those of config.json."""
     kind = read.get("speculators_model_type")
     refuse(
         (kind != "eagle3", f"{file}: speculators_model_type is {kind!r}; must be 'eagle3'"),

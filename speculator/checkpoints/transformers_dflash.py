@@ -76,7 +76,7 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
 
 
 def servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
-    """Say how transformers loads a head, or why it does not."""
+    """List the only program, transformers, with the call that uses a head or the reason that it can't load it."""
     try:
         fields(config, "float32")
     except UserError as error:

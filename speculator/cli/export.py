@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check_base(config: SpeculatorConfig) -> str:
-    """Compare vocabulary and hidden size with the base model's, if that is on this machine; return a line to print.
+    """Return a line to print about the base model; raise a UserError if its vocabulary or hidden size is another one.
 
-    Servers compare neither before they draft.
+    Servers compare neither before they draft. A base model that is not on this machine is not checked.
     """
     name = config.base_model_name_or_path
     if name is None:

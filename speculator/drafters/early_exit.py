@@ -38,7 +38,7 @@ class EarlyExitDrafter(Drafter):
 
 
 class EarlyExitSource(CausalSource):
-    """The target's first layers, with the target's own cache."""
+    """Gives the draft logits of `EarlyExitDrafter`: runs the target's first layers over its own KV cache."""
 
     def __init__(self, target: Target, layers: int):
         self.target, self.layers, self.capturable = target, layers, target.capturable

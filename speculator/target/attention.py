@@ -55,7 +55,7 @@ def mask(
 ) -> Tensor | None:  # [R, 1 or H, groups * width, extent]
     """Return the bias on attention scores: 0 for visible positions, -inf for others; None if all are visible.
 
-    The `groups` query heads that share a key head are laid end to end. With a bias by distance, it is added.
+    The `groups` query heads that share a key head are laid end to end. A bias by distance, such as T5's, is added.
     """
     # A single row that decodes one token sees everything that is read, so the fused kernel may go without a mask.
     plain = write.single_row and write.width == 1 and write.tree is None
@@ -156,7 +156,7 @@ def _attend(
     s_aux: Tensor | None,
     position_bias: Tensor | None,
 ) -> Tensor:  # [B, T, Hq, Dh]
-    """Compute attention of unpacked rows."""
+    """Return attention of unpacked rows, over the cache that is written, or causal without one."""
     width, groups = query.shape[2], query.shape[1] // key.shape[1]
     if write is None:
         columns = torch.arange(key.shape[2], device=query.device)
@@ -181,7 +181,10 @@ def _fused(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:  # [B, T, Hq, Dh]
-    """Query heads that share a key head are stacked along T, so grouped keys and values are never repeated."""
+    """Return attention by torch's fused function, or by `_explicit` for what that lacks.
+
+    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
+    """
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
     # [B, Hq, T, d] -> [B, H, groups * T, d]: with 8 query heads on 2 key heads, the queries of heads 0..3 follow each

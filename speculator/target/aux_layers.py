@@ -39,8 +39,8 @@ class AuxLayers:
     ) -> Iterator[Callable[[Tensor], Tensor]]:  # [..., D] -> [..., nD], or unchanged
         """Record auxiliary hidden states of the forward pass inside the block.
 
-        Yields a function from the pass's last hidden state to the wanted states, concatenated. L stands for the last
-        hidden state itself, which is also the result if nothing is wanted.
+        Yields a function from the pass's last hidden state to the wanted states, concatenated. The number of layers
+        stands for the last hidden state itself, which is also the result if nothing is wanted.
         """
         seen: dict[int, Tensor] = {}
 
@@ -86,9 +86,9 @@ class AuxLayers:
         return states if self._stream is None or states.ndim == 3 else states[self._stream]
 
     def prove(self, given: dict[str, Any]) -> Any:
-        """Run the model on these inputs and return its output.
+        """Return the model's output for these inputs, and compare what the hooks read with its `hidden_states`.
 
-        Empties `layers` unless the hooks read transformers' `hidden_states`.
+        If they differ, `layers` becomes empty, so that `check` rejects heads that read auxiliary layers.
         """
         with _without_new_hooks(self._model), self.recorded(range(len(self.layers))) as read:
             output = self._model(**given, use_cache=False, output_hidden_states=True)
@@ -112,14 +112,14 @@ class AuxLayers:
 
 
 def check_layers(wanted: Sequence[int], count: int, name: str) -> None:
-    """Raise a UserError unless all wanted layers are among those of a target of this name."""
+    """Raise a UserError unless all wanted layers are below `count`, the number of layers of the target `name`."""
     listed = " ".join(map(str, wanted))
     too_far = f"aux_layers {listed}: {name} has {count} layers, so use 0 to {count - 1}"
     refuse((any(not 0 <= k < count for k in wanted), too_far))
 
 
 def without_output_layer(model: PreTrainedModel, part: nn.Module) -> nn.Module:
-    """Return a part of a model, or its body if transformers takes the whole model for that part, as of Llama 4."""
+    """Return the part, or the model's body if transformers gave the whole model as that part (Llama 4)."""
     bodies = (child for child in model.children() if isinstance(child, PreTrainedModel))
     return next(bodies, part) if part is model else part
 

@@ -49,11 +49,14 @@ class CrossMemory:
         return {name: EncoderDecoderCache(own, Cache(layers=self._shown)), "encoder_hidden_states": self._dummy}
 
     def holds(self, keys: Tensor) -> bool:
-        """Return whether these very keys are of a source, not of the decoder's own text."""
+        """Return whether this tensor holds the keys of sources: then the layer is one of cross attention."""
         return any(keys is layer.keys for layer in self._shown)
 
     def read(self, start: int, sources: Sequence[Source]) -> None:
-        """Encode the sources of rows start, start + 1, ..., unless a row has them already: then copy."""
+        """Store keys and values of these sources in rows start, start + 1, ...
+
+        A source that some row already has is copied instead of encoded again.
+        """
         new = {row: source for row, source in enumerate(sources, start) if source != self.sources[row]}
         if not new:
             return
@@ -76,7 +79,7 @@ class CrossMemory:
         self._selection = None
 
     def select(self, start: int, stop: int) -> None:
-        """Run the next passes over rows start..stop - 1."""
+        """Let the next passes attend to the sources of rows start..stop - 1."""
         if self._selection == (start, stop, sources := self.sources[start:stop]):
             return
         self._selection = start, stop, sources

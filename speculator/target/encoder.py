@@ -25,20 +25,23 @@ _numbers = count(1)
 
 @dataclass
 class StatesOnly(BaseModelOutput):
-    """Output of a part of a model that was not run; every other field that a family's forward pass reads is None."""
+    """Stands in for the output of a part that was not run: it has given states, and every other field is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class Encoded(Source):
-    """A source that is known by the encoder's states [S, D] alone, and equals no other."""
+    """A source given as the encoder's states [S, D] in place of tokens: `Encoder.encode` returns them as they are.
+
+    Each one has unique token ids, so no two are equal.
+    """
 
     states: Tensor
 
     @classmethod
     def of(cls, states: Tensor) -> Encoded:
-        """Make a source of its states; its tokens are below 0, so that lookup finds none of them in a text."""
+        """Return a source with these states; its token ids are negative, so that n-gram lookup never finds them."""
         made = cls((-next(_numbers),) * len(states))
         made.states = states
         return made
@@ -98,9 +101,9 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, sources: Sequence[Source]) -> Tensor:  # [n, S, D]
-        """Compute the encoder's states of sources of one length.
+        """Return the encoder's states of sources of equal length.
 
-        Padding would move the states by rounding, so that a text could depend on its neighbours.
+        Padding would change the states by rounding, so that a text would depend on the others in its batch.
         """
         if known := [source.states for source in sources if isinstance(source, Encoded)]:
             return torch.stack(known)
@@ -111,7 +114,7 @@ class Encoder:
 
     @torch.no_grad()
     def keys_and_values(self, states: Tensor) -> list[Any]:  # [n, S, D] -> layers with keys and values [n, H, S, d]
-        """Compute the keys and values of cross attention, by the decoder's own code."""
+        """Return each layer's keys and values of cross attention, computed by the decoder's own code."""
         start = torch.full((len(states), 1), self.prefix[0], device=states.device)
         with using_attention(self._model, self._attention):
             output = self._decoder(input_ids=start, encoder_hidden_states=states, use_cache=True)
@@ -122,7 +125,7 @@ class Encoder:
         tokens: Tensor,  # [B, T]
         sources: Sequence[Sequence[int]],
     ) -> dict[str, Tensor]:
-        """Return the arguments of the decoder's own forward pass for texts that start with their first token."""
+        """Return the arguments of the decoder's own forward pass over whole texts, without a cache."""
         lengths = torch.tensor([len(source) for source in sources], device=tokens.device)
         rows = [self.encode([tuple(source)])[0] for source in sources]
         states = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

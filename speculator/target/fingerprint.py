@@ -16,7 +16,7 @@ _CORRELATION = 0.95
 
 
 def fingerprint(model: Any) -> str:
-    """Combine sizes from the config with a few weights of the embedding, the output matrix and an adapter.
+    """Return sizes from the config and a few weights of embedding, output matrix and adapter, as one string.
 
     Weights are rounded to bfloat16. Path, dtype, device and library versions have no influence.
     """
@@ -41,7 +41,10 @@ def _bits(values: Tensor) -> list[int]:
 
 
 def same_target(one: str, other: str) -> bool:
-    """Compare two fingerprints; up to a quarter of the samples may differ, by rounding or a little more training."""
+    """Return whether two fingerprints have the same sizes and at least three quarters of the samples in common.
+
+    The others may differ by rounding or a little more training.
+    """
     pairs = _pairs(one, other)
     return bool(pairs) and 4 * sum(a == b for a, b in pairs) >= 3 * len(pairs)
 

@@ -36,7 +36,7 @@ def located(name: str, revision: str | None = None) -> dict[str, Any]:
 def read_config(
     name: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> PreTrainedConfig:
-    """Read the config of a hub id, folder or GGUF file, without the weights."""
+    """Return the config of a hub id, folder or GGUF file; no weights are read."""
     config = AutoConfig.from_pretrained(**located(name, revision), **options, trust_remote_code=trust_remote_code)
     if is_gguf(name):
         config.get_text_config().max_position_embeddings = metadata(name)["context_length"]
@@ -45,7 +45,7 @@ def read_config(
 
 @lru_cache(maxsize=4)
 def metadata(name: str) -> dict[str, Any]:
-    """Read "context_length" and "eos_token_ids" of a GGUF file."""
+    """Return a dict with "context_length" and "eos_token_ids" of a GGUF file."""
     file = check_input(name)
     with file.open("rb") as stream:
         refuse((stream.read(len(_MAGIC)) != _MAGIC, f"{name} is not a GGUF file"))
@@ -67,7 +67,10 @@ def metadata(name: str) -> dict[str, Any]:
 
 
 def complete(model: Any, name: str) -> None:
-    """Set what the loader leaves out of a model from a GGUF file, and remove the mark of a quantised model."""
+    """Set name, context length and EOS tokens of a model from a GGUF file, which transformers' loader leaves out.
+
+    Also removes its quantisation config, because the loader has dequantised the weights.
+    """
     known = metadata(name)
     model.config.name_or_path = name
     model.config.get_text_config().max_position_embeddings = known["context_length"]

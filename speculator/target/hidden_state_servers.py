@@ -54,7 +54,7 @@ class Expected:
     """The states that a file must hold.
 
     Attributes:
-        layers: their numbers, ascending: that of the last one, which is the number of layers, at the end.
+        layers: their numbers, ascending; the last is the number of layers, for the output of the last layer.
         hidden_size: D.
         dtype: of the states.
     """
@@ -64,7 +64,7 @@ class Expected:
     dtype: torch.dtype
 
     def size(self, tokens: int) -> int:
-        """Return the bytes of a document's states."""
+        """Return the size in bytes of the states of a document, given its number of tokens."""
         return tokens * len(self.layers) * self.hidden_size * self.dtype.itemsize
 
 
@@ -114,8 +114,8 @@ class HiddenStateServers:
             longest: tokens of the longest document that will be sent.
 
         Returns:
-            Of each server the URL, the last layer's state [D] of the last token, and what the server made of it: the
-            likeliest next token and its log-probability.
+            For each server: its URL, the last layer's state [D] of the last token, the next token that the server
+            finds likeliest, and the log-probability that it gives that token.
 
         Raises:
             UserError: a server does not answer, or not as training needs it.
@@ -154,7 +154,10 @@ class HiddenStateServers:
         self._budget = min(self._budget, budget)
 
     def submit(self, tokens: list[int], into: Tensor) -> Future:  # [T, layers, D]
-        """Ask for the states of a document, to be copied into a tensor; the future raises a UserError if they fail."""
+        """Request the states of a document; return a future that is done when they are copied into the tensor `into`.
+
+        The future raises a UserError if the request fails.
+        """
         future = self._pool.submit(self._fetch, tokens, into)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -284,7 +287,7 @@ class HiddenStateServers:
 
     @contextmanager
     def _taken(self, path: Path, tokens: list[int]) -> Iterator[Tensor]:  # [T, layers, D]
-        """Read a file when its lock is free; it is deleted at the end of the block, whatever happens."""
+        """Yield the states in a file when its lock is free; the end of the block deletes it, whatever happens."""
         try:
             _wait_for_lock(path)
             try:
@@ -332,7 +335,7 @@ def _named_file(answer: Any) -> Path | None:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete what a killed trainer has left: no request takes so long."""
+    """Delete the files that a killed trainer has left: those older than any request takes."""
     for file in folder.glob(f"*{_NAME}-*"):
         with suppress(OSError):  # another process has just read it
             if time.time() - file.stat().st_mtime > _REQUEST_SECONDS + _WRITE_SECONDS:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def has_host_sync(work: Callable[[], Any], device: torch.device) -> bool:
-    """Run the work and return whether the host waits for the device in it."""
+    """Run the work, up to twice, and return whether the host waits for the device in it."""
     with HostSyncs() as found:
         work()
     if found.names or device.type != "cuda":

@@ -118,9 +118,9 @@ class InProcessTarget(ModelHere):
         group: the processes that share it; None if this process holds the whole model.
 
     Attributes:
-        original_attention: the model's attention implementation before, for `set_attn_implementation`.
+        original_attention: the attention implementation that the model came with, for `set_attn_implementation`.
         document_attention: attention and layout that read several documents in a row exactly; None if none does.
-        encoder: of an encoder-decoder model, whose decoder is `hidden`'s; else None.
+        encoder: the encoder of an encoder-decoder model (`hidden` runs its decoder); else None.
         aux_layers: the auxiliary hidden states between its layers.
 
     Raises:
@@ -206,7 +206,7 @@ class InProcessTarget(ModelHere):
 
     @classmethod
     def of(cls, half: InProcessTarget) -> Self:
-        """Return a target of this class over the model of another one."""
+        """Return a target of this class that shares the model of another one; nothing is copied."""
         target = cls.__new__(cls)
         vars(target).update(vars(half))
         return target

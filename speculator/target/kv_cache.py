@@ -40,7 +40,10 @@ _LEAST_WIDTH = 32
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Return the forms of keys and values of each layer of a filled cache; () for a layer that keeps none itself."""
+    """Return each layer's `Form` of keys and of values, read from a filled cache of transformers.
+
+    A layer that keeps none itself gives ().
+    """
     layers: list[Any] = [getattr(layer, "keys", None) is not None and layer for layer in cache.layers]
     return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
 
@@ -168,9 +171,9 @@ class KVCache(Cache):
         return _up(capacity + self.bucket - 1, self.bucket)
 
     def select(self, start: int, stop: int, longest: int) -> None:
-        """Run the next passes over rows start..stop - 1, none of which has more than `longest` tokens.
+        """Select rows start..stop - 1 for the next passes; none of them has more than `longest` tokens.
 
-        Unless the device has a bucket, `longest` must be exact for a single row.
+        For a single row `longest` must be its exact length where `bucket` is 1.
         """
         self._used, self.longest = longest, bucketed(longest, self.lengths.device)
         if (start, stop) != self.rows:
@@ -189,7 +192,7 @@ class KVCache(Cache):
             self.cross.select(*self.rows)
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """Return the arguments of a forward pass over this cache, which the model calls `name`."""
+        """Return the cache arguments of a model's forward pass; `name` is the one that takes the cache."""
         return {name: self} if self.cross is None else self.cross.arguments(name, self)
 
     @property
@@ -203,7 +206,7 @@ class KVCache(Cache):
 
     @property
     def state(self) -> list[Tensor]:
-        """Return the tensors that a step changes in place, besides free positions."""
+        """Tensors that a step changes in place, free positions aside; trial steps save and restore them."""
         return [self.lengths, *(state for layer in self.recurrent.values() for state in layer.states)]
 
     @contextmanager
@@ -273,7 +276,7 @@ class KVCache(Cache):
     # ---- between passes
 
     def commit(self, counts: Tensor) -> None:  # [R]
-        """Commit the first `counts` tokens of the last write in each selected row."""
+        """Keep the first `counts` tokens of the last write in each selected row; the others become free positions."""
         # Everything that a rejected draft left is now above the length, where the next pass overwrites it. In place:
         # `selected` is a view of `lengths`, and captured steps hold the address of both.
         self.selected += counts
@@ -351,7 +354,7 @@ class KVCache(Cache):
 
 
 def bucketed(longest: int, device: torch.device) -> int:
-    """Round up to a bucket of caches on a device: 256, 512, 1,024, ... on a GPU. 0 stays."""
+    """Return `longest` rounded up to a bucket of the device: 256, 512, 1,024, ... on a GPU. 0 stays."""
     bucket = BUCKETS.get(device.type, 1)
     if bucket == 1 or not longest:
         return longest
@@ -359,7 +362,7 @@ def bucketed(longest: int, device: torch.device) -> int:
 
 
 def aligned(count: int, device: torch.device) -> int:
-    """Round up a number of positions that attention reads, for the masks of fused attention on a device."""
+    """Return a number of positions rounded up to a width that fused attention's masks may have on a device."""
     return _up(count, min(BUCKETS.get(device.type, 1), _ALIGNED))
 
 

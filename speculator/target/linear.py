@@ -38,7 +38,7 @@ def product(
     x: Tensor,  # [..., I]
     matrix: Tensor,  # [O, I]
 ) -> Tensor:  # [..., O]
-    """Compute `x @ matrix.T` without a gradient, by oneDNN if that is fast; the matrix is not copied."""
+    """Return `x @ matrix.T` without a gradient, by oneDNN if that is fast; the matrix is not copied."""
     large = x.numel() * matrix.shape[0] >= _MIN_MULTIPLICATIONS
     return _onednn(x, matrix) if large and _is_fast(x, matrix) else nn.functional.linear(x, matrix)
 

@@ -102,7 +102,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def drop_vision_tower(model: Any) -> None:
-    """Empty the vision tower of a multimodal model, which text does not pass through."""
+    """Delete the parts of a multimodal model's vision tower to free memory: text does not pass through it."""
     tower = model.get_encoder("image")
     if tower is not model:
         for name, _ in list(tower.named_children()):

@@ -40,7 +40,7 @@ class Target(InProcessTarget):
     Attributes:
         recurrent: some of its layers are recurrent, see `speculator.target.recurrent`.
         capturable: its forward pass never waits for the device, so that CUDA graphs can replay it.
-        cache_name: what its forward pass and its output call the cache.
+        cache_name: name of the cache among the arguments of its forward pass and in its output.
 
     Raises:
         UserError: the model can't be rolled back, or its logits through this class are not its own.
@@ -79,12 +79,18 @@ class Target(InProcessTarget):
         probe(self)
 
     def count_by_row(self) -> None:
-        """Give the decoder positions per row; `speculator.target.positions.remove` undoes it."""
+        """Let the decoder of an encoder-decoder model count positions row by row; other models already do.
+
+        `speculator.target.positions.remove` undoes it.
+        """
         if self.encoder:
             positions.install(self._body, self.context_length, self.config.pad_token_id)
 
     def text(self, prompt: Sequence[int]) -> Text:
-        """Return the tokens that a completion continues: the prompt, or what the decoder starts with after a source."""
+        """Return the tokens that a completion continues: the prompt, or with an encoder the decoder's start tokens.
+
+        With an encoder the prompt is the source.
+        """
         if isinstance(prompt, Text):
             return prompt
         return Text(self.encoder.prefix, tuple(prompt)) if self.encoder else Text(prompt)

@@ -29,7 +29,7 @@ def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
 def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
     """Layout whose positions start at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
 
-    transformers' masks separate the tokens before and after a fall back to 0.
+    transformers' masks start a new document wherever positions restart at 0.
     """
     index = torch.arange(documents.shape[1], device=documents.device)
     return {"input_ids": tokens, "position_ids": index - document_starts(documents)}

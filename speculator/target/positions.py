@@ -21,11 +21,11 @@ class _SeenError(Exception):
 
 
 def install(decoder: Any, length: int, other_than: int | None) -> None:
-    """Give a decoder positions per row.
+    """Replace a decoder's methods, so that each row has positions of its own; nothing if it takes `position_ids`.
 
     Args:
-        length: positions to read from a table.
-        other_than: the pad token, whose position is another one in some families.
+        length: number of positions to read from a table of positions.
+        other_than: the pad token, not used to read the table, since some families give it another position.
     """
     remove(decoder)
     if "position_ids" in signature(decoder.forward).parameters:

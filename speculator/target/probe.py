@@ -197,7 +197,7 @@ def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
 
 
 def context_length(config: PreTrainedConfig, name: str) -> int:
-    """Return the longest sequence that can be read exactly; with longrope that is the original context."""
+    """Return the longest sequence that is read exactly, in tokens; with longrope, the original context."""
     length, original = getattr(config, "max_position_embeddings", None), original_context(config)
     # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -212,7 +212,10 @@ def context_length(config: PreTrainedConfig, name: str) -> int:
 
 
 def original_context(config: PreTrainedConfig) -> int | None:
-    """Return the length beyond which longrope's factors follow the longest text of a batch; None without longrope."""
+    """Return longrope's original context, in tokens; None without longrope.
+
+    Beyond it longrope's factors depend on the longest text of a batch.
+    """
     rope: Any = getattr(config, "rope_parameters", None) or {}
     found = [
         each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -288,7 +291,7 @@ def _has_window(target: Target) -> bool:
 
 
 def neighbours_matter(target: Target, length: int) -> float:
-    """Measure how far a row's hidden states move, in standard deviations, when another row is at the context's end.
+    """Return how far a row's hidden states move, in standard deviations, when another row is at the context's end.
 
     Rotary factors that follow the longest text of a batch move them. Only positions are far out; the text is short.
     """

@@ -49,7 +49,7 @@ class RecurrencePass:
     ends: Tensor | None = None
 
     def unrolled(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Give each path a row of its own in an argument whose dimension `dim` is the tokens; see `unroll`."""
+        """Return x, whose dimension `dim` is the tokens, with each path as a row of its own; see `unroll`."""
         return x if self.paths is None else unroll(x.movedim(dim, 1), self.paths).movedim(1, dim)
 
     def rolled(self, y: Tensor, dim: int = 1) -> Tensor:
@@ -60,7 +60,10 @@ class RecurrencePass:
 def delta_rule(
     function: Callable[..., Any], how: RecurrencePass, *args: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Gated delta rule in chunks: S <- exp(g) S, then S <- S + beta k (v - S^T k)^T. Identity: g = beta = 0."""
+    """Run the gated delta rule in chunks; return outputs and last state.
+
+    S <- exp(g) S, then S <- S + beta k (v - S^T k)^T. Identity step: g = beta = 0.
+    """
     query, key, value = map(how.unrolled, args)
     for name in ("g", "beta"):
         kwargs[name] = how.unrolled(kwargs[name])
@@ -81,7 +84,9 @@ def state_space(
     C: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba 2 in chunks: S <- exp(dt A) S + dt x B^T. Identity: dt = 0, which is the softplus of -inf.
+    """Run Mamba 2 in chunks; return outputs and last state.
+
+    S <- exp(dt A) S + dt x B^T. Identity step: dt = 0, which is the softplus of -inf.
 
     transformers limits dt when it reads a prompt, but not for single tokens, so verification doesn't either.
     """
@@ -107,7 +112,10 @@ def selective_scan(
     C: Tensor,  # [B, N, T]
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba 1, token by token, because its own scan can't start from a state. Identity: dt = 0, as in `state_space`."""
+    """Run Mamba 1 token by token, because its own scan can't start from a state; return outputs and last state.
+
+    Identity step: dt = 0, as in `state_space`.
+    """
     update = vars(sys.modules[function.__module__])["mamba_selective_state_update"]
     z = x if kwargs["z"] is None else kwargs["z"]
     x, dt, B, C, z = (how.unrolled(each, -1) for each in (x, dt, B, C, z))
@@ -140,7 +148,7 @@ def convolution(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:  # [R, C, P]
-    """Run a causal convolution along the paths of a tree."""
+    """Return a causal convolution's output for each token of a tree, run along the path to that token."""
     # The inputs are K of earlier tokens and P of the tree, so token p of the tree is at K + p. With K = 3, the path 0 2
     # becomes 0 1 2 3 5: its own window, as if the tree were this chain.
     before = x.shape[-1] - paths.shape[1]
@@ -150,7 +158,10 @@ def convolution(
 
 
 def intercept(model: nn.Module) -> None:
-    """Wrap the functions in the modules that define a model's layers, once per process."""
+    """Wrap transformers' recurrences in the modules of a model's layers, once per process.
+
+    During a pass that writes a `KVCache`, the wrapped functions call the layer in `running` instead.
+    """
     for module in {sys.modules[type(layer).__module__] for layer in model.modules()}:
         for name in (*RULES, _CONVOLUTION):
             function = getattr(module, name, None)
@@ -173,19 +184,19 @@ def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) 
 
 
 def unroll(x: Tensor, paths: Tensor) -> Tensor:  # [R, T, ...], [R, P, n] -> [R P, n, ...]
-    """Give each path of a tree a row of its own: path p of row r becomes row r P + p."""
+    """Return x with each path of a tree as a row of its own: path p of row r becomes row r P + p."""
     rows = torch.arange(len(x), device=x.device)[:, None, None]
     return x[rows, paths.to(x.device)].flatten(0, 1)
 
 
 def roll(y: Tensor, ends: Tensor) -> Tensor:  # [R P, n, ...], [R, P] -> [R, P, ...]
-    """Undo `unroll`, keeping the last token of each path only."""
+    """Return what `unroll` spread over rows in its old rows, with the last token of each path only."""
     ends = ends.to(y.device)
     return y[torch.arange(len(y), device=y.device), ends.flatten()].view(*ends.shape, *y.shape[2:])
 
 
 def like(mask: Tensor, other: Tensor) -> Tensor:
-    """Append dimensions of size 1 to a mask, so that it broadcasts to another tensor."""
+    """Return the mask with dimensions of size 1 appended, so that it broadcasts to another tensor."""
     return mask.view(*mask.shape, *[1] * (other.ndim - mask.ndim))
 
 

@@ -63,9 +63,9 @@ class RecurrentLayer:
         """Start a pass over `width` tokens of each selected row.
 
         Args:
-            counts: tokens of each row that are no padding; None: `commit` will tell.
+            counts: tokens of each row that are no padding; None if only `commit` will tell how many count.
             tree: structure of the tokens; None for a chain.
-            again: start where the last pass ended, which was not committed, instead of at the committed states.
+            again: start from the end of the last pass, which was not committed, instead of from the committed states.
         """
         self._width, self._path = width, None
         self._counts = None if counts is None else torch.tensor(counts, device=self.states[0].device)
@@ -89,14 +89,17 @@ class RecurrentLayer:
         return convolution(function, *self._paths, *args, **kwargs)
 
     def single_token_state(self) -> Tensor | None:
-        """Return the state before the only token of a pass, or None: longer passes are `run`."""
+        """Return the state from which the model itself steps over a pass's only token; None for passes of `run`."""
         if len(self.states) == 1 or self._width > 1 or self._counts is not None:
             return None
         self._final = self._start[1].clone()  # some families update it in place
         return self._final
 
     def run(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the recurrence, and remember how to replay it along a path with only some tokens kept."""
+        """Run the recurrence from the pass's start; return its outputs and last state.
+
+        Also keeps a function with which `commit` replays the accepted tokens.
+        """
         start, of_prompt = self._start[1], self._counts is not None
 
         def replay(keep: Tensor, path: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -111,13 +114,13 @@ class RecurrentLayer:
         return rule(RecurrencePass(starts, None, of_prompt, *self._paths), *args, **kwargs)
 
     def finish(self, state: Tensor) -> None:
-        """Keep the state after the last token."""
+        """Keep the state after the pass's last token until `commit`."""
         self._final = state
 
     # ---- called between passes
 
     def follow(self, path: Tensor) -> None:  # [R, n]
-        """Choose the path of the last pass's tree that `commit` commits from."""
+        """Reduce the last pass's tree to an accepted path, of which `commit` keeps the first tokens."""
         before, width = self.states[0].shape[-1], self._inputs.shape[1]
         path = path.to(self._inputs.device)
         inputs = self._inputs[..., before:].gather(2, path[:, None].expand(-1, width, -1))
@@ -142,7 +145,7 @@ class RecurrentLayer:
         state.copy_(torch.where(like(counts > 0, state), self._final, state))
 
     def clear(self, rows: Tensor) -> None:  # [R] bool
-        """Go back to the beginning of a sequence in some of the selected rows."""
+        """Set some of the selected rows to zero, the state before a sequence."""
         for state in self._committed:
             state.masked_fill_(like(rows.to(state.device), state), 0)
 
@@ -158,7 +161,10 @@ class RecurrentLayer:
 
 
 def state_forms(layer: Any) -> tuple[StateForm, ...]:
-    """Return the forms of the states of a layer of transformers' cache, after a pass; () if it is not recurrent."""
+    """Return shape per row, dtype and device of each state of a layer of transformers' cache, after a pass.
+
+    () if the layer is not recurrent.
+    """
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return ()
     if not hasattr(Cache, "get_conv_state"):
@@ -170,5 +176,5 @@ def state_forms(layer: Any) -> tuple[StateForm, ...]:
 
 
 def pass_ended() -> None:
-    """Forget the running layer."""
+    """Mark that no layer runs, after a pass: the wrapped recurrences are transformers' own again."""
     running.set(None)

@@ -71,12 +71,15 @@ class ServerTarget(ModelHere):
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
     ) -> ServerTarget:
-        """Load what is outside the layers of a hub id or folder; `check` connects the servers."""
+        """Return the target of a hub id or folder, of which only the parts outside the layers are loaded.
+
+        No server is asked before `check`.
+        """
         parts = read_outside_layers(name, revision, dtype, resolve_device(device), trust_remote_code)
         return cls(*parts, urls)
 
     def check(self, aux_layers: Sequence[int], longest: int, processes: int = 1) -> None:
-        """Compare an answer of every server with what training needs.
+        """Connect the servers, and check the hidden states that each gives for a short document.
 
         Args:
             aux_layers: auxiliary layers of the head.
@@ -105,7 +108,10 @@ class ServerTarget(ModelHere):
     def training_states(
         self, tokens: Tensor, documents: Tensor, aux_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
-        """Ask for the states and wait for them; `begin` does not wait, and knows what is padding."""
+        """Return the hidden states of a batch from the servers, as `TrainingTarget.training_states` does.
+
+        Padding is sent too. `begin` takes rows without padding, and does not wait.
+        """
         rows = [split(*pair) for pair in zip(tokens.tolist(), documents.tolist(), strict=True)]
         return self.begin(rows, tokens.shape[1]).result()
 
@@ -114,7 +120,7 @@ class ServerTarget(ModelHere):
         rows: Sequence[Sequence[list[int]]],  # the documents of each row
         length: int,
     ) -> PendingStates:
-        """Ask for the hidden states of a batch of rows, which are padded to a length."""
+        """Request the hidden states of a batch without waiting; `result` gives them, padded to `length`."""
         assert self.servers is not None, "`check` comes first"
         kind = self.servers.expected
         shape = (len(rows), length, len(kind.layers), kind.hidden_size)
@@ -129,7 +135,7 @@ class ServerTarget(ModelHere):
         return PendingStates(self, states, futures)
 
     def close(self) -> None:
-        """Drop the requests in flight, with their files."""
+        """Disconnect from the servers, and delete the files of requests in flight."""
         if self.servers is not None:
             self.servers.close()
             self.servers = None
@@ -155,12 +161,12 @@ class PendingStates:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the requests to the last answer."""
+        """Seconds from the requests to the latest answer so far."""
         return self._ended - self._began
 
     @torch.no_grad()
     def result(self) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
-        """Wait for the states; return those after the final norm, and those of the auxiliary layers, side by side.
+        """Wait for the servers; return the states after the final norm, and the auxiliary ones, concatenated.
 
         Without auxiliary layers both are the states after the final norm.
         """

@@ -87,7 +87,7 @@ class Group:
 
 
 def divided(world: int, size: int) -> int:
-    """Return the processes per group; a size of 0 means all."""
+    """Return the number of processes per group: `size`, or all of the `world` if it is 0."""
     if size and (size < 2 or world % size):
         raise UserError(
             f"parallel_size {size}: {world} processes can't be divided into groups of {size}, at least 2 each"

@@ -54,7 +54,7 @@ class TrainingTarget(ABC):
         documents: Tensor,  # [B, S] the same number throughout a document, see `speculator.target.packed`
         aux_layers: Sequence[int],  # ascending
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
-        """Compute the hidden states after the final norm and, side by side, the auxiliary ones.
+        """Return the hidden states after the final norm, and the auxiliary ones, concatenated.
 
         No document sees another one. Without `aux_layers` both are the same.
         """

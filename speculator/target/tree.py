@@ -26,7 +26,7 @@ class TokenTree:
 
     @cached_property
     def before(self) -> Tensor:  # [B, n]
-        """Verify position whose distribution decides over each token: its parent's."""
+        """Verify position of each token's parent: the target's distribution there accepts or rejects the token."""
         if self.parents is None:
             return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
         return self.parents + 1

@@ -41,7 +41,10 @@ class Packing:
 
     @classmethod
     def of(cls, counts: Sequence[int], width: int, bucket: int, device: torch.device) -> Packing:
-        """Pack rows of `counts` tokens. The last token is repeated up to a whole bucket, so that shapes are few."""
+        """Return the packing of rows that have `counts` tokens.
+
+        The last token is repeated up to a multiple of `bucket`, so that shapes are few.
+        """
         real = torch.arange(width) < torch.tensor(counts)[:, None]
         # The k-th real token has k + 1 real ones up to it, so its index in the packed row is cumsum - 1. Padding gets
         # that of the token before it: a valid index, whose value nobody reads.
@@ -51,9 +54,9 @@ class Packing:
 
 
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Divide rows into neighbours that attend together: first row, last row + 1.
+    """Yield (first row, last row + 1) of neighbouring rows that attend together.
 
-    They have as many tokens, and reading all of them as far as the longest costs less than another call.
+    They have equally many tokens, and reading all of them as far as the longest costs less than another call.
     """
     first, longest, total = 0, lengths[0], 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -65,13 +68,13 @@ def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int,
 
 
 class Part(NamedTuple):
-    """Tokens that attend together: of neighbouring rows, as many of each.
+    """Tokens that attend in one call: equally many of each of some neighbouring rows.
 
     Attributes:
         rows: their rows.
         tokens: their places in each row.
         packed: places of all tokens of these rows in the packed row.
-        write: they alone.
+        write: a `CacheWrite` of these tokens alone.
     """
 
     rows: slice
@@ -121,16 +124,16 @@ class CacheWrite:
     masks: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def packed(self, x: Tensor) -> Tensor:  # [R, width, ...] -> the same, or [1, N, ...]
-        """Lay out the rows as the model reads them."""
+        """Return x as the model reads it: in one packed row, or unchanged without a `packing`."""
         return x if self.packing is None else x.flatten(0, 1)[None, self.packing.indices.to(x.device)]
 
     def padded(self, x: Tensor) -> Tensor:  # the same, or [1, N, ...] -> [R, width, ...]
-        """Undo `packed`; padding holds the last token of its row."""
+        """Return x in padded rows again, the inverse of `packed`; padding holds a copy of the token before it."""
         return x if self.packing is None else x[0, self.packing.sources.to(x.device)]
 
     @cached_property
     def parts(self) -> list[Part]:
-        """The tokens in parts of like rows, so that attention costs what each token sees; empty if one has all."""
+        """Parts that attend in one call each, so that short rows don't pay for long ones; empty if one call will do."""
         if self.counts is None or (len(self.counts) == 1 and self.width <= _BLOCK):
             return []
         parts, lengths, base = [], self.lengths.tolist(), self.block.shape[1] - self.width
@@ -148,7 +151,7 @@ class CacheWrite:
 
     @cached_property
     def destinations(self) -> tuple[Tensor, Tensor]:  # [R, 1] and [R, width], or [1, N] both
-        """Rows and cache positions of the tokens as the model reads them."""
+        """Row and cache position of each token, in the order in which the model reads them."""
         written = self.cache_positions
         rows = torch.arange(len(written), device=written.device)[:, None]
         return (rows if self.packing is None else self.packed(rows.expand_as(written))), self.packed(written)

@@ -194,7 +194,10 @@ class DraftingForm:
 
 
 class MTPSource(Eagle3Source):
-    """See `Eagle3Source`: position t reads x[t+1] here too."""
+    """Gives the draft logits of MTP layers; keeps each row's keys and values as `Eagle3Source` does.
+
+    Position t of the cache reads x[t+1] here too.
+    """
 
     cache: MTPCache
 
