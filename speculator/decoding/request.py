@@ -232,7 +232,9 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
         is_source = target.encoder and not isinstance(prompt, Text)
         longest = target.encoder.longest if is_source else target.context_length - 1  # type: ignore[union-attr]
         if len(prompt) > longest:
-            raise UserError(f"prompt {number} has {len(prompt)} tokens; {target.name} reads at most {longest}")
+            raise UserError(
+                f"prompt {number} has {len(prompt)} tokens; the context of {target.name} has room for {longest}"
+            )
     return lists
 
 
