@@ -174,7 +174,7 @@ def test_unfit_drafts_and_sources_are_refused(forced):
     for model, target in ((causal, forced), (forced, causal), (other, forced)):
         with pytest.raises(UserError, match="encoder"):
             DraftModelDrafter(model, target, Chain(2))
-    with pytest.raises(UserError, match="at most 64"):
+    with pytest.raises(UserError, match="room for 64"):
         generate(forced, None, [[5] * 65])
 
 
