@@ -32,7 +32,7 @@ from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.target import positions
-from speculator.target.attention import ATTENTION, original_attention
+from speculator.target.attention import ATTENTION, original_attention, set_attention
 from speculator.target.encoder import Encoded, Text
 from speculator.target.linear import pack_linears, unpack_linears
 from speculator.target.model import Target
@@ -131,12 +131,12 @@ class _BorrowedModel:
             if self._target is None:
                 self._target = Target(model, self._tokenizer)  # type: ignore[arg-type]
             model.eval().requires_grad_(False)
-            model.set_attn_implementation(ATTENTION)
+            set_attention(model, ATTENTION)
             self._target.count_by_row()
             yield self._target
         finally:
             self._copies = unpack_linears(packed)
-            model.set_attn_implementation(attention)
+            set_attention(model, attention)
             positions.remove(model)
             for parameter in trained:
                 parameter.requires_grad_(True)

@@ -24,23 +24,32 @@ WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDicti
 """Sliding window of each attention layer; not all families pass it to `attention`."""
 
 
+def set_attention(model: PreTrainedModel, implementation: Any) -> None:
+    """Set a model's attention implementation, in all of its parts."""
+    model.set_attn_implementation(implementation)
+    # transformers 5.17 leaves out parts that have a copy of the model's config: T5's encoder and decoder.
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config):
+            part.config._attn_implementation_internal = model.config._attn_implementation
+
+
 @contextmanager
 def using_attention(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
     """Use another attention implementation inside the block, then `ATTENTION` again."""
     try:
-        model.set_attn_implementation(implementation)
+        set_attention(model, implementation)
         yield
     finally:
-        model.set_attn_implementation(ATTENTION)
+        set_attention(model, ATTENTION)
 
 
 def original_attention(model: PreTrainedModel) -> Any:
     """Return a model's attention implementation, per sub-config if it has several, or its default if it was changed."""
     if model.config._attn_implementation == ATTENTION:
         try:
-            model.set_attn_implementation("sdpa")
+            set_attention(model, "sdpa")
         except ValueError:
-            model.set_attn_implementation("eager")
+            set_attention(model, "eager")
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
     original: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
     return {"": model.config._attn_implementation, **original} if original else model.config._attn_implementation

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.utils import is_flash_attn_2_available
 
 from speculator.errors import UserError, refuse
-from speculator.target.attention import ATTENTION, VARLEN, WINDOWS, attention, using_attention
+from speculator.target.attention import ATTENTION, VARLEN, WINDOWS, attention, set_attention, using_attention
 from speculator.target.encoder import Source, StatesOnly, Text
 from speculator.target.host_sync import has_host_sync
 from speculator.target.kv_cache import KVCache
@@ -100,7 +100,7 @@ def probe(target: Target) -> None:
             own = model(**inputs, use_cache=False).logits.float()
         windows = read_windows(target, target.context_length)
         WINDOWS.update(windows)
-        model.set_attn_implementation(ATTENTION)
+        set_attention(model, ATTENTION)
         # Two rows of unequal length, 8 and 4 tokens, so that a row's padding or its neighbour's cache would show.
         cache = target.cache(2, 2 * _LENGTH)
         cache.read_sources([Text((), source) for source in _sources(target)])
@@ -242,7 +242,7 @@ def read_windows(target: Target, length: int) -> dict[nn.Module, int | None]:
 
     AttentionInterface.register(_PROBE, attend)
     AttentionMaskInterface.register(_PROBE, mask)
-    target.model.set_attn_implementation(_PROBE)
+    set_attention(target.model, _PROBE)
     tokens = torch.zeros(1, 2, dtype=torch.long, device=target.device)
     target._body(input_ids=tokens, use_cache=False, **_no_source(target, tokens))
     return windows

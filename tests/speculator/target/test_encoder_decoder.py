@@ -11,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 from speculator import Target, UserError
 from speculator.decoding.draft import Draft
 from speculator.target import positions
+from speculator.target.attention import set_attention
 from speculator.target.encoder import Text
 from speculator.target.loading import auto_class
 from speculator.target.probe import gap
@@ -93,7 +94,7 @@ def test_a_model_still_generates_through_transformers_after_loading(family):
     model, source = tiny_encoder_decoder(family), torch.tensor(_SOURCES[:1])
     before = model.generate(source, max_new_tokens=12)
     Target(model, tokenizer=None)
-    model.set_attn_implementation("sdpa")
+    set_attention(model, "sdpa")
     assert torch.equal(model.generate(source, max_new_tokens=12), before)
 
 
