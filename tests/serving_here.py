@@ -8,11 +8,13 @@ import time
 from contextlib import contextmanager
 from functools import partial
 
+import pytest
 import torch
 import uvicorn
+from chat_templates import chat_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculator import Engine, MLPSpeculator, MLPSpeculatorConfig, Target
+from speculator import Engine, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
 from speculator.server.app import create_app
 from speculator.server.worker import Worker
 
@@ -61,3 +63,13 @@ def tiny_head_for(target: Target) -> MLPSpeculator:
     torch.manual_seed(1)
     sizes = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, "inner_dim": 16, "n_predict": 3}
     return MLPSpeculator(MLPSpeculatorConfig(**sizes)).double()
+
+
+@pytest.fixture(scope="module")
+def chat_target() -> Target:
+    return tiny_target(chat_tokenizer("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def drafter(chat_target) -> HeadDrafter:
+    return HeadDrafter(tiny_head_for(chat_target))

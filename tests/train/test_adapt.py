@@ -7,27 +7,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from chat_templates import chat_tokenizer
 from conftest import exit_code, write_tuning
 from kills import Killed
-from serving_here import serving, tiny_head_for, tiny_target
+from serving_here import chat_target, drafter, serving, tiny_head_for
 
-from speculator import HeadDrafter, Target, model_flags
+from speculator import model_flags
 from speculator.__main__ import build_parser, main
 from speculator.cli import serve
 from train import adapt
 
+__all__ = ["chat_target", "drafter"]
 KEY = "secret"
-
-
-@pytest.fixture(scope="module")
-def chat_target() -> Target:
-    return tiny_target(chat_tokenizer("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def drafter(chat_target) -> HeadDrafter:
-    return HeadDrafter(tiny_head_for(chat_target))
 
 
 def record_shard(record, number: int, rows: int = 2) -> None:

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from chat_templates import chat_tokenizer
-from serving_here import serving, tiny_head_for, tiny_target
+from serving_here import chat_target, drafter, serving
 
-from speculator import HeadDrafter, Target
-
-
-@pytest.fixture(scope="module")
-def chat_target() -> Target:
-    return tiny_target(chat_tokenizer("qwen3"))
-
-
-@pytest.fixture(scope="module")
-def drafter(chat_target) -> HeadDrafter:
-    return HeadDrafter(tiny_head_for(chat_target))
+__all__ = ["chat_target", "drafter"]
 
 
 @pytest.fixture(scope="module")
