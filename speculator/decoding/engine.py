@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speculator.decoding import prefill
 from speculator.decoding.draft import Draft, gather_at
-from speculator.decoding.drafter import Drafter, Shape
+from speculator.decoding.drafter import Drafter
 from speculator.decoding.logprobs import token_logprobs
 from speculator.decoding.request import (
     Generation,
@@ -414,13 +414,6 @@ class Engine:
                 refuse((not finite, not_finite(self.target)))
                 logprobs = None if batch.token_logprobs is None else batch.token_logprobs[i]
                 request.append([*path[:accepted], next_token], drafted, logprobs)
-
-    def reshape(self, shape: Shape) -> None:
-        """Draft in another shape from the next step on.
-
-        Completions stay the same, except those of sampled rows under a rule other than `match`.
-        """
-        self.rows.reshape(shape)
 
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:

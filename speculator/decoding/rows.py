@@ -262,7 +262,10 @@ class Rows:
         return batch
 
     def reshape(self, shape: Shape) -> None:
-        """Draft in another shape from the next step on."""
+        """Draft in another shape from the next step on.
+
+        Completions stay the same, except those of sampled rows under a rule other than `match`.
+        """
         assert self.drafter is not None
         if shape is self.drafter.shape:
             return

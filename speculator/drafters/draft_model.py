@@ -87,8 +87,7 @@ class DraftModelSource(CausalSource):
         super().reserve(shape)
         self._spare = shape.offered + 2
         # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
-        # So the last `reread` tokens before the pending one are read again: 1, or the depth
-        # of a tree.
+        # So the last `reread` tokens before the pending one are read again: 1, or the depth of a tree.
         self._reread = 1 if self._is_chain else shape.depth
 
     def open(self, cache: KVCache) -> DraftModelSource:

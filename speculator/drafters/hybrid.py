@@ -68,8 +68,7 @@ def joined(
     # The first added token hangs below the node where path and draft part, each other one below the one before it.
     parents = torch.cat([at[:, None] - 1, columns[:, :-1]], 1)
     return Draft(
-        # Of a path a b c d whose first two tokens the draft has, c and d are added: c
-        # below the node for b, and d below c.
+        # Of a path a b c d whose first two tokens the draft has, c and d are added: c below the node for b, d below c.
         pad(draft.tokens, (0, length)).scatter(1, columns, path.gather(1, same[:, None] + offsets)),
         draft.lengths + (counts - same).clamp(0, length),
         None,

@@ -234,7 +234,7 @@ def _step_seconds(
     """
     target, slots, seconds = engine.target, len(engine.scheduler.slots), []
     if shape:
-        engine.reshape(shape)
+        engine.rows.reshape(shape)
     # One prompt for all rows: the first row's keys and values are copied.
     prompt = [7 * i % target.vocab_size for i in range(min(_PROMPT, target.context_length // 4))]
     requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for _ in range(slots)]

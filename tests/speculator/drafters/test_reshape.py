@@ -23,7 +23,7 @@ def test_texts_and_drafts_are_as_if_it_had_always_drafted_so(architecture):
     requests = [engine.submit(prompt, max_new_tokens=60) for prompt in PROMPTS]
     compared = 0
     while engine.busy:
-        engine.reshape(draw.choice(shapes))
+        engine.rows.reshape(draw.choice(shapes))
         decoding = engine.rows._batch.requests if engine.rows._batch else ()
         before = [list(request.sequence) for request in decoding if not request.finish_reason]
         drafts = following(engine)
@@ -65,6 +65,6 @@ def test_alternating_shapes_do_not_grow_the_cache():
     engine.submit([1, 2, 3], max_new_tokens=60)
     for step in range(20):
         engine.step()
-        engine.reshape(shapes[step % 2])
+        engine.rows.reshape(shapes[step % 2])
         capacities.append(engine.cache.capacity)
     assert len(set(capacities[4:])) == 1
