@@ -78,11 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     log(f"loading {arguments.target}")
     target = model_flags.load_target(arguments)
-    context, slots = target.context_length, arguments.max_num_seqs
-    target.context_length = arguments.max_model_len or context
-    if target.encoder:
-        target.encoder.longest = min(target.encoder.longest, target.context_length)
-    refuse((target.context_length > context, f"--max_model_len: the context of {arguments.target} is {context} tokens"))
+    slots = arguments.max_num_seqs
+    if arguments.max_model_len:
+        limit_tokens(target, arguments.max_model_len)
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
     memory = 0 if arguments.ngram and not model_flags.coupled(arguments) else MEMORY
     make_drafter = partial(model_flags.drafter, target=target, temperatures=[0.0, 1.0], batch_size=slots, memory=memory)
@@ -136,6 +134,15 @@ def leave_a_core() -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+
+
+def limit_tokens(target: Target, most: int) -> None:
+    """Let the target read at most so many tokens of a prompt and its answer, and of a source."""
+    context = target.context_length
+    refuse((most > context, f"--max_model_len: the context of {target.name} is {context} tokens"))
+    target.context_length = most
+    if target.encoder:
+        target.encoder.longest = min(target.encoder.longest, most)
 
 
 def _memory(target: Target, slots: int) -> str:

@@ -229,8 +229,9 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
         if min(prompt) < 0 or max(prompt) >= target.vocab_size:
             token = min(prompt) if min(prompt) < 0 else max(prompt)
             raise UserError(f"prompt {number}: {target.name} has no token {token}, only 0..{target.vocab_size - 1}")
-        is_source = target.encoder and not isinstance(prompt, Text)
-        longest = target.encoder.longest if is_source else target.context_length - 1  # type: ignore[union-attr]
+        longest = target.context_length - 1
+        if target.encoder and not isinstance(prompt, Text):  # it is a source
+            longest = target.encoder.longest
         if len(prompt) > longest:
             raise UserError(
                 f"prompt {number} has {len(prompt)} tokens; the context of {target.name} has room for {longest}"

@@ -8,6 +8,7 @@ from enumeration import distance_of_runs, joint_distribution
 from transformers import T5Config, T5ForConditionalGeneration
 
 from speculator import DraftModelDrafter, Engine, HeadDrafter, Sampling, Target, UserError, generate
+from speculator.cli.serve import limit_tokens
 from speculator.custom_generate import speculative
 from speculator.decoding import scheduler
 from speculator.drafters import Chain, FixedTree
@@ -176,6 +177,14 @@ def test_unfit_drafts_and_sources_are_refused(forced):
             DraftModelDrafter(model, target, Chain(2))
     with pytest.raises(UserError, match="room for 64"):
         generate(forced, None, [[5] * 65])
+
+
+def test_max_model_len_limits_the_source_too():
+    target = Target(tiny_encoder_decoder("t5"), tokenizer=None)
+    generate(target, None, [[5] * 13], max_new_tokens=2)
+    limit_tokens(target, 12)
+    with pytest.raises(UserError, match="room for 12"):
+        generate(target, None, [[5] * 13], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
