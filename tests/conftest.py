@@ -436,7 +436,6 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
     monkeypatch.setattr("eval.decoders._COST_BLOCKS", 2)
     monkeypatch.setattr("speculator.drafters.measure._ROUNDS", 1)
-    monkeypatch.setattr("speculator.drafters.measure._TIMED_STEPS", 1)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from speculator.decoding.memory import LookupPaths
 from speculator.decoding.request import Request
 from speculator.decoding.rows import Batch
 from speculator.decoding.sampling import Noise, Sampling
-from speculator.decoding.scheduler import DECODING
 from speculator.device import synchronize
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.adaptive import PathOrDraft
@@ -34,10 +33,10 @@ from speculator.target.model import Target
 Result = TypeVar("Result")
 BLOCK = 5
 """Steps of one kind in a row when drafting and verification are measured; the first is not counted."""
-_ROUNDS, _TIMED_STEPS = 3, 3
-"""Turns of each draft when whole steps are measured, and steps in a turn."""
+_ROUNDS = 5  # steps with each draft when whole steps are measured
 _CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
 _PROMPT = 64  # tokens of the rows' prompt: with fewer, attention and so a plain step cost less than in most texts
+_PATHS, _NOTHING = PathOrDraft(LONGEST_PATH), PathOrDraft(0)
 
 
 @dataclass
@@ -187,7 +186,8 @@ def measure_costs(
 ) -> list[CostEntry]:
     """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
 
-    Plain steps, each of the drafts, and lookup paths in all rows, in one and in none take turns.
+    Each of the drafts, and lookup paths in all rows and in one, take turns. Before each of these steps comes one without
+    a draft, and only the two are compared: the speed of a machine changes within seconds.
 
     Args:
         shapes: drafts, the most important first.
@@ -195,61 +195,56 @@ def measure_costs(
         seconds: time limit. It is checked before every step; what is not measured by then is left out.
     """
     deadline = time.perf_counter() + seconds
-    path, none = PathOrDraft(LONGEST_PATH), PathOrDraft(0)
-    largest = max((*shapes, path), key=lambda shape: shape.nodes)
-    times: dict[tuple[int, bool], dict[Shape | int | None, list[float]]] = {}
-    drafter = HeadDrafter(head, largest)
+    drafter = HeadDrafter(head, max((*shapes, _PATHS), key=lambda shape: shape.nodes))
     drafter.memory.paths = LookupPaths(LONGEST_PATH)
-    engines = {rows: (Engine(target, None, slots=rows), Engine(target, drafter, slots=rows)) for rows, _ in sizes}
-    # Every draft takes its turn in every round, so that a machine that slows down slows all of them. The most important
-    # come first, because the time may end within a round.
-    for _ in range(_ROUNDS):
-        for rows, greedy in sizes:
-            plain, drafting = engines[rows]
-            for what in (None, *shapes[:2], *dict.fromkeys((rows, 1, 0)), *shapes[2:]):
-                shape = (path if what else none) if isinstance(what, int) else what
-                paths = [[0] * LONGEST_PATH] * what if isinstance(what, int) else []  # so many rows have a path
-                own = times.setdefault((rows, greedy), {}).setdefault(what, [])
-                own += _step_seconds(drafting if shape else plain, shape, greedy, deadline, paths)
+    engines = {rows: Engine(target, drafter, slots=rows) for rows, _ in sizes}
+    costs: dict[tuple[int, bool], dict[Shape | int, list[float]]] = {size: {} for size in sizes}
+    # The most important drafts come first, because the time may end within a round.
+    for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):
+        for (rows, greedy), own in costs.items():
+            for what, cost in _round(engines[rows], greedy, (*shapes[:2], rows, 1, *shapes[2:]), deadline):
+                own.setdefault(what, []).append(cost)
     entries = []
-    for (rows, greedy), by_draft in times.items():
-        medians = {what: statistics.median(own) for what, own in by_draft.items() if own}
-        # Plain steps have the key None, drafts of the head their shape, and lookup paths the number of rows with one.
-        costs = {what: seconds / medians[None] for what, seconds in medians.items() if what is not None}
-        drafts = {what: cost for what, cost in costs.items() if not isinstance(what, int)}
-        verify = {what * LONGEST_PATH: cost for what, cost in costs.items() if isinstance(what, int)}
-        entries += [CostEntry(rows, greedy, drafts, verify)] if costs else []
+    for (rows, greedy), own in costs.items():
+        medians = {what: statistics.median(each) for what, each in own.items()}
+        drafts = {what: cost for what, cost in medians.items() if not isinstance(what, int)}
+        verify = {what * LONGEST_PATH: cost for what, cost in medians.items() if isinstance(what, int)}
+        entries += [CostEntry(rows, greedy, drafts, verify)] if medians else []
     return entries
 
 
-def _step_seconds(
-    engine: Engine, shape: Shape | None, greedy: bool, deadline: float, paths: list[list[int]]
-) -> list[float]:
-    """Return the seconds of each of a few steps in which all slots decode. Steps that prefill or capture don't count.
+def _round(
+    engine: Engine, greedy: bool, drafts: Sequence[Shape | int], deadline: float
+) -> Iterator[tuple[Shape | int, float]]:
+    """Decode in all slots; yield each draft, and the time of a step with it over that of the step before, without one.
 
     Args:
-        shape: what the drafter drafts; None for an engine without a drafter.
+        drafts: shapes of the head's draft, and numbers of rows that have a lookup path while the head drafts nothing.
         deadline: value of the clock at which measuring stops.
-        paths: lookup paths of the first rows.
     """
-    target, slots, seconds = engine.target, len(engine.scheduler.slots), []
-    if shape:
-        engine.rows.reshape(shape)
+    rows, size, slots = engine.rows, engine.target.vocab_size, len(engine.scheduler.slots)
+    if time.perf_counter() > deadline:
+        return
     # One prompt for all rows: the first row's keys and values are copied.
-    prompt = [7 * i % target.vocab_size for i in range(min(_PROMPT, target.context_length // 4))]
+    prompt = [7 * i % size for i in range(min(_PROMPT, engine.target.context_length // 4))]
     requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for _ in range(slots)]
-    engine.rows.admit(engine.waiting)
-    if engine.drafter:
-        engine.drafter.memory.paths.put(paths)
-    number = -_CAPTURE_STEPS if engine.rows.capturing else 0
-    while number < _TIMED_STEPS:
+    rows.admit(engine.waiting)
+    while engine.scheduler.prefilling:
+        engine.prefill()
+
+    def step(shape: Shape) -> float | None:
+        """Return the seconds of a step; None if there was no time for it, or it captured a graph."""
         if time.perf_counter() > deadline or any(request.finish_reason for request in requests):
-            break
-        prepared, full = Captured.prepared, engine.scheduler.count(DECODING) == slots
+            return None
+        rows.reshape(shape)
+        prepared = Captured.prepared
         took, _ = clock(engine.step)
-        number += full
-        if full and number > 0 and Captured.prepared == prepared:
-            seconds.append(took)
+        return took if Captured.prepared == prepared else None
+
+    for what in drafts:
+        rows.memory.paths.put([[0] * LONGEST_PATH] * what if isinstance(what, int) else [])
+        plain, drafted = step(_NOTHING), step(_PATHS if isinstance(what, int) else what)
+        if plain and drafted:
+            yield what, drafted / plain
     for request in requests:
         request.cancel()
-    return seconds

@@ -4,7 +4,7 @@ The head drafts one shape for all rows, or nothing. A row may draft the path tha
 the head's draft. A step that verifies B drafted tokens, those of all rows together, costs C(shape, B) plain steps. If
 its tokens per cost are Θ, one more token is worth its cost if its chance of being accepted is at least the price
 Θ dC/dB. A row takes as much of its path as is worth it, if that gains more than the head's draft. Of all steps the one
-with the most expected tokens per cost is taken.
+with the most expected tokens per cost is taken, if that is 3% more than a plain step's.
 
 Tuning measures how often drafts are accepted on one text. On another text we assume that the log-odds of all depths are
 shifted by the same amount: an exponential average over all requests, for head and lookup separately. Lookup is compared
@@ -31,6 +31,7 @@ LONGEST_PATH = 8
 _LOOKUP_VARIANCE, _HEAD_VARIANCE = 0.5, 0.1  # of a shift before its first outcome: looked-up tokens come in runs
 _FORGETS = 0.002  # share of the way back to the first variance per step
 _OPTIMISM = 0.25  # standard errors
+_MARGIN = 1.03  # what a draft must promise over a plain step: costs and chances are not known better
 _PROBE_SHARE = 0.01  # share of the time for trying a head that does not seem to pay
 _PROBE_STEPS = (16, 512)  # bounds of the number of steps between two such tries
 _PLAIN_STEPS = 128  # steps after which one is plain, to compare the others' time with
@@ -235,6 +236,8 @@ class Chooser:
                 best = max([best, *steps], key=lambda step: step.rate)
         if all(best.lengths):
             best.choice = None
+        if best.rate < _MARGIN * (plain := by_head(None)).rate:
+            best = plain
         if not best.choice and choices and self._without_head >= _PROBE_STEPS[0]:
             # A head that never drafts is never observed. Trying it costs `loss` of a step, so it is tried every loss /
             # 1% steps: a head at 0.8 of the best rate after 20 steps, one at 0.3 after 70.
@@ -242,7 +245,7 @@ class Chooser:
             loss = 1 - probe.rate / best.rate
             if self._without_head >= min(_PROBE_STEPS[1], loss / _PROBE_SHARE):
                 return probe
-        return by_head(None) if self._with_draft >= _PLAIN_STEPS else best
+        return plain if self._with_draft >= _PLAIN_STEPS else best
 
     def _learn(self) -> None:
         """Compare the last step's tokens with the head's draft, if it drafted, and with the lookup path in any case."""

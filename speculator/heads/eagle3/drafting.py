@@ -224,8 +224,9 @@ class Eagle3Source(CachedSource):
         if self._max_unread and self._unread:  # append
             # After what earlier steps have left unread: with counts [2, 0] row 0 gets this step's at 2, 3, ..
             columns = self._counts[rows, None] + torch.arange(width, device=tokens.device)
-            self._aux_hidden[rows].scatter_(1, columns[:, :, None].expand_as(hidden), hidden)
-            self._next[rows].scatter_(1, columns[:, : width - 1], tokens[:, 1:])
+            row = torch.arange(len(counts), device=tokens.device)[:, None]
+            self._aux_hidden[row, columns] = hidden  # `scatter_` takes 30 times as long
+            self._next[row, columns[:, : width - 1]] = tokens[:, 1:]
         else:
             # Position t reads x[t+1]: h5 h6 h7 read x6, x7 and what this step sampled, which `_fill_in` will write.
             self._aux_hidden[rows, :width] = hidden

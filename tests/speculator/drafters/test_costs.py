@@ -150,7 +150,7 @@ def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
     assert [(entry.rows, entry.greedy) for entry in entries] == sizes
     for entry in entries:
         assert entry.drafts.keys() == set(shapes)
-        assert entry.verify.keys() == {0, 8, 8 * entry.rows}
+        assert entry.verify.keys() == {8, 8 * entry.rows}
         assert min(*entry.drafts.values(), *entry.verify.values()) > 0
     now, step = [0.0], Engine.step
 
@@ -160,7 +160,23 @@ def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", slow_step)
     monkeypatch.setattr("speculator.drafters.measure.time.perf_counter", lambda: now[0])
-    (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=13.5)
-    assert now[0] == 14, "no step begins after the limit"
-    assert list(entry.drafts) == shapes[:2]
+    (entry,) = measure_costs(target, tiny_head(), shapes, sizes, seconds=4.5)
+    assert now[0] == 5, "no step begins after the limit"
+    assert list(entry.drafts) == shapes[:2], "each after a step without a draft"
     assert measure_costs(target, tiny_head(), shapes, sizes, seconds=-1.0) == []
+
+
+def test_a_machine_that_slows_down_changes_no_cost(target, monkeypatch):
+    """Steps take twice as long after a while; each is compared with the one before it."""
+    now, step, speeds = [0.0], Engine.step, []
+
+    def timed(engine):
+        speeds.append(1.0 if len(speeds) < 20 else 2.0)
+        now[0] += speeds[-1] * (1 + engine.drafter.nodes)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", timed)
+    monkeypatch.setattr("speculator.drafters.measure.time.perf_counter", lambda: now[0])
+    (entry,) = measure_costs(target, tiny_head(), [Chain(3), Chain(1)], [(2, True)], seconds=999)
+    assert {shape.nodes: cost for shape, cost in entry.drafts.items()} == {3: 4, 1: 2}
+    assert len(speeds) > 30
