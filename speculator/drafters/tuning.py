@@ -173,13 +173,13 @@ def _is_tree(choice: Choice) -> bool:
 def _costs_here(
     head: Speculator, target: Target, shapes: Sequence[Shape], temperatures: Sequence[float], batch_size: int
 ) -> list[CostEntry]:
-    """Measure step costs, or read those that an earlier process on this machine measured."""
+    """Measure step costs, or read those that an earlier process on this machine measured with the same code."""
     kinds = sorted({temperature == 0 for temperature in temperatures})
     sizes = [(rows, greedy) for rows in sizes_to_measure(batch_size) for greedy in kinds]
     machine = measured_on(target)
     shape = {name: value for name, value in sorted(head.config.to_dict().items()) if not name.startswith(_NOT_SHAPE)}
     facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"
-    facts += f"{torch.__version__} {[shape_to_json(shape) for shape in shapes]}"
+    facts += f"{torch.__version__} {code_digest(Path(__file__).parents[1])} {[shape_to_json(shape) for shape in shapes]}"
     name = f"{machine['processor']} {machine['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     with cached_object("costs", name) as stored:
         with suppress(KeyError, TypeError, ValueError, UserError):  # damaged
@@ -188,6 +188,11 @@ def _costs_here(
         entries = measure_costs(target, head, shapes, sizes, SECONDS)
         stored["entries"] = [entry_to_json(entry) for entry in entries]
         return [entry_from_json(entry) for entry in stored["entries"]]
+
+
+def code_digest(folder: Path) -> str:
+    """Return a digest of all Python files of a folder: costs measured by other code may be wrong."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.rglob("*.py")))).hexdigest()
 
 
 def _typical(shapes: Sequence[Shape]) -> CostEntry:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import take_at
 from speculator.decoding.drafter import LogitsSource
 from speculator.decoding.memory import Sequences
@@ -16,6 +17,10 @@ from speculator.target.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_SHORT = 64
+"""Tokens of a row below which a CPU reads weights for longer than it computes."""
 
 
 class CachedSource(LogitsSource):
@@ -28,6 +33,22 @@ class CachedSource(LogitsSource):
     cache: HeadCache
     _capacity: int
     _spare: int
+
+    def prefill(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        """See `Memory`. On a CPU long rows are read one by one, without padding; short ones share the weights."""
+        if max(counts) < _SHORT or hidden.device.type in cuda_graphs.DEVICES:
+            self.read_prompts(start, sequences, begins, hidden, counts)
+            return
+        for i, count in enumerate(counts):
+            self.read_prompts(start + i, sequences[i : i + 1], begins[i : i + 1], hidden[i : i + 1, :count], [count])
+
+    def read_prompts(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        """Do what `Memory.prefill` says, padded to the widest row."""
+        raise NotImplementedError
 
     def grow(self, capacity: int) -> None:
         self.cache.grow(capacity + self._spare)

@@ -51,7 +51,7 @@ class DSparkSource(CachedSource):
             cache.write(index, keys, values, positions)
         cache.lengths += counts
 
-    def prefill(
+    def read_prompts(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
         part = self.cache.select(start, start + len(counts), 0)

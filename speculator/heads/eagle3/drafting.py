@@ -194,7 +194,7 @@ class Eagle3Source(CachedSource):
         for x in (self._aux_hidden, self._next, self._counts):
             x[list(destination)] = x[list(source)]
 
-    def prefill(
+    def read_prompts(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
         rows, device = slice(start, start + len(sequences)), hidden.device

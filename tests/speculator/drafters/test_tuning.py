@@ -58,6 +58,19 @@ def test_costs_of_another_place_are_measured_once(target_folder, tuned_folder, m
     assert first.steps == second.steps
 
 
+def test_costs_that_other_code_measured_are_measured_again(target_folder, tuned_folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    write_tuning(tuned_folder, costs=[])
+    target, measured, digest = Target.load(str(target_folder)), [], tuning.code_digest
+    monkeypatch.setattr(tuning, "measure_costs", lambda *given: measured.append(given) or [])
+    monkeypatch.setattr(tuning, "code_digest", lambda folder: digest(tmp_path / "code"))
+    (tmp_path / "code" / "decoding").mkdir(parents=True)
+    for text in ("old", "old", "new"):
+        (tmp_path / "code" / "decoding" / "engine.py").write_text(text)
+        load_drafter(tuned_folder, target)
+    assert len(measured) == 2
+
+
 def test_costs_of_another_place_are_used_if_there_is_no_time_to_measure(target_folder, tuned_folder, monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 0.0)
     write_tuning(tuned_folder, processor="another")

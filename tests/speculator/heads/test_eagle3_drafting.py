@@ -87,8 +87,9 @@ def gap(target, head, drafter: Noted) -> float:
     return max((logits - expected[text, path]).abs().max().item() for text, path, logits in drafter.log)
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(1, 3), (2, 64), (5, 3)])
-def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, head, slots, chunk):
+@pytest.mark.parametrize(("slots", "chunk", "short"), [(1, 3, 64), (2, 64, 64), (5, 3, 64), (5, 64, 2)])
+def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, head, slots, chunk, short, monkeypatch):
+    monkeypatch.setattr("speculator.heads.drafting._SHORT", short)  # tokens from which a row is read by itself
     plain = Engine(target, None, slots=slots).generate(PROMPTS, max_new_tokens=12)
     drafter = Noted(head)
     engine = Engine(target, drafter, slots=slots, chunk=chunk)
