@@ -115,8 +115,7 @@ class RowSampling:
 
         The order is that of transformers, the dtype float32 or wider. Rows at temperature 0 keep their logits.
         """
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits / self.temperature.to(logits.dtype)
+        logits = logits / self.temperature.to(torch.promote_types(logits.dtype, torch.float32))
         size = logits.shape[-1]
         if self._most:
             ordered = logits.topk(min(self._most, size)).values
@@ -184,7 +183,7 @@ class Noise:
         depth: int,  # 0: the next token
     ) -> Tensor:  # [B, f, V]
         """Return the logits plus the noise of their position: the best score is the sample, the k best k candidates."""
-        return self.sampling.scaled(logits) + self._level(depth)[:, None] if self._noisy else logits
+        return self.sampling.scaled(logits).add_(self._level(depth)[:, None]) if self._noisy else logits
 
     def samples(
         self,
@@ -212,7 +211,7 @@ class Noise:
         if draft.parents is not None:
             # Noise belongs to a position of the sequence: cousins in a tree have the same depth and share it.
             noise = noise[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
-        return most_likely(self.sampling.scaled(logits) + noise)
+        return most_likely(self.sampling.scaled(logits).add_(noise))
 
     def _samples_of(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:  # [T, V], [T], [T] -> [T]
         if not self._noisy:
@@ -220,7 +219,7 @@ class Noise:
         sampling = self.sampling.of_tokens(rows)
         noise = gumbel(self._seeds[rows], self.positions[rows] + depths, self._size)
         noise = noise.masked_fill_(sampling.at_zero[:, 0], 0.0)
-        return most_likely(sampling.scaled(logits[:, None])[:, 0] + noise)
+        return most_likely(sampling.scaled(logits[:, None])[:, 0].add_(noise))
 
     def uniforms(self, count: int) -> Tensor:  # [B, count]
         """Return random numbers in [0, 1) for drafts and rules that are not coupled."""
@@ -310,10 +309,11 @@ def gumbel(
     key = _mix(_mix(seeds + _GUMBEL) + positions * _GAMMA)[..., None]
     first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
     x = torch.arange(size, dtype=torch.int32, device=seeds.device) * -1640531527 + first
-    x = (x ^ (x >> 16)) * 2146121005 + second
-    x = (x ^ (x >> 15)) * -2073254261
-    x = (x ^ (x >> 16)) * 739982445
-    return _gumbel_of((x ^ (x >> 15)) & 0x7FFFFFFF)
+    # In place: on a CPU new tensors of this size take twice as long.
+    x.bitwise_xor_(x >> 16).mul_(2146121005).add_(second)
+    x.bitwise_xor_(x >> 15).mul_(-2073254261)
+    x.bitwise_xor_(x >> 16).mul_(739982445)
+    return _gumbel_of(x.bitwise_xor_(x >> 15).bitwise_and_(0x7FFFFFFF))
 
 
 @cache
@@ -326,8 +326,8 @@ def _gumbel_on(kind: str) -> Callable[..., Tensor]:
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
     """Return the Gumbel number of 31 random bits. It is finite, and finest where it is large: rare tokens need that."""
     # Halfway between the grid's points, so never 0, and below 1 in float32: log(0) would give an infinite score.
-    uniform = ((bits + 0.5) * 2.0**-31).clamp_max(1 - 2.0**-24)
-    return -(-torch.log1p(-uniform)).log()
+    uniform = (bits + 0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def draw(

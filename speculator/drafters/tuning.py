@@ -179,7 +179,9 @@ def _costs_here(
     machine = measured_on(target)
     shape = {name: value for name, value in sorted(head.config.to_dict().items()) if not name.startswith(_NOT_SHAPE)}
     facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"
-    facts += f"{torch.__version__} {code_digest(Path(__file__).parents[1])} {[shape_to_json(shape) for shape in shapes]}"
+    facts += (
+        f"{torch.__version__} {code_digest(Path(__file__).parents[1])} {[shape_to_json(shape) for shape in shapes]}"
+    )
     name = f"{machine['processor']} {machine['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     with cached_object("costs", name) as stored:
         with suppress(KeyError, TypeError, ValueError, UserError):  # damaged
