@@ -54,6 +54,8 @@ def read_target(
                 check_folder(Path(name))
             tokenizer = AutoTokenizer.from_pretrained(**where)
             config = AutoConfig.from_pretrained(**where)
+            sharded = isinstance(placement, Group) and config.is_encoder_decoder
+            refuse((sharded, "an encoder-decoder model can't be sharded over processes"))
             if isinstance(placement, Group):
                 if placement.parallel == "tp":
                     check_heads(name, config.get_text_config(), placement.size)
