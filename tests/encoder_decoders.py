@@ -4,7 +4,9 @@ import copy
 from pathlib import Path
 
 import torch
+import transformers
 from conftest import tiny_tokenizer
+from packaging.version import Version
 from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
@@ -40,6 +42,8 @@ BY_DISTANCE = {
     "switch": SwitchTransformersConfig(**_T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
 }
 """A bias on the scores, by distance."""
+if Version(transformers.__version__) < Version("5.19"):
+    del BY_DISTANCE["umt5"]  # its decoder is not causal with sdpa: earlier logits depend on later tokens
 BY_TABLE = {
     "bart": BartConfig(**_BART),
     "mbart": MBartConfig(**_BART),

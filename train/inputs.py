@@ -114,6 +114,8 @@ def load_target(config: RunConfig) -> TrainingTarget:
     try:
         return Target.of(target)
     except UserError as error:
+        if target.encoder:  # no server drafts for it either
+            raise
         checks.check_writes_no_text(config, str(error))
         log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
         return target

@@ -73,7 +73,8 @@ class Collator:
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
         if SOURCES in rows[0]:
-            batch[SOURCES] = [row[SOURCES] for row in rows]  # lists: the encoder reads each source alone
+            # The encoder reads each source alone. Arrays, since lists would be searched for tensors to move.
+            batch[SOURCES] = [array("i", row[SOURCES]) for row in rows]
         if self.for_servers:
             batch[DOCUMENTS] = Documents(rows)
         return batch

@@ -11,7 +11,7 @@ from encoder_decoders import VOCAB, random_texts, save_encoder_decoder, tiny_enc
 from data.onpolicy import generate_rows
 from eval.suites import Suite
 from eval.validation import real_acceptance
-from speculator import Sampling, Target
+from speculator import Sampling, Target, UserError
 from speculator.heads import Speculator
 from train import trainer
 from train.command_line import parse
@@ -134,6 +134,15 @@ def test_a_stopped_run_resumes_to_the_same_head(run, tmp_path, monkeypatch):
     for name in ("stage1/checkpoint-8", "stage2/checkpoint-4", "speculator"):
         whole, stopped = ((tmp_path / each / name / "model.safetensors").read_bytes() for each in ("whole", "stopped"))
         assert whole == stopped, name
+
+
+def test_a_target_that_does_not_decode_is_not_trained_for(run, tmp_path, monkeypatch, capfd):
+    def fail(target):
+        raise UserError("unfit")
+
+    monkeypatch.setattr("speculator.target.model.probe", fail)
+    assert run(tmp_path / "run", **{"stage2.max_steps": 0}) == 2
+    assert "unfit" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
