@@ -202,11 +202,15 @@ class _Server(Connection):
         for chat in (False, True):
             end = end_token(self.tokenizer) if chat else None
             self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
-        for row, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
+        warm = [row for row in range(len(prompts)) if self._sampling(row).temperature >= _WARM]
+        # One prompt is not enough: an answer may be certain, as "Paris" is.
+        for row in warm[:_PROBE_PROMPTS]:
+            prompt = prompts[row]
             texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
-            # One prompt is not enough: an answer may be certain, as "Paris" is.
-            if texts[0] != texts[1] or self._sampling(row).temperature < _WARM:
+            if texts[0] != texts[1]:
                 return
+        if not warm:
+            return
         raise UserError(
             f"{self.url} returns the same text for two seeds: it does not sample at temperature "
             f"{self._sampling(row).temperature:g}"
