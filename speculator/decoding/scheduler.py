@@ -246,7 +246,9 @@ class Scheduler:
 
     def _end(self, slot: Slot) -> int:
         """Position at which a slot's next chunk ends at the latest: the prompt's end, or where a state is copied."""
-        copied = [each.prefix_source for each in self.slots if self.recurrent and each.prefix_source]
+        if not self.recurrent:
+            return len(slot.sequence)
+        copied = [each.prefix_source for each in self.slots if each.prefix_source]
         ends = [shared for source, _, shared in copied if source is slot and shared > slot.num_computed_tokens]
         return min(ends, default=len(slot.sequence))
 
