@@ -46,6 +46,8 @@ def rejection_marks(steps: Iterable[Step]) -> list[int]:
     """Return a mark for each new token of a row, the prefill's first: 1 if it replaced a rejected draft token."""
     marks = [0]
     for step in steps:
+        # Only a step's last token can replace a rejected one: 2 of 3 drafted tokens accepted give 0 0 1. It doesn't if
+        # the whole draft was accepted, or if the completion ended inside the accepted tokens.
         marks += [0] * step.emitted
         marks[-1] = int(step.accepted < step.drafted and not step.cut)
     return marks
@@ -93,7 +95,7 @@ class Request:
         on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
         logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
         min_tokens: tokens before the completion may end.
-        held_back: tokens that are not sampled among the first `min_tokens`.
+        held_back: token ids that may not be sampled among the first `min_tokens` new tokens.
         sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
@@ -253,7 +255,7 @@ def _as_list(number: int, prompt: Any) -> list[int]:
 
 
 def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
-    """Convert one EOS token or several, as transformers accepts them."""
+    """Return one EOS token id, or several, as a set. Raises a UserError for anything but integers."""
     try:
         return {index(token_ids)} if not isinstance(token_ids, Iterable) else set(map(index, token_ids))
     except TypeError:

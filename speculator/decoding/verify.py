@@ -4,7 +4,8 @@
 
 Notation: at verify position j (0: the pending token, i+1: draft token i) the target's distribution of the next token is
 p[j]; the draft's is q. A rule returns `last`, the position where the accepted path ends (0: nothing accepted), and the
-distribution of the token after it, which need not be normalised. Rules read the leading columns of `u`.
+distribution of the token after it, which need not be normalised. `u` holds uniform random numbers in [0, 1); a rule
+reads one for each draft token, the leading columns.
 
 Every rule keeps the target's distribution exactly, for the drafts that it is made for. A random number can be exactly
 0, so tests `u q < p` are strict: a token of probability 0 is never accepted.
@@ -138,6 +139,7 @@ def multi_candidate(
 
     At a node start with t = p, s = q. Accept child x iff u s(x) < t(x).
     After a rejection t = norm((t - s)_+), s(x) = 0, s = norm(s), and test the next sibling.
+    If all are rejected, the next token follows the last t.
     """
     rows = torch.arange(len(p), device=p.device)
     q = _draft_probs(p, draft)

@@ -68,7 +68,7 @@ class QueryRows:
 
     @cached_property
     def bounds(self) -> Tensor:  # [documents + 1] int32
-        """First row of each document among the rows of all sequences, and the end."""
+        """Index at which each document begins among the B * S positions of the batch, and B * S at the end."""
         # A position whose document begins at itself. With documents of 3 and 5 tokens the begins are 0 0 0 3 3 3 3 3,
         # and the bounds 0, 3, 8.
         first = self.begins == torch.arange(self.begins.shape[1], device=self.begins.device)
@@ -95,7 +95,13 @@ class QueryRows:
         return blocks
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
-        """Return a mask of the keys that rows attend to at a step: their document up to them, within the window."""
+        """Return a mask of the text's keys that rows attend to at a step: their document up to them, within the window.
+
+        Args:
+            rows: which rows.
+            span: the M positions of their sequence, as columns.
+            step: the step, i.e. how many own keys a row has.
+        """
         columns = torch.arange(span.start, span.stop, device=self.positions.device)
         positions, begins = self.positions[rows, None], self.starts[rows, None]
         if self.window is not None:
@@ -126,6 +132,7 @@ def joint_attention(
     own_keys: Tensor,  # [step, R, K, d] each row attends to its own
     own_values: Tensor,  # [step, R, K, d]
 ) -> Tensor:  # [R, H, d]
+    """Attend by one softmax over the text's keys and each row's own; `fused` uses flash attention."""
     # Else flash attention would get a negative window. The mask of the blocks then hides the whole text.
     near = rows.window is None or step < rows.window  # the window still reaches into the text
     form = FusedAttention if fused and near else BlockedAttention
@@ -195,7 +202,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that forward and backward pass of flash attention share."""
+    """Return positional and keyword arguments that the forward and the backward call of flash attention share."""
     longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
     # Positions to the left of t that step i still sees: with a window of 4, three at step 0 and one at step 2.
     left = None if rows.window is None else rows.window - 1 - step
@@ -210,6 +217,7 @@ def _pieces(query: Tensor) -> list[slice]:
 
 
 def _own_scores(query: Tensor, own_keys: Tensor) -> Tensor:  # [R, H, d], [i, R, K, d] -> [R, K, g, i]
+    # Query head h = k * g + j reads key head k, as in torch's flash attention: 8 heads on 2 key heads have g = 4.
     grouped = query.view(len(query), own_keys.shape[2], -1, query.shape[-1])
     return torch.einsum("rkgd,irkd->rkgi", grouped, own_keys) / math.sqrt(query.shape[-1])
 
@@ -223,7 +231,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 
 
 def attend_own(
-    seen: Tensor,  # [R, M]
+    seen: Tensor,  # [R, M] bool: the shared keys that each row attends to
     query: Tensor,  # [R, H, d]
     keys: Tensor,  # [M, K, d] shared by the rows
     values: Tensor,  # [M, K, d]
