@@ -26,7 +26,7 @@ class HeadOnTargetMatrices(Speculator):
         embedding: Tensor,  # [V, D]
         output: nn.Linear,  # D -> V
     ) -> None:
-        """Use these matrices, without a bias. They are not copied, unless only some rows of the output matrix are used."""
+        """Use these matrices, without the bias. They are copied only if a draft vocabulary selects rows."""
         # Another address means that rows were selected, or that a sharded or quantised matrix was made whole.
         rows = self.draft_rows(whole(output.weight))
         if rows.data_ptr() != output.weight.data_ptr() or output.bias is not None:

@@ -69,7 +69,7 @@ class Expected:
 
 
 class _Server(Connection):
-    """A server, with the requests that it is busy with and the seconds that one takes (a running mean).
+    """A server, with `busy`, its number of requests in flight, and `seconds`, a running mean of what one takes.
 
     A `pause` above 0 means that it did not answer the last request, and is tried again at `retry_at`.
     """

@@ -40,9 +40,9 @@ _LEAST_WIDTH = 32
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Return each layer's `Form` of keys and of values, read from a filled cache of transformers.
+    """Return the `Form`s of each layer's keys and values, read from a filled cache of transformers.
 
-    A layer that keeps none itself gives ().
+    A layer without keys of its own, such as a recurrent one, gives ().
     """
     layers: list[Any] = [getattr(layer, "keys", None) is not None and layer for layer in cache.layers]
     return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
@@ -117,7 +117,7 @@ class KVCache(Cache):
 
     Args:
         layers: forms of each layer's keys and values, see `forms`.
-        rows: B.
+        rows: B, the number of rows.
         capacity: positions per row: the longest text, plus the tokens that a pass writes after it.
         device: device of the lengths.
         states: forms of each layer's states, see `speculator.target.recurrent.state_forms`.
@@ -225,6 +225,7 @@ class KVCache(Cache):
         Raises:
             ValueError: the tokens do not fit.
         """
+        # `_used` is the bound as given, `longest` the same rounded up to a bucket.
         if self._used + base + width > self.capacity:
             raise ValueError(f"{self._used} + {base + width} tokens do not fit a cache of {self.capacity}")
         extent = min(self.longest + aligned(base + width, self.lengths.device), self.capacity)
@@ -362,7 +363,7 @@ def bucketed(longest: int, device: torch.device) -> int:
 
 
 def aligned(count: int, device: torch.device) -> int:
-    """Return a number of positions rounded up to a width that fused attention's masks may have on a device."""
+    """Return a number of positions rounded up to a width that masks of fused attention may have: 16 n on a GPU."""
     return _up(count, min(BUCKETS.get(device.type, 1), _ALIGNED))
 
 

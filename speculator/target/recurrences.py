@@ -1,5 +1,7 @@
 """transformers' recurrences, started from any state, with identity steps, and along the paths of a token tree.
 
+An identity step is a token that leaves the state as it is, such as padding or a rejected draft token.
+
 Models call these as functions of their modules. `intercept` wraps the functions named in `RULES`; a wrapped function
 does what it did before, except in passes that write a `KVCache`.
 """
@@ -31,7 +33,7 @@ running: ContextVar[Runner | None] = ContextVar("running", default=None)
 
 @dataclass
 class RecurrencePass:
-    """How a recurrence runs in one pass, beyond its own arguments.
+    """How a recurrence over B rows of T tokens runs in one pass, beyond its own arguments.
 
     Attributes:
         state: [B, ...] state at which it starts.
@@ -197,6 +199,7 @@ def roll(y: Tensor, ends: Tensor) -> Tensor:  # [R P, n, ...], [R, P] -> [R, P, 
 
 def like(mask: Tensor, other: Tensor) -> Tensor:
     """Return the mask with dimensions of size 1 appended, so that it broadcasts to another tensor."""
+    # [B, T] and [B, T, H, d] give [B, T, 1, 1]; broadcasting by itself would align the last dimensions.
     return mask.view(*mask.shape, *[1] * (other.ndim - mask.ndim))
 
 

@@ -121,6 +121,7 @@ class RecurrentLayer:
 
     def follow(self, path: Tensor) -> None:  # [R, n]
         """Reduce the last pass's tree to an accepted path, of which `commit` keeps the first tokens."""
+        # The convolution's inputs are [K before, tree]: verify position p is at K + p. The path's move to the front.
         before, width = self.states[0].shape[-1], self._inputs.shape[1]
         path = path.to(self._inputs.device)
         inputs = self._inputs[..., before:].gather(2, path[:, None].expand(-1, width, -1))
@@ -163,7 +164,7 @@ class RecurrentLayer:
 def state_forms(layer: Any) -> tuple[StateForm, ...]:
     """Return shape per row, dtype and device of each state of a layer of transformers' cache, after a pass.
 
-    () if the layer is not recurrent.
+    () if the layer is not recurrent. Raises a ValueError for recurrent layers of an unsupported kind.
     """
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return ()

@@ -165,7 +165,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         return self.embed(slots)
 
     def confidence_logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [..., D], [...] -> [...]
-        """Return the logit of the chance that the token after each of `tokens` is accepted, from its slot's features."""
+        """Return the logit of the chance that the token after each of `tokens` is accepted, from a slot's features."""
         if self.markov_head is not None:
             features = torch.cat([features, self.markov_head.markov_w1(tokens)], -1)
         return self.confidence_head.proj(features)[..., 0]

@@ -16,7 +16,6 @@ _NOT_THE_BLOCKS = (
     *("transformers_version", "architectures", "_name_or_path", "dtype", "quantization_config", "id2label", "label2id"),
     *("tie_word_embeddings", "per_layer_config", *COUNTS),
 )
-
 _DENSE = ("exaone_moe",)
 """Families with experts whose MTP layers have none."""
 _ONE_TOKEN = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
