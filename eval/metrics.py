@@ -195,8 +195,9 @@ def row(
 
 
 def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> dict[str, Any]:
-    """Costs in plain steps and the speedup E / (G c + v) that they predict (2211.17192, theorem 3.8).
+    """Return costs in plain steps and the speedup E / (G c + v) that they predict (2211.17192, theorem 3.8).
 
+    E is the acceptance length, G = `length` the drafted tokens, c the cost of drafting one and v of verification.
     `rows_busy` is the share of busy rows relative to plain decoding: a batch runs until its slowest row ends.
     """
     draft, verify = measured.costs[decoder.key].ratios()
@@ -227,6 +228,7 @@ def _category(name: str, decoder: Decoder, part: Measured) -> dict[str, Any]:
 
 def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict[str, Any]:
     """Acceptance figures, with the interval of the acceptance length over conversations."""
+    # Turns of a conversation depend on each other, so a conversation is one sample: its (tokens, steps) are added up.
     sums: dict[int, list[int]] = {}
     for number, batch in zip(conversations, timed.batches, strict=True):
         whole = [step.accepted + 1 for steps in batch.steps for step in steps if not step.cut]

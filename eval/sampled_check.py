@@ -103,7 +103,7 @@ def coupled_checks(
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tensor:  # [S, V] -> [S, V]
-    """Scores from which the target chose its tokens, the first of them at position `start`."""
+    """Return the scores (logits plus noise) from which the target chose its tokens, the first at position `start`."""
     # The noise of position `start` + i belongs to row i: the first new token follows a prompt of `start` tokens.
     begin = torch.tensor([start], device=logits.device)
     noise = Noise(RowSampling([sampling], logits.device), begin, logits.shape[-1], len(logits) - 1, coupled=True)
@@ -111,7 +111,8 @@ def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tenso
 
 
 def _completions(engine: Engine, prompt: list[int], sampling: Sampling, count: int) -> Generation:
-    """At least `count` short completions of one prompt, in full batches, each with its own random stream."""
+    """Return at least `count` short completions of one prompt, in full batches, each with its own random stream."""
+    # Row r of a batch has the seed `seed + r`, so the next batch begins `batch` seeds later.
     rows, batch = Generation([], []), len(engine.scheduler.slots)
     for start in range(0, count, batch):
         seeded = replace(sampling, seed=sampling.seed + start)

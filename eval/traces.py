@@ -108,7 +108,12 @@ def _trace(
 
 
 def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -> tuple[list[tuple[int, str]], int]:
-    """Accepted tokens and the path of first children below them, each with its source, and the draft's size."""
+    """Return (token, source) of the accepted tokens and of the first children below them, and the draft's size.
+
+    Args:
+        key: key of the decoder, see `Decoder`.
+        draft, verified: a step of one row.
+    """
     drafted = int(draft.lengths[0])
     tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()
     sources = [key] * drafted

@@ -149,9 +149,12 @@ def _alone(output: Path) -> Iterator[IO[str]]:
 
 
 def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the outcomes of the finished rounds and the head in use.
+    """Return the contents of the finished rounds' round.json, oldest first, and the folder of the head in use.
 
-    This deletes what finished rounds no longer need, updates OUTPUT/speculator, and writes the page.
+    This deletes what finished rounds no longer need, points OUTPUT/speculator to that head, and writes the page.
+
+    Args:
+        first: folder of the head to start from, in use until a round replaces it.
     """
     rounds, head = [], first
     for file in sorted(output.glob("round-*/round.json")):
@@ -268,7 +271,11 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
 
 
 def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **variables: str) -> None:
-    """Run a command of this project; it prints its own errors."""
+    """Run a command of this project, which prints its own errors; raise a UserError unless its exit code is `accepted`.
+
+    Args:
+        variables: environment variables of the command.
+    """
     path = os.pathsep.join(filter(None, [str(Path(speculator.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     process = subprocess.Popen([sys.executable, *map(str, argv)], env=environment, pass_fds=[lock.fileno()])

@@ -62,7 +62,7 @@ def context_of(target: PreTrainedConfig | None) -> int | None:
 
 
 def generated_texts(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, GeneratedText]:
-    """Return the text that the target generates, by phase: "self" before training, "generating" between the stages."""
+    """Return what the target generates, by phase: "self" before training, "generating" between the stages."""
     found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
     chat = own.max_prompt_tokens + own.max_new_tokens
 
@@ -217,6 +217,7 @@ class Plan:
 
     def _decoding(self, own: GeneratedText, caches: int) -> Counter[str]:
         """Return the bytes of `caches` KV caches and of the logits while the target generates text."""
+        # KV per position: keys and values, 2 numbers for each layer, key head and dimension.
         text, bucket = self.text, BUCKETS.get("cuda" if self.place.memory else "cpu", 1)
         heads = getattr(text, "num_attention_heads", 1)  # recurrent layers count as attention: their states are smaller
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -226,6 +227,7 @@ class Plan:
         longest = min(own.length, own.length - own.new + RESERVED_NEW_TOKENS) + 2 * (1 + own.depth)
         positions = own.batch_size * (ceil(longest / bucket) + 1) * bucket
         memory = positions * self.head.cached_values * self.size if own.depth else 0
+        # A step's logits in the target's dtype, and three copies in float32.
         logits = own.batch_size * (1 + own.depth) * text.vocab_size * (self.size + 3 * 4)
         return Counter({"KV cache": positions * per_position * caches + memory, "logits": logits})
 
@@ -331,7 +333,7 @@ class Plan:
 
 
 def _idle_experts(model: nn.Module, text: PreTrainedConfig) -> int:
-    """Return the number of weights in the experts that a token is not routed to."""
+    """Return the number of weights in the experts that a token is not routed to; 0 for a model without experts."""
     count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     if not count or not chosen:
@@ -364,7 +366,10 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
 
 
 def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
-    """Return `Plan.seconds_per_token` of a stage here; None if the GPU is unknown or the run can't be planned."""
+    """Return the seconds that a token of stage `name` takes at the peak of this machine's GPU, for the MFU.
+
+    None if the GPU is unknown or the run can't be planned; see `Plan.seconds_per_token`.
+    """
     place = place_of(HERE, processes)
     try:
         return Plan(config, target_config(config), place).seconds_per_token(name) if place.gpu else None

@@ -152,7 +152,10 @@ def train_stage(
 
 
 def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
-    """Return [step, value] pairs of loss and acceptance length of each stage, as far as its newest checkpoint."""
+    """Return the points [step, value] of each stage's curves, up to its newest readable checkpoint.
+
+    The form is {"stage1" or "stage2": {"loss" or "acceptance length": points}}. What has no points is left out.
+    """
     found = {}
     for stage in ("stage1", "stage2"):
         for folder in checkpoint.numbered(run / stage).values():
@@ -166,7 +169,8 @@ def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
 
 
 def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
-    """Append rows without loss until batches are full: accelerate would repeat the first rows, and count them twice."""
+    """Append rows without loss until batches of `size` are full: accelerate would repeat rows, and count them twice."""
+    # -len % size is what is missing: 10 rows in batches of 4 lack 2.
     blank = [{**row, "loss_mask": [0] * len(row["input_ids"])} for row in rows.select([0] * (-len(rows) % size))]
     return datasets.concatenate_datasets([rows, datasets.Dataset.from_list(blank, rows.features)]) if blank else rows
 
