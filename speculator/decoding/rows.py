@@ -144,7 +144,8 @@ class Rows:
             self._allocate(self._grow, waiting)
 
     def _open(self) -> None:
-        # The spare positions hold a draft that begins at the last token of the longest text.
+        # The spare positions hold a draft that begins at the last token of the longest text. The drafter's memory is
+        # opened for the same rows.
         cache = self.target.cache(len(self.scheduler.slots), self._max_tokens + self._spare_positions)
         if self.drafter:
             self.drafter = _opened(self.drafter, cache)
@@ -312,5 +313,5 @@ def _opened(drafter: Drafter, cache: KVCache) -> Drafter:
 
 
 def _room(request: Request) -> int:
-    """Return the number of tokens for which a request needs room."""
+    """Return the tokens that a request needs room for: what it has, or its prompt and up to 1,024 new ones if more."""
     return max(len(request.sequence), len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS))

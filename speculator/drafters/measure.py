@@ -89,7 +89,7 @@ def timed_steps(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
-    """Decode `count` steps after `prompts`; yield each step's draft and result, and add its seconds to `costs`.
+    """Decode `count` drafted steps after `prompts`; yield each one's draft and result, and add the seconds to `costs`.
 
     Every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed after the same
     sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run past the end
@@ -166,7 +166,7 @@ def measure(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> None:
-    """Decode after `prompts`, and add the seconds of about `blocks` blocks of steps to `costs`."""
+    """Decode after `prompts`, and add the seconds of about `blocks` blocks of `BLOCK` drafted steps to `costs`."""
     captures = 3 if capturable(target, drafter) else 0  # blocks lost at the start, and where the cache grows
     for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
