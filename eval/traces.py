@@ -89,6 +89,7 @@ def _trace(
         if engine.newest:
             path, step.drafted = _path(engine.drafter, decoder.key, *engine.newest)
         engine.newest = None
+        # The path begins with the accepted tokens, of which the end of the completion may have dropped some.
         for (token, source), _ in zip(path, new[:accepted], strict=False):
             step.accepted.append(Piece(piece(target.tokenizer, sequence, token), source))
             sequence.append(token)

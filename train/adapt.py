@@ -193,13 +193,18 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
 
 
 def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
-    """Wait until enough answer tokens, or any after enough time, were recorded since the last round."""
+    """Wait until enough answer tokens were recorded since the last round, or any at all after enough time.
+
+    Args:
+        last: content of the last round's round.json, or of a stand-in before the first round.
+    """
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
     said, again = 0, 0.0
     while True:
         # The last round ended inside its newest file, which may have grown: count that file whole, less what was read.
         count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
+            # Names sort by age, so names from the last round's newest on hold what is new.
             try:
                 count += _answer_tokens(shard) if shard.name >= last["newest"] else 0
             except (UserError, FileNotFoundError):
@@ -216,7 +221,10 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
 
 
 def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
-    """Freeze the recorded answers: a server's shards by hard links if possible, logs that grow by copies."""
+    """Copy the recorded answers, which a round trains on: a server's shards as hard links if possible, logs by copying.
+
+    A log may grow meanwhile, and a server deletes its oldest shards.
+    """
     with new_folder(output) as scratch:
         make_folder(scratch / "rows")
         write_text(scratch / "manifest.json", json.dumps({"recorded": True, "target": arguments.target}))
@@ -230,7 +238,14 @@ def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> dict[str, Any]:
-    """Train, gate and load; return the outcome, which is also in round.json."""
+    """Train, gate and load; return the outcome, which is also written to round.json.
+
+    Args:
+        old: folder of the head in use.
+        key: API key of the server.
+        lock: the open lock file, which the commands inherit.
+    """
+    # Each step leaves a file or folder, and is skipped if that exists: a killed round resumes after its last step.
     traffic, trained, gate = folder / "traffic", folder / "run", folder / "gate.json"
     target = arguments.target
     sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]

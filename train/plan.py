@@ -138,6 +138,7 @@ class Plan:
         self.active = self.weights - self.table - _idle_experts(model, self.text)
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+        # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.head_module = head
         self.generated = generated_texts(config, target)
@@ -191,6 +192,7 @@ class Plan:
         stage, text = self.stages[name], self.text
         tokens = stage.per_device_train_batch_size * self.length(name)
         inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
+        # Each token's final hidden state and those of the auxiliary layers, in the target's dtype and in float32.
         states = tokens * text.hidden_size * inputs * (self.size + 4)  # and in float32
         parts = self.shards if self.config.target.parallel == "tp" else 1  # such a group reads all its rows together
         widest = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
@@ -284,7 +286,8 @@ class Plan:
         if name in self.stages:
             return self.tokens()[name] / self.place.processes * self.seconds_per_token(name)
         own = self.generated[name]
-        # At best every draft is accepted as a whole: 1 + G tokens per step.
+        # At best every draft is accepted as a whole: 1 + G tokens per step. 100 rows in batches of 16 on 2 processes
+        # are 4 batches for each.
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
         return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
 

@@ -74,7 +74,8 @@ def train_stage(
     ours = {"epochs", "save_total_limit", "patience", "rejected_token_weight"}
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
-    # As the plan counts; chats may be longer.
+    # KV cache positions of a process that decodes its share of the prompts at once, as the plan counts them; chats may
+    # be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
     remote = isinstance(target, ServerTarget)

@@ -163,6 +163,7 @@ class Request:
                 self.finish_reason = self.limit_reason
             if self.finish_reason:
                 break
+        # What was really appended: of [x6, EOS, x8] the first two.
         new = self.sequence[begin:]
         if self.logprobs is not None and logprobs is not None:
             self.token_logprobs += [replace(token, top=token.top[: self.logprobs]) for token in logprobs[: len(new)]]

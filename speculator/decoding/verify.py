@@ -108,6 +108,7 @@ def block(
     q = _draft_probs(p, draft)
     # Clamped for padding alone, where q is 0; a drafted token was drawn from q, so its q is positive.
     ratio = _prob_of(p[:, :-1], draft.tokens) / _prob_of(q[:, :-1], draft.tokens).clamp_min(_TINY)
+    # P_0 = 1: nothing has been drafted before the first token.
     weights = [p.new_ones(len(p))]
     for i in range(draft.depth):
         # Clamped at every step: with the ratios 2 and 0.5 the second weight is 0.5. Clamping their product once would

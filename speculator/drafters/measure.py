@@ -247,6 +247,7 @@ def _step_seconds(
             break
         prepared, full = Captured.prepared, engine.scheduler.count(DECODING) == slots
         took, _ = clock(engine.step)
+        # Steps in which a slot is still prefilled don't count. With captures, `number` starts at -3.
         number += full
         if full and number > 0 and Captured.prepared == prepared:
             seconds.append(took)

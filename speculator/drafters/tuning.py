@@ -130,6 +130,8 @@ def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
     chances = {kind == "greedy": [level[0] for level in ranks] for kind, ranks in tuning.ranks.items()}
     if head.config.max_speculative_tokens is None:
         for own in chances.values():
+            # Deeper than measured, the last rate is assumed to hold: 0.8 0.7 goes on with 0.7 while the product, the
+            # chance that the whole chain is accepted, is at least 0.05.
             while len(own) < _LONGEST_CHAIN and prod(own) * own[-1] >= _WHOLE_CHAIN:
                 own.append(own[-1])
     longest = max(map(len, chances.values()))

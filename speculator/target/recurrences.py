@@ -125,6 +125,7 @@ def selective_scan(
         # softplus(-inf) = 0, and a step of no time changes no state.
         dt = torch.where(how.keep[:, None], dt, -torch.inf)
     given = {"D": kwargs["D"], "dt_bias": kwargs["delta_bias"], "dt_softplus": True}
+    # `update` changes the state in place, and the committed one must stay.
     state, outputs = how.state.clone(), []
     for t in range(x.shape[-1]):
         gate = None if kwargs["z"] is None else z[..., t]

@@ -81,6 +81,7 @@ class Group:
         distributed.all_gather(list(shapes), rows.new_tensor(rows.shape), group=self._processes)
         most, length = shapes.amax(0).tolist()
         filled = nn.functional.pad(rows, (0, length - rows.shape[1], 0, most - len(rows)))
+        # Each process's part has the same number of rows: with 2 processes and at most 3 rows, 0..2 and 3..5.
         every = rows.new_empty(self.size * most, length)
         distributed.all_gather(list(every.chunk(self.size)), filled.contiguous(), group=self._processes)
         return every

@@ -160,6 +160,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
 
     def block(self, anchors: Tensor) -> Tensor:  # [...] -> [..., block_size, D]
         """Embed the slots of blocks that begin with these tokens."""
+        # x[a] MASK MASK .., as in the table of the module; cloned, since an expanded tensor can't be written to.
         slots = anchors[..., None].expand(*anchors.shape, self.config.block_size).clone()
         slots[..., 1:].fill_(self.config.mask_token_id)
         return self.embed(slots)
@@ -172,6 +173,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
 
     def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
         """Select the slots that predict tokens, and apply the last norm."""
+        # All G slots with `sample_from_anchor`, else the last G of G + 1: the anchor's drafts nothing.
         return self.norm(h[..., self.config.block_size - self.n_predict :, :])
 
     # --- training: blocks at many anchors of a text
@@ -339,6 +341,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         """Compute the logits of blocks at every position 1..S, teacher-forced, with these matrices of the target."""
         with self.sharing(embedding, output):
             count, length = states.shape[:2]
+            # Anchor a reads the states before a, so position t of the result is the block at anchor t + 1.
             padded = nn.functional.pad(states, (0, 0, 0, tokens.shape[1] - length))
             anchors = torch.arange(1, length + 1).repeat(count)
             rows = torch.arange(count).repeat_interleave(length)

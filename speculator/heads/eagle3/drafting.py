@@ -139,6 +139,7 @@ class DraftingForm:
     def _level(self, cache: DraftingCache, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
         head, layer = self.head, self.head.layer
         seen = cache.visible(head.config.sliding_window)
+        # The head has one layer, 0. Positions beyond the mask's columns are free, or left from earlier drafts.
         keys, values = (x[0][:, :, : seen.shape[2]] for x in (cache.keys, cache.values))
         query = layer.self_attn.query(u, head.rope(cache.rope_position, u.dtype))
         attended = attend(query, keys, values, seen)
@@ -268,6 +269,7 @@ class Eagle3Source(CachedSource):
 
     def _fill_in(self, following: Tensor, start: int = 0) -> None:
         """Write the token after each row's last unread position."""
+        # With 3 unread positions the last is column 2. A row without any gets it in column 0, which its count excludes.
         rows = slice(start, start + len(following))
         self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], following[:, None])
 

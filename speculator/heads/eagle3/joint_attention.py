@@ -62,6 +62,7 @@ class QueryRows:
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
         """Scatter the rows to all positions of the batch, 0 elsewhere."""
+        # With the rows 1 and 3 of 4 positions, [a b] becomes [0 a 0 b].
         shape = list(x.shape)
         shape[dim] = self.begins.numel()
         return x if len(self.wanted) == shape[dim] else x.new_zeros(shape).index_copy(dim, self.wanted, x)
@@ -88,6 +89,7 @@ class QueryRows:
             while start < end:
                 stop = min(start + size, end)
                 # Few different widths, so that the allocator reuses the scores of earlier blocks.
+                # From the first row's document to the last row: positions are ascending within a sequence.
                 last = at[stop - 1] + 1
                 width = min(1 << (last - first[start] - 1).bit_length(), length)
                 blocks.append(Block(slice(start, stop), sequence, slice(max(0, last - width), max(last, width))))

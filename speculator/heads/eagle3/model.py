@@ -182,6 +182,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
             return [x.to(fused or x.dtype) for x in given]
 
         keys, values = cast(keys, values)
+        # From here on, rows are the R wanted positions of all sequences, end to end: [R, D].
         g = g.flatten(0, 1)[wanted]
         # At step 0 a position's own key is among those of the text.
         own_keys, own_values = keys[0, :0, None].expand(0, len(wanted), -1, -1), values[0, :0, None]

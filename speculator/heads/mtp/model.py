@@ -116,6 +116,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         block: Any = self.config.block
         experts = sum(weight.numel() for weight in self.parameters() if weight.ndim == 3)
         count = block.get("n_routed_experts") or block.get("num_local_experts") or block.get("num_experts") or 1
+        # Experts are tensors of three dimensions, of which a token uses `num_experts_per_tok` of `count`.
         layers = super().weights_per_token(length) + experts * (block.get("num_experts_per_tok") or 1) // count
         # The output matrix has no gradient: two products instead of three.
         return self.n_predict * (layers // len(self.layers) + 2 * self.config.output_size * self.config.emb_dim // 3)
@@ -207,7 +208,9 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # DDP needs a gradient for every weight
+        # From step 1 on only positions with a label: R rows as one sequence, [1, R, D].
         rows, state = QueryRows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
+        # No own keys yet, in the shape [0, R, K, d] to which each step adds one.
         own = [x[0, :0, None].expand(0, len(wanted), -1, -1) for x in text]
         for i in range(1, self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
