@@ -40,6 +40,7 @@ def sampled_checks(
 ) -> list[Check]:
     """One chi-square test for each temperature and prompt, of `samples` completions with drafts and as many without."""
     cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
+    # A row of a step has the distributions of nodes + 1 positions in memory.
     batch = max(1, min(_BATCH, samples, _MAX_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
     # One engine for each sample, so that a prompt is prefilled once for all its batches.
     engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]

@@ -160,6 +160,7 @@ def compiling_pays(device: torch.device, vocab_size: int) -> bool:
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
     """Number of tokens whose logits are in memory at a time, by kind of device."""
+    # 2^23 logits are 65 tokens of a vocabulary of 128,256.
     chunk = max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
     # 523 rows, for a vocabulary of 128,256, would leave a fifth of a product's last tiles on a GPU empty.
     return chunk if device in _CHUNK or chunk < _TILE else chunk // _TILE * _TILE
@@ -224,6 +225,7 @@ class ChunkedLoss:
         places = torch.where(counted, slots, size).flatten()  # labels to ignore share a place after the others
         by_slot = q.new_zeros(size + 1).index_copy(0, places, (q * (labels >= 0)).flatten())
         live = counted.new_zeros(size + 1).index_copy(0, places, counted.flatten())
+        # Without the last place, which the ignored labels share: [drafts, tokens] each, transposed for `d_pace`.
         by_slot, live = (x[:-1].view(shape).T for x in (by_slot, live))
         weights = d_pace(by_slot, live, self.weights.d_pace).T.flatten()
         return torch.where(counted, weights[slots], 0)

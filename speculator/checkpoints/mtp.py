@@ -229,6 +229,7 @@ def _quantised(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
     largest = torch.zeros_like(scale, dtype=torch.float32)
     sizes = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
     row, column = (torch.arange(size) // block for size, block in zip(tensor.shape, sizes, strict=True))
+    # [rows * columns] number of each element's block, by which the maxima are scattered.
     blocks = (row[:, None] * scale.shape[1] + column).flatten()
     largest.view(-1).scatter_reduce_(0, blocks, tensor.float().abs().flatten(), "amax", include_self=True)
     # The largest number of a block becomes the largest that the dtype has.

@@ -19,6 +19,7 @@ def take_at(values: Tensor, position: Tensor) -> Tensor:  # [B, T, X], [B] -> [B
 
 def gather_at(values: Tensor, positions: Tensor) -> Tensor:  # [B, T, X], [B, n] -> [B, n, X]
     """Return the values at n positions of each row."""
+    # gather needs an index for every element: [B, n] becomes [B, n, X], the same position along X.
     return values.gather(1, positions[:, :, None].expand(-1, -1, values.shape[-1]))
 
 

@@ -120,6 +120,7 @@ class RowSampling:
         logits = logits / self.temperature.to(logits.dtype)
         size = logits.shape[-1]
         if self._most:
+            # [B, T, largest k], descending: the k-th value of each row is at index k - 1.
             ordered = logits.topk(min(self._most, size)).values
             rank = self.top_k.clamp(max=ordered.shape[-1]) - 1
             least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))

@@ -37,6 +37,8 @@ class FixedTree:
         check_nodes(len(nodes))
         known = {(), *nodes}
         for path in nodes:
+            # A node's parent is its path less the last rank, and its elder sibling has the rank before: (1, 2) needs
+            # (1,) and (1, 1).
             rank = path[-1] if path else -1
             elder = (*path[:-1], rank - 1) if type(rank) is int and rank > 0 else ()
             if type(rank) is not int or rank < 0 or not {path[:-1], elder} <= known:
@@ -89,6 +91,7 @@ class FixedTree:
                 own.index_copy_(1, columns, u[:, drafted : drafted + len(columns)])
                 offered = siblings(probs.flatten(0, 1), own.view(-1, most)).view(rows, -1, most)
                 all_probs.append(probs.index_select(1, parents))
+            # Of the f * most offered tokens the tree keeps some; the others are never verified.
             tokens = offered.flatten(1).index_select(1, columns)
             all_tokens.append(tokens)
             drafted += len(columns)

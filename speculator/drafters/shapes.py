@@ -174,6 +174,7 @@ def _expand(
         tokens = best.indices.flatten(1)
         scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
         all_tokens.append(tokens)
+        # Each expanded token offers `children` neighbours: the expanded 4 and 6 with 2 each give the parents 4 4 6 6.
         all_parents.append(expanded.repeat_interleave(children, 1))
         all_scores.append(scores)
         if level + 1 == len(branches):

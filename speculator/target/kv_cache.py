@@ -359,6 +359,7 @@ def bucketed(longest: int, device: torch.device) -> int:
     bucket = BUCKETS.get(device.type, 1)
     if bucket == 1 or not longest:
         return longest
+    # The smallest 256 * 2^k that is enough: 1..256 give 256, 257..512 give 512, 513..1,024 give 1,024.
     return bucket << ((longest - 1) // bucket).bit_length()
 
 

@@ -315,6 +315,7 @@ def _choose_document_attention(target: InProcessTarget, texts: Tensor, allowed: 
         texts: [2, _LENGTH], read as two documents per row.
         allowed: largest `gap` between the logits and those of each document alone.
     """
+    # Two documents of 8 tokens in a row of 16: their ids are False and True.
     half = _LENGTH // 2
     documents = torch.arange(_LENGTH, device=target.device).ge(half).expand_as(texts)
     alone = target.logits(target.hidden(texts.view(-1, half))).view(*texts.shape, -1).float()

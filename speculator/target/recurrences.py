@@ -194,6 +194,7 @@ def unroll(x: Tensor, paths: Tensor) -> Tensor:  # [R, T, ...], [R, P, n] -> [R 
 
 def roll(y: Tensor, ends: Tensor) -> Tensor:  # [R P, n, ...], [R, P] -> [R, P, ...]
     """Return what `unroll` spread over rows in its old rows, with the last token of each path only."""
+    # One element of each of the R P rows, at its path's end; then P of them per old row.
     ends = ends.to(y.device)
     return y[torch.arange(len(y), device=y.device), ends.flatten()].view(*ends.shape, *y.shape[2:])
 

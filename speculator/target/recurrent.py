@@ -71,6 +71,8 @@ class RecurrentLayer:
         self._counts = None if counts is None else torch.tensor(counts, device=self.states[0].device)
         self._paths = None if tree is None or width == 1 else (tree.paths, tree.depths)
         self._start = self._committed
+        # A second pass of the same step, such as the next level of a draft: its first K inputs are the last pass's
+        # last.
         if again:
             self._start = [self._inputs[..., -self.states[0].shape[-1] :], *([self._final] if self.states[1:] else [])]
 

@@ -86,6 +86,8 @@ class Part(NamedTuple):
     write: CacheWrite
 
     def of(self, x: Tensor, packed: bool) -> Tensor:  # [R, width, ...] or [1, N, ...] -> [rows, tokens, ...], a view
+        # The tokens of these rows are neighbours in the packed row, equally many of each: [rows * count, ...] is cut
+        # into [rows, count, ...].
         own = x[0, self.packed].unflatten(0, (self.rows.stop - self.rows.start, -1)) if packed else x[self.rows]
         return own[:, self.tokens]
 

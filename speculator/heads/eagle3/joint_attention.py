@@ -58,6 +58,7 @@ class QueryRows:
     def __init__(self, wanted: Tensor, begins: Tensor, limit: int, window: int | None):
         self.wanted, self.begins, self.limit, self.window = wanted, begins, limit, window
         length = begins.shape[1]
+        # Sequences lie end to end: with S = 100, index 107 is position 7 of sequence 1.
         self.positions, self.sequences = wanted % length, wanted // length
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
@@ -214,6 +215,7 @@ def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], 
 
 def _pieces(query: Tensor) -> list[slice]:
     """Split the rows, so that the float32 copies of own keys stay small."""
+    # Rows whose queries have `_NUMBERS` elements together: H * d each.
     size = max(1, _NUMBERS // query[0].numel())
     return [slice(start, start + size) for start in range(0, len(query), size)]
 

@@ -166,6 +166,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         u, _ = layer.enter(self.embed(tokens[:, :length]), g)
         keys, values = layer.self_attn.key_value(u, self.rope(positions, u.dtype))
 
+        # Indices into the flattened [B * S] positions: of those without a label only keys and values are computed.
         everything = torch.arange(documents.numel(), device=states.device)
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):

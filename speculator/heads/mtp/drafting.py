@@ -194,6 +194,7 @@ class DraftingForm:
 
         attend = PassAttention(cache, level, written, seen)
         feature, states = head.run(level, head.embed(path.flatten(1)), states.flatten(1, 2), positions, attend)
+        # [B, f * l, D] -> [B, f, l, D]: the states of each path, of which the last position gives the logits.
         cache.path = states.unflatten(1, (count, level)), path
         return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])
 
