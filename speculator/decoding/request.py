@@ -149,7 +149,13 @@ class Request:
         drafted: int | None = None,
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> None:
-        """Append a step's tokens up to the completion's end; `drafted` is None for the prefill's token."""
+        """Append a step's tokens up to the completion's end.
+
+        Args:
+            tokens: the accepted draft tokens, then the one that the target sampled.
+            drafted: depth of the step's draft; None for the prefill's token.
+            logprobs: log-probabilities of `tokens`; None: not computed.
+        """
         begin, start, accepted = len(self.sequence), len(self.prompt), len(tokens) - 1
         # A step may bring tokens after the end: a draft that was accepted past EOS. They are dropped, and the step is
         # `cut`.

@@ -136,7 +136,10 @@ class Rows:
     # ---- room
 
     def grow(self, waiting: deque[Request]) -> None:
-        """Make room for the sequences in the slots and for the current shape of the drafts."""
+        """Make room for the sequences in the slots and for the current shape of the drafts.
+
+        If memory runs out, the largest request fails, whether it is in a slot or `waiting`.
+        """
         longest = max((len(slot.sequence) for slot in self.scheduler.slots if slot.request), default=0)
         if longest > self._max_tokens:
             self._max_tokens = longest + RESERVED_NEW_TOKENS

@@ -105,7 +105,7 @@ class RowSampling:
             getattr(self, name).copy_(getattr(other, name))
 
     def of_tokens(self, rows: Tensor) -> RowSampling:  # [T]
-        """Return the settings of the rows that T tokens belong to, as a batch of T rows."""
+        """Return the settings of T tokens as a batch of T rows, given the row that each token belongs to."""
         chosen = copy(self)
         for name in _TENSORS:
             setattr(chosen, name, getattr(self, name)[rows])

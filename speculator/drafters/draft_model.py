@@ -113,7 +113,7 @@ class DraftModelSource(CausalSource):
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
-        """See `Memory`. The last `reread` tokens before the chunk are read again, with it."""
+        """See `Memory`. The last tokens before the chunk, one or as many as a tree is deep, are read again with it."""
         device, reread = self.model.device, self._reread
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
         # A prefix that another request left here ends with tokens whose keys may lie where a draft had put them.

@@ -55,7 +55,10 @@ class StepSeconds:
     verify: list[float] = field(default_factory=list)
 
     def figures(self, num_speculative_tokens: int) -> dict[str, float]:
-        """Return c per drafted token ("draft_over_decode"), v ("verify_over_decode"), and a plain step's seconds."""
+        """Return the costs in plain steps, and a plain step's "decode_seconds".
+
+        "draft_over_decode" is the cost c of drafting one token, "verify_over_decode" the cost v of a verification.
+        """
         draft, verify = self.ratios()
         return {
             "draft_over_decode": draft / num_speculative_tokens,

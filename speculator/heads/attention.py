@@ -142,7 +142,7 @@ class AttentionHead(Speculator):
 
 
 class Rope:
-    """Computes cosines and sines for rotary positions, with the frequencies that transformers gives the config."""
+    """Computes cosines and sines [..., 1, d] of positions [...], with transformers' frequencies for the config."""
 
     def __init__(self, config: AttentionConfig):
         self.config = config
@@ -219,7 +219,7 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, d]
-    """Apply rotary position embedding, in halves as Llama does."""
+    """Apply rotary position embedding, in halves as Llama does; `rope` is the cosines and sines of `Rope`."""
     cos, sin = rope
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin

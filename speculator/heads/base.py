@@ -81,7 +81,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @property
     def cached_values(self) -> int:
-        """Number of values that the head's memory keeps for every token of a row."""
+        """Number of values (of keys, values and states) that the head's memory keeps per token of a row."""
         return 0
 
     def activation_bytes(self, length: int) -> int:

@@ -126,7 +126,7 @@ def without_output_layer(model: PreTrainedModel, part: nn.Module) -> nn.Module:
 
 @contextmanager
 def _without_new_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove the hooks that transformers adds to all layers when hidden states are first requested."""
+    """Remove, after the block, the hooks that transformers adds to layers when hidden states are first requested."""
     flag = "_output_capturing_hooks_installed"
     before = {module: (set(module._forward_hooks), flag in vars(module)) for module in model.modules()}
     try:

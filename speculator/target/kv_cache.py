@@ -75,7 +75,10 @@ class _Layer(CacheLayerMixin):
         """Do nothing: the buffers exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write [R, H, T, Dh] after each row's length; return all positions that may be live."""
+        """Write keys and values [R, H, T, Dh] after each row's length; return those that attention reads, of all rows.
+
+        The result is [R, H, extent, Dh] twice. transformers' layers call this.
+        """
         write = current()
         assert write is not None
         # Positions beyond a row's own tokens hold leftovers of rejected drafts. They are read and masked: shapes stay
@@ -294,7 +297,7 @@ class KVCache(Cache):
             layer.clear(self.selected == 0)
 
     def gather(self, path: Tensor) -> None:  # [R, n]
-        """Move the tokens at `path` of the last write, a tree's accepted path, to its front."""
+        """Move the tokens at the verify positions `path`, a tree's accepted path, to the front of the last write."""
         # Verify position p of a row with n tokens is cache position n + p. An accepted path 0, 2, 5 of a row with 7
         # tokens moves from 7, 9, 12 to 7, 8, 9.
         source, count = self.selected[:, None] + path, path.shape[1]

@@ -252,7 +252,7 @@ def read_windows(target: Target, length: int) -> dict[nn.Module, int | None]:
 
 
 def _no_source(target: InProcessTarget, tokens: Tensor) -> dict[str, Tensor]:
-    """Return what a decoder needs besides tokens where the result does not matter."""
+    """Return encoder states of zeros for a decoder's pass, where the result does not matter; {} without an encoder."""
     return {"encoder_hidden_states": target.encoder.dummy.expand(*tokens.shape, -1)} if target.encoder else {}
 
 

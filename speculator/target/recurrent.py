@@ -91,7 +91,10 @@ class RecurrentLayer:
         return convolution(function, *self._paths, *args, **kwargs)
 
     def single_token_state(self) -> Tensor | None:
-        """Return the state from which the model itself steps over a pass's only token; None for passes of `run`."""
+        """Return a copy of the state for a pass of one token, which the model's own code advances.
+
+        None for other passes, which `run` computes.
+        """
         if len(self.states) == 1 or self._width > 1 or self._counts is not None:
             return None
         self._final = self._start[1].clone()  # some families update it in place
