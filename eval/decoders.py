@@ -237,7 +237,11 @@ def measure_suite(
 
 
 def _cost_batches(parts: Sequence[Sequence[int]]) -> set[int]:
-    """Numbers of the batches at which costs are measured: full ones, since a step of fewer rows costs less."""
+    """Return the numbers of the batches at which costs are measured: full ones, since fewer rows cost less.
+
+    Args:
+        parts: the prompts of each batch, as `batches` returns them.
+    """
     # Spread evenly over the full batches: 2 of 5 are the first and the third.
     most = max(map(len, parts))
     full = [number for number, part in enumerate(parts) if len(part) == most]

@@ -110,7 +110,9 @@ def drafted_share(generations: Iterable[Generation], skip: int) -> float:
 
 
 def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[dict[str, Any]]:
-    """Acceptance length by the context length at the beginning of a step, in buckets whose bounds double.
+    """Return the acceptance length in buckets of the context length at the beginning of a step, whose bounds double.
+
+    Each bucket is a dict with "from", "below", "steps", "acceptance_length" and "beyond_trained_length".
 
     Args:
         sequences: prompt length and steps of each sequence.
@@ -245,7 +247,10 @@ def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[i
 
 
 def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
-    """Tokens per second of a drafter and of every baseline, and the speedups with their intervals."""
+    """Return "tokens_per_second" and "end_to_end_tokens_per_second" by decoder, and a drafter's "speedup" by baseline.
+
+    A speedup is {"value", "low", "high"}.
+    """
     speeds: dict[str, Any] = {
         "tokens_per_second": _by_decoder(measured, decoder, lambda t: t.tokens_per_second),
         "end_to_end_tokens_per_second": _by_decoder(measured, decoder, lambda t: t.end_to_end_tokens_per_second),

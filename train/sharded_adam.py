@@ -15,9 +15,10 @@ from torch.optim import AdamW, Optimizer
 
 
 def largest_share(sizes: Iterable[int], processes: int) -> int:
-    """Return the numbers held by the fullest process if tensors of these sizes are dealt out to the emptiest in turn.
+    """Return how many elements the fullest process holds, if each tensor goes to the emptiest process so far.
 
-    The largest tensor goes first: sizes 5 4 3 2 on two processes are 5 + 2 and 4 + 3.
+    Args:
+        sizes: elements of each tensor. The largest goes first: 5 4 3 1 on two processes are 5 + 1 and 4 + 3, so 7.
     """
     shares = [0] * processes
     for size in sorted(sizes, reverse=True):

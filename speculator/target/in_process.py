@@ -245,7 +245,13 @@ class InProcessTarget(ModelHere):
         return self.hidden_of_documents(tokens, documents, *self.document_attention)
 
     def hidden_of_documents(self, tokens: Tensor, documents: Tensor, attention: Any, layout: Layout) -> Tensor:
-        """Compute hidden states [B, S, D] of `tokens` and `documents` [B, S] with this attention and layout."""
+        """Compute hidden states [B, S, D] of rows of documents.
+
+        Args:
+            tokens, documents: [B, S], see `speculator.target.packed`.
+            attention: attention implementation, a name or a dict of names by sub-config.
+            layout: arranges the documents for it.
+        """
         (rows, length), own_rows = tokens.shape, slice(None)
         if self.group is not None and self.group.parallel == "tp":  # all processes must run the same rows
             tokens, documents = self.group.gathered(tokens), self.group.gathered(documents)

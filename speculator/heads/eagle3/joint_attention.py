@@ -35,7 +35,7 @@ class Block(NamedTuple):
     span: slice
 
     def select(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return this block's views of a query, keys, values, own keys and own values."""
+        """Return this block's views of the five tensors of `joint_attention`, from the query to the own values."""
         query, keys, values, own_keys, own_values = tensors
         shared = [x[self.sequence, self.span] for x in (keys, values)]
         return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
