@@ -162,7 +162,7 @@ def generate_rows(
             made = _answer(drafting, answering, pieces[piece], setting, max_new_tokens, stopping)
             if drafter is None:
                 clocks["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
-            # Without steps that the end of an answer has cut: they would lower the acceptance length.
+            # Without steps that the end of an answer has cut: part of what they accepted lies after it.
             whole = [step for each in made for step in each.steps if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before

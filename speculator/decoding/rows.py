@@ -147,8 +147,7 @@ class Rows:
             self._allocate(self._grow, waiting)
 
     def _open(self) -> None:
-        # The spare positions hold a draft that begins at the last token of the longest text. The drafter's memory is
-        # opened for the same rows.
+        # The spare positions hold a draft that begins at the last token of the longest text.
         cache = self.target.cache(len(self.scheduler.slots), self._max_tokens + self._spare_positions)
         if self.drafter:
             self.drafter = _opened(self.drafter, cache)

@@ -189,8 +189,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         """Compute what the output matrix reads in every slot that predicts a token."""
         device, size = tokens.device, self.config.block_size
         context, length = self.context(states), tokens.shape[1]
-        # On a GPU memory and kernels are reused by shape, so shapes are few: the number of blocks in a chunk, and of
-        # the positions that it reads, are powers of two.
+        # On a GPU shapes are few: numbers of blocks in a chunk, and of positions that it reads, are powers of two.
         few = device.type not in _SCORES
         if few:
             context = nn.functional.pad(context, (0, 0, 0, -length % _LEAST_SPAN))
