@@ -132,7 +132,14 @@ def self_rows(
     passes: list[dict[str, Any]] = []
 
     def generate(what: str, prompts: list[list[int]], how: Sequence[Sampling], count: int, ends: Ends | None):
-        """Run a pass; return the new tokens of each row, and the marks on those that replaced rejected ones."""
+        """Run a pass over all chats; return each one's new tokens, and marks on those that replaced rejected ones.
+
+        Args:
+            what: "prompts" or "answers", for the folder and the progress bar.
+            how: samplings, which the rows cycle through.
+            count: the most new tokens of a row.
+            ends: what ends a user turn; None for answers, which the target's EOS ends.
+        """
         output = work.begin() / f"{len(passes) + 1}-{what}"
         # `ends` are those of user turns: marks are wanted on answers only.
         marked = mark_rejected and ends is None
@@ -155,6 +162,7 @@ def self_rows(
             generated = generate_rows(target, drafter, prompts, output, **options)
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
+        # Each generated row repeats its prompt, which is cut off.
         pairs = list(zip(generated, map(len, prompts), strict=True))
         rejected = [row["rejected"][length:] if marked else [] for row, length in pairs]
         return [row["input_ids"][length:] for row, length in pairs], rejected

@@ -237,7 +237,12 @@ def measure_suite(
 
 
 def _cost_batches(parts: Sequence[Sequence[int]]) -> set[int]:
-    """Numbers of the batches at which costs are measured: full ones, since a step of fewer rows costs less."""
+    """Return the numbers of the batches at which costs are measured: full ones, since fewer rows cost less.
+
+    Args:
+        parts: the prompts of each batch, as `batches` returns them.
+    """
+    # Spread evenly over the full batches: 2 of 5 are the first and the third.
     most = max(map(len, parts))
     full = [number for number, part in enumerate(parts) if len(part) == most]
     count = min(_COST_BATCHES, len(full))
@@ -274,7 +279,10 @@ def _warm_up(
     stop_at: Sequence[int],
     measured: Measured,
 ) -> list[Decoder]:
-    """Run every decoder once, and drop the baselines that fail. Compilation needs the longest prompt at full length."""
+    """Run every decoder once, untimed; return those that ran, and note in `measured` why a baseline failed.
+
+    A compiled baseline runs the longest prompt at full length, so that nothing is compiled later.
+    """
     ready = []
     longest = max(parts, key=lambda part: max(len(suite.prompts[i]) for i in part))
     for decoder in table:
@@ -293,7 +301,7 @@ def _warm_up(
 
 
 def _median(tries: list[Decoded]) -> Decoded:
-    """The first of several equal runs, with their median seconds."""
+    """Return the first of several runs with the same tokens, with the median of their seconds and their peak memory."""
     return replace(
         tries[0],
         prefill_seconds=statistics.median(run.prefill_seconds for run in tries),

@@ -89,9 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 def compare(
     target: Target, drafters: Sequence[HeadDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Decode each prompt with the old and the new drafter; return speeds, their difference, and acceptance lengths.
+    """Decode each prompt with the old and the new drafter, which take turns in coming first: a machine may slow down.
 
-    Which drafter comes first alternates, so that a drift of the machine's speed affects both.
+    Returns "tokens_per_second" and "acceptance_length", [old, new] each, "difference", the new speed less the old with
+    its interval, "prompts" and "name".
     """
     timed, engines = (Timed(), Timed()), Engines()
     stop = sorted(target.eos_token_ids) if suite.chat else []

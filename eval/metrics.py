@@ -47,11 +47,12 @@ def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sa
 
 
 def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, Any]:
-    """Ratio of the decoding speeds in tokens per second, with a 95% interval.
+    """Return `ours` over `baseline` in decoded tokens per second, as {"value", "low", "high"} with a 95% interval.
 
     Sequences that end with the prefill's token are left out; the ratio is 1 if there are no others.
 
     Args:
+        ours, baseline: timings of the same batches in the same order.
         groups: conversation of each batch; the turns of a conversation are resampled together (default: each alone).
     """
     sums: dict[int, np.ndarray] = {}
@@ -109,7 +110,9 @@ def drafted_share(generations: Iterable[Generation], skip: int) -> float:
 
 
 def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[dict[str, Any]]:
-    """Acceptance length by the context length at the beginning of a step, in buckets whose bounds double.
+    """Return the acceptance length in buckets of the context length at the beginning of a step, whose bounds double.
+
+    Each bucket is a dict with "from", "below", "steps", "acceptance_length" and "beyond_trained_length".
 
     Args:
         sequences: prompt length and steps of each sequence.
@@ -195,8 +198,9 @@ def row(
 
 
 def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> dict[str, Any]:
-    """Costs in plain steps and the speedup E / (G c + v) that they predict (2211.17192, theorem 3.8).
+    """Return costs in plain steps and the speedup E / (G c + v) that they predict (2211.17192, theorem 3.8).
 
+    E is the acceptance length, G = `length` the drafted tokens, c the cost of drafting one and v of verification.
     `rows_busy` is the share of busy rows relative to plain decoding: a batch runs until its slowest row ends.
     """
     draft, verify = measured.costs[decoder.key].ratios()
@@ -227,6 +231,7 @@ def _category(name: str, decoder: Decoder, part: Measured) -> dict[str, Any]:
 
 def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict[str, Any]:
     """Acceptance figures, with the interval of the acceptance length over conversations."""
+    # Turns of a conversation depend on each other, so a conversation is one sample: its (tokens, steps) are added up.
     sums: dict[int, list[int]] = {}
     for number, batch in zip(conversations, timed.batches, strict=True):
         whole = [step.accepted + 1 for steps in batch.steps for step in steps if not step.cut]
@@ -242,7 +247,10 @@ def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[i
 
 
 def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
-    """Tokens per second of a drafter and of every baseline, and the speedups with their intervals."""
+    """Return "tokens_per_second" and "end_to_end_tokens_per_second" by decoder, and a drafter's "speedup" by baseline.
+
+    A speedup is {"value", "low", "high"}.
+    """
     speeds: dict[str, Any] = {
         "tokens_per_second": _by_decoder(measured, decoder, lambda t: t.tokens_per_second),
         "end_to_end_tokens_per_second": _by_decoder(measured, decoder, lambda t: t.end_to_end_tokens_per_second),

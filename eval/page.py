@@ -107,7 +107,7 @@ def _interval(interval: dict | None) -> Cell:
 
 
 def _decoder(row: dict, key: str, baseline: str | None, ratio: dict, lengths: set[int]) -> Line:
-    """The line of a decoder, by column."""
+    """Return a table line of a decoder, {column: `Cell`}; the first four arguments are an item of `decoder_lines`."""
     speculative, cost = baseline is None, row.get("cost", {})
     memory = row["peak_memory_bytes"][key]
     others = [name for name in BASELINES if name != "plain" and name in row["tokens_per_second"]]

@@ -93,9 +93,15 @@ def time_ours(
     rule: str | None = None,
     stop_at: Sequence[int] = (),
 ) -> None:
-    """Decode one batch of prompts with the engine, up to a token in `stop_at`.
+    """Decode one batch of prompts with the engine, and append the result to `out`.
 
-    An engine with CUDA graphs stays in `engines` for the next batch. A run that captured a graph is repeated.
+    A run that captured a graph is repeated.
+
+    Args:
+        count: the most new tokens of a prompt.
+        out: gets the tokens and times.
+        engines: engines with CUDA graphs, kept for the next batches.
+        stop_at: tokens that end a completion.
     """
     capture, key = capturable(target, drafter), (len(prompts), drafter, rule)
     engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=capture)
@@ -160,7 +166,14 @@ def time_transformers(
     stop_at: Sequence[int] = (),
     **kwargs: Any,
 ) -> None:
-    """Decode one batch of prompts, padded on the left, with transformers' generate and its `kwargs`."""
+    """Decode one batch of prompts with transformers' generate, and append the result to `out`.
+
+    Args:
+        count: the most new tokens of a prompt.
+        out: gets the tokens and times.
+        stop_at: tokens that end a completion.
+        kwargs: further arguments of `generate`, such as an assistant model.
+    """
     width = max(map(len, prompts))
     # On the left, as transformers wants it: all rows then sample at the last column.
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)

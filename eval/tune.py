@@ -109,7 +109,11 @@ def write_tuning(
 
 
 def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
-    """Add step costs, and keep the best tree of each kind if it is predicted to beat all chains at one row."""
+    """Measure step costs, and keep a tree only if it is predicted to beat all chains at one row.
+
+    Returns the tuning with costs and at most one tree for greedy and one for sampled decoding, and the predictions for
+    one row: dicts with "temperature", "draft", "tokens" per step, "cost" in plain steps, "speedup" and "best".
+    """
     log(f"tuning: measuring the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most")
     choices = choices_of(head, tuning)
     sizes = [(_ROWS[0], kind == "greedy") for kind in _KINDS]
@@ -186,7 +190,7 @@ def rank_acceptance(
 ) -> list[list[float]]:
     """Measure a[d][r]: how often the child of rank r is accepted, given that its parent at depth d was.
 
-    A wide tree is drafted; steps from a token of `eos` on are left out.
+    A wide tree is drafted for `steps` steps after each prompt; steps from a token of `eos` on are left out.
     """
     branches = tuple(min(n, head.config.output_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
     hits = [torch.zeros(width) for width in branches]

@@ -76,7 +76,7 @@ def _unused_name(folder: Path) -> Path:
 
 
 def _is_temporary(path: Path) -> bool:
-    """Return whether a file is none of a run's: what a killed process left, or the lock."""
+    """Return whether a file doesn't make a folder a run's: what a killed process left, or the lock."""
     return is_partial(path) or path.name == _LOCK
 
 

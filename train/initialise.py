@@ -100,7 +100,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
 
 
 def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
-    """Prepare a trained head for further training on rows that may be longer than those before."""
+    """Return a trained head, bound to the target, with a `trained_length` that covers these rows."""
     tables = rows.with_format("arrow").iter(batch_size=1000)
     longest = max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
     head.config.trained_length = max(head.config.trained_length or 0, longest)
@@ -163,7 +163,13 @@ def parameters(options: HeadOptions, target: PreTrainedConfig) -> int:
 
 
 def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, where: str | Path | None) -> None:
-    """Copy the weights and the draft vocabulary of a trained head of the same shape."""
+    """Copy the weights and the draft vocabulary of a trained head; raise a UserError if its shape is another one.
+
+    Args:
+        head: the new head, changed in place.
+        start: the trained head.
+        where: its folder, for the error.
+    """
     names = ["vocab_size", "emb_dim", *_SHARED_OPTIONS, *options.options]
     if head.config.max_speculative_tokens is None:
         names.remove("n_predict")  # its weights fit any number of steps

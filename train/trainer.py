@@ -294,7 +294,10 @@ class SpeculatorTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _since_log(self) -> dict[str, Any]:
-        """State of the next log line over all processes, so that a resumed run logs the same lines on any number."""
+        """Return what the next log line will contain so far, added up over all processes, for the checkpoint.
+
+        A run that resumes from it, on any number of processes, logs the same lines.
+        """
         # The Trainer adds up a loss in each process and averages them at the next log line; sums and counts are added
         # instead.
         loss = self.accelerator.reduce(self._tr_loss, "mean")

@@ -60,8 +60,8 @@ class Verified:
         accepted: [R] number of accepted draft tokens.
         counts: [R] number of `tokens` to keep: the pending one and the accepted; 0 for idle rows.
         next_token: [R] token after the accepted path.
-        report: [R, G+4] for the host: the path, the draft's depth, `accepted`, 1 if the logits are finite,
-            `next_token`.
+        report: [R, G+4] for the host: the G drafted columns of `tokens`, the draft's depth, `accepted`, 1 if the logits
+            are finite, `next_token`.
         logits: [R, G+1, V] the target's after `tokens`, if a request asks for log-probabilities.
     """
 
@@ -167,7 +167,7 @@ class Engine:
         return Request(text, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
 
     def enqueue(self, request: Request) -> Request:
-        """Queue a request made by `request`."""
+        """Queue a request made by `request`, and return it; it is admitted in a later `step`."""
         self.rows.expect(request)
         trained = self.drafter.trained_length if self.drafter else None
         if trained and len(request.prompt) > FAR_BEYOND * trained:
@@ -292,7 +292,7 @@ class Engine:
         return MATCH if self.drafter is None else self._rule or self.drafter.rules[0]
 
     def draft(self, batch: Batch) -> tuple[Draft, Noise]:
-        """Return the draft and the random numbers of the step."""
+        """Return the draft [R, n] of a step (empty without a drafter) and the step's random numbers."""
         depth = self.drafter.num_speculative_tokens if self.drafter else 0
         # Random numbers depend on the seed and the position: + 1, because the pending token is not in the cache yet.
         positions = self.cache.selected + 1
@@ -350,6 +350,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor]:  # [R] each
         """Return the position where the accepted path ends, the token after it, and whether its logits are finite."""
         if batch.held_back:
+            # How far ahead the token is that each verify position's logits are for, 0 for the next one: j in a chain.
             depths = torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
             logits = without_held_back(logits, batch.held_back, depths if draft.parents is None else draft.depths)
         if noise.coupled:
@@ -360,6 +361,7 @@ class Engine:
             # Columns 0..n-1 drew the draft. A rule that tested it with the same numbers would not keep the
             # distribution.
             u = noise.uniforms(2 * nodes + 1)
+            # With 3 nodes: columns 0..2 drew, 3..5 test, and 6 draws the next token below.
             last, residual = REJECTION_RULES[self.rule](batch.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
@@ -405,7 +407,7 @@ class Engine:
                 request.append([token], drafted, None if logprobs is None else logprobs[i])
 
     def append_tokens(self, batch: Batch, report: list[list[int]]) -> None:
-        """Append a step's tokens to the requests; a request may finish."""
+        """Append a step's tokens to the requests, given the rows of `Verified.report`; a request may finish."""
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, batch.requests, report, strict=False)):
             *path, drafted, accepted, finite, next_token = row
             # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.

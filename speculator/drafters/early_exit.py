@@ -45,6 +45,7 @@ class EarlyExitSource(CausalSource):
 
     def reserve(self, shape: Shape) -> None:
         super().reserve(shape)
+        # The pending token and everything that the draft processes, after the target's committed positions.
         self.scratch_positions = 1 + shape.offered
         if self.target.recurrent and not self._is_chain:
             raise UserError(f"{self.target.name} has recurrent layers, whose early exit drafts chains only")
@@ -65,7 +66,7 @@ class EarlyExitSource(CausalSource):
 
 
 def check_layers(target: Target, layers: int) -> None:
-    """Raise a UserError unless the target has more layers than these."""
+    """Raise a UserError unless the target has more than `layers` layers, at least 1, that can be run one by one."""
     count, where = len(target.aux_layers.layers), f"early exit after {layers} layers: {target.name}"
     refuse(
         (not count, f"{where}'s layers are not found one by one"),
