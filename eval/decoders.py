@@ -59,7 +59,7 @@ def decoders(
     rule: str | None = None,
     hybrid: bool = False,
 ) -> tuple[list[Decoder], dict[str, str]]:
-    """The decoders to compare (plain decoding first), and the reasons why some baselines can't run.
+    """Return the decoders to compare (plain decoding first), and {key: reason} of the baselines that can't run.
 
     Args:
         lengths: numbers of speculative tokens of the head's chains; the other drafters use the first.
@@ -129,7 +129,7 @@ def _compile_config() -> CompileConfig:
 
 
 def _assistant(draft_model: Target, length: int) -> dict:
-    """Options of assisted generation with a fixed draft length: no confidence threshold and no schedule.
+    """Return arguments of `generate` for assisted generation with `length` tokens a draft: no threshold, no schedule.
 
     The assistant is loaded again, with transformers' own attention.
     """
@@ -150,7 +150,7 @@ class Measured:
         categories: category of each batch.
         conversations: number of each batch's conversation; its turns share the number.
         costs: seconds of drafting and verification by decoder key.
-        not_run: reasons why baselines could not run.
+        not_run: why baselines could not run, by decoder key.
         turns_left_out: number of turns whose conversation had outgrown the context.
     """
 

@@ -25,9 +25,10 @@ _RESAMPLES = 2000
 
 
 def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float]) -> dict[str, Any]:
-    """Return a statistic of the samples with its 95% percentile interval; a single sample has no bounds (None).
+    """Return {"value", "low", "high"}: a statistic of the samples and its 95% percentile interval.
 
-    One sample holds all measurements of one prompt or conversation, so the decoders that are compared stay paired.
+    A single sample has None for both bounds. One sample holds all measurements of one prompt or conversation, so the
+    decoders that are compared stay paired.
     """
     value = statistic(samples)
     if len(samples) == 1:
@@ -71,10 +72,11 @@ def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -
 
 
 def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict[str, Any]:
-    """Acceptance length and rates over the steps that neither EOS nor the length limit cut.
+    """Return acceptance figures over the steps that neither EOS nor the length limit cut.
 
-    `acceptance_by_position[i]` is conditional on position i-1 having been accepted. A position that was not drafted
-    counts as rejected. `accepted_lengths[n]` counts the steps that accepted n tokens.
+    "steps" is their number, "acceptance_length" is "accepted_per_step" + 1, and "undrafted_share" the share of steps
+    without a draft. `acceptance_by_position[i]` is conditional on position i-1 having been accepted. A position that
+    was not drafted counts as rejected. `accepted_lengths[n]` counts the steps that accepted n tokens.
     """
     whole = [step for step in steps if not step.cut]
     lengths = [0] * (num_speculative_tokens + 1)
@@ -198,10 +200,10 @@ def row(
 
 
 def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> dict[str, Any]:
-    """Return costs in plain steps and the speedup E / (G c + v) that they predict (2211.17192, theorem 3.8).
+    """Return "cost" {"draft": c, "verify": v} in plain steps, "rows_busy" and "predicted_speedup".
 
-    E is the acceptance length, G = `length` the drafted tokens, c the cost of drafting one and v of verification.
-    `rows_busy` is the share of busy rows relative to plain decoding: a batch runs until its slowest row ends.
+    The prediction is E / (G c + v) (2211.17192, theorem 3.8) times "rows_busy", the share of busy rows relative to
+    plain decoding: a batch runs until its slowest row ends. E is the acceptance length, and G = `length`.
     """
     draft, verify = measured.costs[decoder.key].ratios()
     busy = rows_busy(measured.timed[decoder.key]) / rows_busy(measured.timed["none"])
@@ -230,7 +232,11 @@ def _category(name: str, decoder: Decoder, part: Measured) -> dict[str, Any]:
 
 
 def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict[str, Any]:
-    """Acceptance figures, with the interval of the acceptance length over conversations."""
+    """Return the figures of `acceptance`, and "acceptance_length_interval" {"low", "high"} unless all steps were cut.
+
+    Args:
+        conversations: number of each batch's conversation; the interval is over conversations.
+    """
     # Turns of a conversation depend on each other, so a conversation is one sample: its (tokens, steps) are added up.
     sums: dict[int, list[int]] = {}
     for number, batch in zip(conversations, timed.batches, strict=True):
@@ -264,7 +270,7 @@ def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
 
 
 def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], float]) -> dict[str, float | None]:
-    """Collect one figure of all decoders by name: "speculative" is the drafter (None for plain decoding)."""
+    """Collect one figure by decoder: the row's drafter as "speculative" (None if it has none), and the baselines."""
     own = figure(measured.timed[decoder.key]) if decoder.drafter else None
     return {"speculative": own, **{name: figure(timed) for name, timed in _baselines(measured).items()}}
 

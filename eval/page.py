@@ -58,7 +58,11 @@ def write_page(report: dict, traces: Sequence[Trace], folder: Path) -> None:
 
 
 def page(report: dict, traces: Sequence[Trace], pictures: dict[str, bytes]) -> str:
-    """The page's HTML."""
+    """Return the page's HTML.
+
+    Args:
+        pictures: PNG files by the name of their plot, see `report.plots`.
+    """
     lengths, captions = head_lengths(report), plots(report)
     prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row["name"], t.row["temperature"], t.prompt))]
     steps = [step for trace in traces for step in trace.steps]

@@ -179,6 +179,7 @@ def evaluate(
     """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
 
     Args:
+        output: the report's folder.
         speculator_name: name of the head in the report.
         lengths: numbers of speculative tokens of the head's chains (default: all the head's).
         tuned_in: the head's folder; without `lengths`, adaptive drafting is measured too, and if the folder has a

@@ -133,7 +133,7 @@ def homogeneity(first: Sequence[Pair], second: Sequence[Pair]) -> tuple[float, i
 
 
 def _cells(ours: Counter[Pair], theirs: Counter[Pair]) -> list[list[int]]:
-    """Counts of both samples in cells large enough for the test.
+    """Return [ours, theirs], the counts of both samples, in each cell; all cells are large enough for the test.
 
     A frequent pair is a cell. A rare one joins rare pairs with the same first or the same second token, chosen by its
     hash, so that a wrong distribution of either token shows. The remainder is grouped by hash alone. Merging depends on

@@ -224,7 +224,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def memory_kind(device: torch.device) -> str | None:
-    """Kind of memory that `peak_memory` measures on this machine; None if it can't be measured per batch."""
+    """Return in words what memory `peak_memory` measures on this machine; None if it can't be measured per batch."""
     if device.type == "cuda":
         return "allocated on the device"
     return "resident memory of the process" if _reset_resident() else None

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 def write_tuning(
     target: Target, head: Speculator, suite: Suite, output: Path, max_new_tokens: int, seed: int = 0
 ) -> list[dict]:
-    """Measure a head on a suite and write decoding.json; returns the predictions for one row, draft by draft."""
+    """Measure a head on a suite and write decoding.json; return the predictions for one row, see `_with_costs`."""
     eos = target.eos_token_ids if suite.chat else set()
     prompts = suite.prompts
     ranks = {

@@ -107,6 +107,9 @@ def _times(rows: list[dict[str, Any]]) -> str:
 
 
 def _first(figures: Iterator[str] | Any) -> str:
-    """Join figures with a placeholder {} after the ratio; only the first gets words there: "times as fast as ..."."""
+    """Join `figures`, format strings with one {} after a ratio, by "; ".
+
+    The first one's {} becomes " times as fast as plain decoding", the others' becomes "".
+    """
     first, *others = figures
     return "; ".join([first.format(" times as fast as plain decoding"), *(other.format("") for other in others)])

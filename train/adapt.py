@@ -238,7 +238,9 @@ def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> dict[str, Any]:
-    """Train, gate and load; return the outcome, which is also written to round.json.
+    """Train, gate and load; return the content of round.json.
+
+    Its "outcome" is "in use", or why the new head isn't; "gate" has the figures of `eval gate`.
 
     Args:
         old: folder of the head in use.
@@ -304,7 +306,11 @@ def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **
 
 
 def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
-    """Ask the server to load a head; return the reason if it does not. An empty body only checks the server."""
+    """Ask the server to load a head; return the reason if it does not.
+
+    Args:
+        body: {"path": folder of the head}; {} only checks the server.
+    """
     url = server.rstrip("/").removesuffix("/v1")
     try:
         answer = httpx.post(

@@ -58,7 +58,10 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
 
 
 def start_of(config: RunConfig) -> str | Path | None:
-    """Return the folder of the trained head that a run starts from, which may be that of the target."""
+    """Return the folder of the trained head that a run starts from; None: it starts from new weights.
+
+    Layers that ship with the target start from its folder, if `initialise` is "target".
+    """
     options, target = config.speculator, config.target
     if options.warm_start:
         return head_folder(options.warm_start, options.warm_start_revision)
@@ -118,7 +121,10 @@ def head_class(options: HeadOptions) -> type[Speculator]:
 
 
 def head_config(options: HeadOptions, target: PreTrainedConfig, **more: Any) -> SpeculatorConfig:
-    """Build the head's config; options that are 0 or null take the value of the target's text config."""
+    """Build the head's config; options that are 0 or null take the value of the target's text config.
+
+    `more` are further fields of the config. Raises a UserError that names the flag of a wrong option.
+    """
     config_class = head_class(options).config_class
     given = {name: value for name in _SHARED_OPTIONS if (value := getattr(options, name))}
     own = config_class.own_options()

@@ -18,7 +18,11 @@ DOCUMENTS, STATES = "documents", "hidden_states"
 
 
 class Documents:
-    """The documents of a batch's rows, without padding, as servers read them; the Trainer moves none to a device."""
+    """The documents of a batch's rows, without padding, as servers read them; the Trainer moves none to a device.
+
+    Attributes:
+        rows: each row's documents, each a list of tokens.
+    """
 
     def __init__(self, rows: list[dict[str, Any]]):
         tokens = [row["input_ids"] for row in rows]
@@ -44,7 +48,7 @@ class LookAhead:
         self._batches: Iterator[Any] = iter(())
 
     def over(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Request the states of batches ahead of their use, and yield each batch with its `PendingStates`."""
+        """Request the states of batches ahead of their use; yield each batch with its `PendingStates` at `STATES`."""
         source, ahead = iter(batches), deque[dict[str, Any]]()
         while True:
             # One more than are ahead: the first of them is the next to be used.

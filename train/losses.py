@@ -427,7 +427,7 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def summarise(sums: dict[str, Metric]) -> dict[str, float]:
-    """Divide sums, added up over batches and processes, by their counts: one figure per draft position.
+    """Divide sums, added up over batches and processes, by their counts: "position{i}/NAME" for each draft position.
 
     The "objective", a scalar, becomes "loss".
 

@@ -62,7 +62,11 @@ def context_of(target: PreTrainedConfig | None) -> int | None:
 
 
 def generated_texts(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, GeneratedText]:
-    """Return what the target generates, by phase: "self" before training, "generating" between the stages."""
+    """Return what the target generates, by phase: "self" before training, "generating" between the stages.
+
+    Args:
+        target: the target's config, whose context limits the rows; None: unknown.
+    """
     found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
     chat = own.max_prompt_tokens + own.max_new_tokens
 
@@ -263,7 +267,7 @@ class Plan:
     def seconds_per_token(self, name: str) -> float:
         """Return the seconds that a token of a stage takes at the GPU's peak. MFU is this over the measured time.
 
-        Counted are one forward pass of the target, and forward and backward pass of the head.
+        It counts the target's forward pass, and the head's forward and backward passes.
         """
         assert self.place.gpu is not None
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12

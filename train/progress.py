@@ -48,7 +48,8 @@ class Pace(TrainerCallback):
         """Return figures of the steps since the last call.
 
         "step_over_target" is the time of the steps over that of the target's part in them, "tokens_per_second" is that
-        of all processes, "seconds_left" includes evaluations at their rate so far, and "mfu" needs `token_at_peak`.
+        of all processes, "seconds_left" includes evaluations at their rate so far, and "mfu", in 0..1, is there only
+        with `token_at_peak`. `state` is the Trainer's.
         """
         seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
         done = max(state.global_step - self._first, 1)
@@ -107,7 +108,7 @@ class ProgressLine(ProgressCallback):
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
-    """One line of at most 120 characters about some training steps, or about an evaluation."""
+    """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`)."""
     if "eval_loss" in logs:
         if METRIC in logs:
             lengths = f"acceptance length {logs[METRIC]:.2f} greedy, {logs[f'{METRIC}_sampled']:.2f} sampled"

@@ -231,5 +231,5 @@ def on(device: torch.device) -> AbstractContextManager:
 
 
 def new_pool(device: torch.device) -> Any:
-    """Create a memory pool for captures that never run at the same time."""
+    """Return the handle of a new memory pool, for captures that never run at the same time; None without CUDA."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

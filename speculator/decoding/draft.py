@@ -25,7 +25,7 @@ def gather_at(values: Tensor, positions: Tensor) -> Tensor:  # [B, T, X], [B, n]
 
 @dataclass
 class Draft(TokenTree):
-    """Proposed tokens. In a verify step the pending token has position 0 and draft token i has position i + 1.
+    """Proposed tokens. In a verification step the pending token has position 0 and draft token i has position i + 1.
 
     Attributes:
         tokens: [B, n] drafted tokens, with padding on the right.

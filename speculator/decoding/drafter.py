@@ -96,7 +96,7 @@ class LogitsSource(Memory):
 
     def next(
         self,
-        level: int,  # 1 for the children of the first drafted tokens
+        level: int,  # drafting level of the result: `first` gives level 0
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
@@ -105,7 +105,7 @@ class LogitsSource(Memory):
 
     def confidence(
         self,
-        level: int,
+        level: int,  # tokens of the chain so far
         tokens: Tensor,  # [B] the newest level of a chain
     ) -> Tensor | None:  # [B]
         """Return the predicted chance that the token after each is accepted; None if the source predicts none."""

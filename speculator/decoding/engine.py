@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out.
 
-Between two steps finished requests leave their rows, waiting requests are admitted, and a chunk of their prompts is
-prefilled (`speculator.decoding.rows`). A step runs over the rows that decode. Plain decoding is the same engine
-without a drafter.
+A call of `Engine.step` takes finished requests out of their rows, admits waiting ones, and prefills a chunk of their
+prompts (`speculator.decoding.rows`). Then one verification step runs over the rows that decode. Plain decoding is the
+same engine without a drafter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MIN_STEPS_TO_CAPTURE = 64
 
 @dataclass
 class Verified:
-    """Result of a verify step.
+    """Result of a verification step.
 
     Attributes:
         tokens: [R, G+1] the pending token and the accepted path; later columns are arbitrary.
@@ -114,7 +114,7 @@ class Engine:
         self.rows = Rows(target, drafter, slots, capacity, capture)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
-        self._decode = self.rows.replayed(self, "decode_rows")
+        self._decode = self.rows.replayed(self, "decode_rows")  # runs `decode_rows`, or replays a CUDA graph of it
 
     @property
     def drafter(self) -> Drafter | None:
@@ -273,9 +273,9 @@ class Engine:
         """
         # x_1 .. x_G ~ q, after the pending token x_0.
         draft, noise = self.draft(batch)
-        # One forward pass over x_0 .. x_G gives p_1 .. p_{G+1}. The accept rule keeps a prefix or path x_1 .. x_n and
-        # samples the next token, so that the output has exactly the target's distribution: the target's own token under
-        # `match`, else one from what the rule leaves of p_{n+1}.
+        # One forward pass over x_0 .. x_G gives p_1 .. p_{G+1}; `verify` counts from p[0]. The accept rule keeps a
+        # prefix or path x_1 .. x_n and samples the next token, so that the output has exactly the target's
+        # distribution: the target's own token under `match`, else one from what the rule leaves of p_{n+1}.
         verified = self.verify(batch, draft, noise)
         # x_0 .. x_n stay in the cache. The next token is pending now.
         self.commit(batch, verified)
@@ -311,7 +311,8 @@ class Engine:
         tokens = torch.cat([batch.pending[:, None], draft.tokens], dim=1)  # [R, n + 1]
         tree = None if draft.parents is None else draft
         # On a CPU, where reading the lengths costs nothing, only tokens that exist are computed: one row's long draft
-        # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary.
+        # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary. Only
+        # `match` takes logits of single tokens: the other rules index them by row and verify position.
         packs = noise.coupled and self.target.device.type == "cpu" and not self.rows.capturing
         present = draft.present if packs else None
         widths = (draft.lengths + 1).tolist() if present and tree is None and not self.cache.recurrent else None
@@ -408,6 +409,7 @@ class Engine:
 
     def append_tokens(self, batch: Batch, report: list[list[int]]) -> None:
         """Append a step's tokens to the requests, given the rows of `Verified.report`; a request may finish."""
+        # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, batch.requests, report, strict=False)):
             *path, drafted, accepted, finite, next_token = row
             # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.

@@ -79,7 +79,7 @@ class Memory:
     def open(self, cache: KVCache) -> Self:
         """Return a copy that is empty, with the rows and the capacity of the target's cache.
 
-        A draft may write after the selected rows of that cache; verification overwrites it.
+        A draft may write that cache after each selected row's tokens (`scratch_positions`); verification overwrites it.
         """
         opened = copy(self)
         opened.paths = self.paths.open(len(cache.lengths), cache.lengths.device)

@@ -115,7 +115,7 @@ def block(
     # P_0 = 1: nothing has been drafted before the first token.
     weights = [p.new_ones(len(p))]
     for i in range(draft.depth):
-        # Clamped at every step: with the ratios 2 and 0.5 the second weight is 0.5. Clamping their product once would
+        # Clamped at every token: with the ratios 2 and 0.5 the second weight is 0.5. Clamping their product once would
         # give 1, and accept too much.
         weights.append((weights[-1] * ratio[:, i]).clamp_max(1))
     weight = torch.stack(weights, 1)  # [B, G+1] P

@@ -149,7 +149,7 @@ class DraftModelSource(CausalSource):
         # Left-aligned: recent tokens r0 r1 and the pending p become r0 r1 p, or r1 p p for a row with one token.
         columns = (torch.arange(reread + 1, device=pending.device) + reread - back[:, None]).clamp(max=reread)
         tokens = torch.cat([self._recent[:rows], pending[:, None]], 1).gather(1, columns)
-        # Rows step back by the tokens that are read again, so that these overwrite their keys; then forward.
+        # Rows go back by the tokens that are read again, so that these overwrite their keys; then forward.
         cache.selected -= back
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.selected += back

@@ -18,7 +18,7 @@ class EarlyExitDrafter(Drafter):
     """Drafts with the target's first layers, its final norm and its output matrix.
 
     The target's KV cache already holds the keys and values of these layers for the sequence. Drafting writes its own
-    after the sequence, and the verify step overwrites them.
+    after the sequence, and verification overwrites them.
 
     Args:
         target: the model whose layers draft.

@@ -52,7 +52,7 @@ class Shift:
 
     def observe(self, logit: float, accepted: bool) -> None:
         """Update with one token whose measured log-odds of acceptance are `logit`."""
-        # A step of the gradient of the log-likelihood, as large as the value is uncertain: 1 - chance after a hit,
+        # Gradient ascent on the log-likelihood, by as much as the value is uncertain: 1 - chance after a hit,
         # -chance after a miss.
         self.value += self._variance * (accepted - _chance(logit + self.value))
         self._variance /= 1 + self._variance / 4  # an outcome of chance 1/2 has the information 1/4
@@ -137,13 +137,13 @@ class Plan:
 
 @dataclass
 class _Row:
-    """A row at the last choice.
+    """A row as it was when the last step's draft was chosen.
 
     Attributes:
-        steps, length: number of its steps and of its tokens.
-        path: tokens that n-gram lookup found.
-        logit: log-odds of acceptance of each of them.
-        choice: what the head drafted for the row; None: nothing.
+        steps, length: number of its verification steps, and of its tokens (prompt included).
+        path: token ids that n-gram lookup found, verified or not.
+        logit: measured log-odds of acceptance, the same for each of them.
+        choice: shape that the head drafted for the row; None: the row drafted its path, or nothing.
     """
 
     steps: int

@@ -197,7 +197,11 @@ class Worker:
                 self._loop.call_soon_threadsafe(_deliver, outputs)
 
     def _replace_drafter(self, make_drafter: Callable[[], Drafter], loaded: Future[None]) -> None:
-        """Replace the engine's drafter, and free the memory of the old one or of the one that could not be loaded."""
+        """Replace the engine's drafter, and free the memory of the old one or of the one that could not be loaded.
+
+        `loaded` then gets None, or a UserError or APIError if the old drafter stays. If it was cancelled, nothing is
+        done.
+        """
         if not loaded.set_running_or_notify_cancel():
             return
         error: Exception | None = None

@@ -153,8 +153,8 @@ class HiddenStateServers:
         refuse((budget < need, f"the states of a row of {longest} tokens need {gigabytes}; docker: --shm-size"))
         self._budget = min(self._budget, budget)
 
-    def submit(self, tokens: list[int], into: Tensor) -> Future:  # [T, layers, D]
-        """Request the states of a document; return a future that is done when they are copied into the tensor `into`.
+    def submit(self, tokens: list[int], into: Tensor) -> Future:
+        """Request the states of a document's T tokens; the future is done when they are in `into` [T, layers, D].
 
         The future raises a UserError if the request fails.
         """

@@ -1,6 +1,6 @@
 """KV cache: storage for a fixed number of rows, allocated once, each row with its own length.
 
-A row's positions below its length are committed; those above are free and will be overwritten. A verify pass writes
+A row's positions below its length are committed; those above are free and will be overwritten. A verification writes
 its tokens after each row's length. Keeping n of them is one addition to `lengths`; a tree's accepted path moves to the
 front first. `speculator.target.attention` decides which positions a token sees.
 

@@ -197,7 +197,10 @@ def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
 
 
 def context_length(config: PreTrainedConfig, name: str) -> int:
-    """Return the longest sequence that is read exactly, in tokens; with longrope, the original context."""
+    """Return the longest sequence, in tokens, whose logits are exact: the config's context, or 2**31 if it states none.
+
+    It is one chunk with chunked attention, and with longrope the original context, which a warning about `name` says.
+    """
     length, original = getattr(config, "max_position_embeddings", None), original_context(config)
     # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):

@@ -337,7 +337,11 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         embedding: Tensor,  # [V, D]
         output: Tensor,  # [V, D]
     ) -> Tensor:  # [B, S, G, V]
-        """Compute the logits of blocks at every position 1..S, teacher-forced, with these matrices of the target."""
+        """Compute the teacher-forced logits of the block at every anchor 1..S, with the target's two matrices.
+
+        Entry [b, t, k] predicts tokens[b, t + 2 + k] from the states up to t, tokens[b, t + 1] and, with a Markov head,
+        tokens[b, t + 1 + k].
+        """
         with self.sharing(embedding, output):
             count, length = states.shape[:2]
             # Anchor a reads the states before a, so position t of the result is the block at anchor t + 1.

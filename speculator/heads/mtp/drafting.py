@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 class MTPCache(DraftingCache):
     """Keys and values of texts in every layer; see `DraftingCache` for the draft after them.
 
-    A chain's layer i reads tokens up to i positions ahead, so its newest keys change when the text goes on. A chain
-    therefore keeps what layer 0 reads, and runs all layers again at the last positions.
+    In a chain of layers (`is_chain`), layer i reads tokens up to i positions ahead, so its newest keys change when the
+    text goes on. The cache therefore keeps what layer 0 reads, and all layers run again at the last positions.
 
     Attributes:
-        text: [B, capacity, D] and [B, capacity]: the target's state at each position, and the token after it.
-        before: of a chain, [B, 1, D] for each level l >= 1: the state that layer l reads at its first drafted position.
-        path: of a chain, at level l: states [B, f, l, D] and tokens [B, f, l] of the path to each of the newest tokens.
+        text: [B, capacity, D] and [B, capacity]: the target's state at each position, and the token after it; None
+            without a chain of layers, which has no `before` and `path` either.
+        before: [B, 1, D] for each level l >= 1: the state that layer l reads at its first drafted position.
+        path: at level l, states [B, f, l, D] and tokens [B, f, l] of the paths to the f newest tokens.
     """
 
     text: tuple[Tensor, Tensor] | None = None
