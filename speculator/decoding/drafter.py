@@ -34,7 +34,7 @@ class Drafter:
         capturable: `propose` never reads a value back from the device and ignores `sequences`, so CUDA graphs can
             replay it.
         aux_layers: target layers whose hidden states the memory reads, ascending; empty: the final hidden state.
-        shape: shape of the next draft, if the drafter drafts in several shapes.
+        shape: shape of the next draft; None for a drafter with a `propose` of its own.
         trained_length: longest context that it was trained on; None: not known, or it was not trained.
     """
 
@@ -49,7 +49,7 @@ class Drafter:
     trained_length: int | None = None
 
     def choose(self, requests: Sequence[Request]) -> Any:
-        """Return the shape of the next step's draft, one for all rows, given their requests."""
+        """Return the shape of the next step's draft, one for all rows, given their requests; None without shapes."""
         return self.shape
 
     def observe(self, seconds: float) -> None:

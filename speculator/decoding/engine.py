@@ -398,7 +398,7 @@ class Engine:
             self.start_decoding({chunk.start + i: request for i, request in complete.items()}, hidden[list(complete)])
 
     def start_decoding(self, requests: dict[int, Request], hidden: Tensor) -> None:
-        """Sample each row's next token from its last hidden state [R, D], and decode the row from now on."""
+        """Sample each row's next token from its last hidden state [R, D], and decode from now on; keys are rows."""
         first, logprobs = prefill.first_tokens(self.target, list(requests.values()), hidden)
         self.rows.pending[list(requests)] = first
         for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):

@@ -199,7 +199,7 @@ class Scheduler:
         """Start the prefill of slots whose prefix source is computed, or gone.
 
         Returns:
-            source rows, destination rows, and the longest prefix to copy.
+            source rows, destination rows, and the tokens of the longest prefix, for the caller to copy in the caches.
         """
         source, destination, longest = [], [], 0
         rows = {slot: row for row, slot in enumerate(self.slots)}
@@ -225,7 +225,8 @@ class Scheduler:
     def sort_by_phase(self) -> tuple[list[int], list[int]]:
         """Move decoding slots to the first rows, then those being prefilled, then free ones.
 
-        A forward pass runs over neighbouring rows. Returns source and destination rows; the other rows stay.
+        A forward pass runs over neighbouring rows. Returns source and destination rows, for the caller to move in the
+        caches; the other rows stay.
         """
         phases = sorted(slot.phase for slot in self.slots)
         # Only rows on the wrong side of a border move. With the phases [D, P, D, F] (D decodes, P is prefilled) rows 1
