@@ -40,7 +40,11 @@ class Conversation:
 
 
 def split_at_answers(messages: list[dict], answers: int | None) -> tuple[list[dict], list[list[dict]]]:
-    """Split a chat into the messages before the first answer, and those between the first `answers` (None: all)."""
+    """Split a chat into the messages before the first answer, and lists of those between the first `answers` answers.
+
+    None for `answers` means all. The lists end where two answers follow each other.
+    """
+    # user a, assistant b, user c, assistant d gives [a] and [[c]]: what follows d asks for no further answer.
     opening: list[dict] = []
     later: list[list[dict]] = []
     for message in messages:
@@ -66,7 +70,7 @@ class Row:
     source: Sequence[int] = ()
 
     def add(self, ids: Sequence[int], has_loss: int, rejected: Sequence[int] = ()) -> None:
-        """Append tokens."""
+        """Append tokens with the loss mask `has_loss`, 0 or 1, and marks of rejected drafts (default: none)."""
         self.ids += ids
         self.mask += [has_loss] * len(ids)
         self.rejected += rejected or [0] * len(ids)
@@ -126,6 +130,7 @@ class Answering:
         if len(ids) > self._longest:
             return
         self.prompt = ids
+        # The row grows if the template repeats its tokens, the answer's included, and only adds to them.
         if ids[: len(row.ids)] == row.ids:
             row.add(ids[len(row.ids) :], 0)
         else:

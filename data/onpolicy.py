@@ -104,6 +104,7 @@ def generate_rows(
     piece_size = _PIECE * batch_size
     pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
     slots = min(batch_size, len(prompts))
+    # `longest` is the room that each slot gets at once; `most` the longest chat that still gets an answer.
     longest = min(max(len(chat.ids) for chat in chats) + max_new_tokens, target.context_length)
     most = min(max_prompt_tokens or target.context_length, target.context_length - max_new_tokens)
     stopping = asdict(ends) if ends else {}
@@ -164,6 +165,7 @@ def generate_rows(
             made = _answer(drafting, answering, pieces[piece], setting, max_new_tokens, stopping)
             if drafter is None:
                 clocks["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
+            # Without steps that the end of an answer has cut: part of what they accepted lies after it.
             whole = [step for each in made for step in each.steps if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
@@ -180,9 +182,14 @@ def _answer(
     max_new_tokens: int,
     stopping: dict[str, Any],
 ) -> list[Request]:
-    """Decode every answer of some conversations, and return the requests.
+    """Decode every answer of some conversations, and return the requests in the order in which they finished.
 
     The next answer of a conversation is first in the queue: its slot still has the conversation so far.
+
+    Args:
+        rows: number of each conversation among all prompts.
+        setting: returns the sampling of a row's answer, given (row, number of the answer).
+        stopping: `stop_strings` and `eos_token_ids` of the requests.
     """
     made: list[Request] = []
 

@@ -19,6 +19,11 @@ def pack(
         loss_mask     1 1 1 0 0 1 1 1
         rejected      0 0 0 0 0 0 1 0    tokens that replaced a rejected draft token, if the document marks them
     The tail that does not fill a row is dropped, unless it is all there is.
+
+    Args:
+        documents: rows of `data.rendering.render`.
+        length: tokens of a row.
+        max_tokens: stop before the rows have more tokens than this; None: no limit.
     """
     columns: dict[str, list[int]] = {"input_ids": [], "document_ids": [], "loss_mask": [], "rejected": []}
     emitted = 0

@@ -151,7 +151,7 @@ def save_rows(
 
 
 def _cached(request: _Request) -> tuple[Dataset, dict[str, int]]:
-    """Return the rows from the cache, and their counts; prepare the rows if they are missing."""
+    """Return the rows from the cache, and their counts (see `save_rows`); prepare the rows if they are missing."""
     folder = cache_folder() / request.key()
     manifest = folder / _MANIFEST
     if not manifest.exists():
@@ -211,6 +211,7 @@ def _prepare(folder: Path, request: _Request) -> None:
             counts["tokens_with_loss"] += sum(row["loss_mask"])
             bar.update(len(row["input_ids"]))
             yield row
+            # Not before a token has loss: rows without labels would measure nothing.
             if first_rows and counts["rows"] >= first_rows and counts["tokens_with_loss"]:
                 break
         tally.check(name)

@@ -107,7 +107,7 @@ class _Cut:
                 self.tally.add(error)
 
     def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
-        """Yield the prompts of one document."""
+        """Yield the prompts of one document; with `packed_text`, packed rows are texts, whose tokens all have loss."""
         if "text" in row:
             yield from map(Conversation, self._of_lines(row))
         elif "messages" in row:
@@ -134,6 +134,7 @@ class _Cut:
             # The line depends on the document's id alone, so every run takes the same prompt.
             digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
             start = int.from_bytes(digest[:8], "big") % len(lines)
+            # Cut before it is tokenised: a megabyte is not read for 64 tokens.
             text = "".join(lines[start:])[: self.prompt_tokens * 16]
             ids = text_tokens([text], self.tokenizer)[0][: self.prompt_tokens]
             if len(ids) == self.prompt_tokens and tuple(ids) not in made:
@@ -145,6 +146,7 @@ class _Cut:
         messages, roles = row["messages"], [message["role"] for message in row["messages"]]
         opening, later = split_at_answers(messages, self.turns)
         if self.last_turn and "user" in roles:
+            # Up to the user's last message: in user, assistant, user, assistant that is the third, 4 - 1 = 3.
             opening, later = messages[: len(roles) - roles[::-1].index("user")], []
         if "user" not in (message["role"] for message in opening):
             raise RowError(row["where"], "a chat without a user turn before the answer")
@@ -152,7 +154,7 @@ class _Cut:
         return Conversation(chat_tokens(text, self.tokenizer), opening, later, row.get("tools"), ends=True)
 
     def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[Conversation]:
-        """Yield the tokens before the first one with loss, or the first `prompt_tokens` if that one comes first."""
+        """Yield the tokens before the first one with loss; if the first token has loss, the first `prompt_tokens`."""
         if 1 in mask and not mask[0]:
             yield Conversation(ids[: mask.index(1)], ends=True)
         elif len(ids) >= self.prompt_tokens:

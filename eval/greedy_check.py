@@ -25,10 +25,10 @@ from speculator.terminal import Progress
 def transformers_greedy(
     target: Target, prompt: list[int], max_new_tokens: int, width: int
 ) -> tuple[list[int], Tensor, float]:
-    """Greedy completion by transformers' own generate, and the rounding error of a forward pass of `width` tokens.
+    """Decode greedily with transformers' own generate, and measure the rounding error of passes of `width` tokens.
 
-    Returns the new tokens, their logits [S, V], and the largest difference to the logits of the same sequence
-    processed `width` tokens at a time, at least the precision of the largest logit.
+    Returns the new tokens, their logits [S, V], and the rounding error: the largest difference to the logits of the
+    same sequence processed `width` tokens at a time, at least the precision of the largest logit.
     """
     given = inputs(target, [prompt])
     # With an encoder the prompt is its source, and transformers continues the decoder's first tokens.

@@ -179,6 +179,7 @@ def evaluate(
     """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
 
     Args:
+        output: the report's folder.
         speculator_name: name of the head in the report.
         lengths: numbers of speculative tokens of the head's chains (default: all the head's).
         tuned_in: the head's folder; without `lengths`, adaptive drafting is measured too, and if the folder has a
@@ -265,7 +266,14 @@ def _tuned_tables(
     engines: Engines,
     rule: str | None,
 ) -> dict[float, list[Decoder]]:
-    """The decoders by temperature: the fixed ones, with the head's fastest draft if it was tuned, and adaptive."""
+    """Return the decoders to measure, by temperature.
+
+    They are `fixed`, of which the head's decoder gets its fastest draft if the head was tuned, and adaptive drafting
+    unless a `rule` is given.
+
+    Args:
+        folder: the head's, with or without a decoding.json.
+    """
     tables, tuning = {}, read_tuning(folder, head)
     for temperature in temperatures:
         adaptive = adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size)

@@ -95,9 +95,15 @@ def time_ours(
     rule: str | None = None,
     stop_at: Sequence[int] = (),
 ) -> None:
-    """Decode one batch of prompts with the engine, up to a token in `stop_at`.
+    """Decode one batch of prompts with the engine, and append the result to `out`.
 
-    An engine with CUDA graphs stays in `engines` for the next batch. A run that captured a graph is repeated.
+    A run that captured a graph is repeated.
+
+    Args:
+        count: the most new tokens of a prompt.
+        out: gets the tokens and times.
+        engines: engines with CUDA graphs, kept for the next batches.
+        stop_at: tokens that end a completion.
     """
     capture, key = capturable(target, drafter), (len(prompts), drafter, rule)
     engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=capture)
@@ -177,7 +183,14 @@ def time_transformers(
     stop_at: Sequence[int] = (),
     **kwargs: Any,
 ) -> None:
-    """Decode one batch of prompts, padded, with transformers' generate and its `kwargs`."""
+    """Decode one batch of prompts with transformers' generate, and append the result to `out`.
+
+    Args:
+        count: the most new tokens of a prompt.
+        out: gets the tokens and times.
+        stop_at: tokens that end a completion.
+        kwargs: further arguments of `generate`, such as an assistant model.
+    """
     given = inputs(target, prompts)
     width = given.get("decoder_input_ids", given["input_ids"]).shape[1]
     if "cache_implementation" in kwargs:
@@ -227,7 +240,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def memory_kind(device: torch.device) -> str | None:
-    """Kind of memory that `peak_memory` measures on this machine; None if it can't be measured per batch."""
+    """Return in words what memory `peak_memory` measures on this machine; None if it can't be measured per batch."""
     if device.type == "cuda":
         return "allocated on the device"
     return "resident memory of the process" if _reset_resident() else None

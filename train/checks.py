@@ -74,7 +74,7 @@ def settings(config: RunConfig) -> None:
 
 
 def _server(config: RunConfig) -> None:
-    """Refuse settings of a target that runs here."""
+    """Raise a UserError for settings that a target on servers can't have."""
     target = config.target
     refuse(
         (target.parallel != "none", "target.server and target.parallel are mutually exclusive"),
@@ -212,7 +212,12 @@ def rows(
     processes: int,
     prompts: int | None = None,
 ) -> None:
-    """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have."""
+    """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have.
+
+    Args:
+        processes: number of the run's processes, which divide each step's rows.
+        prompts: number of prompts that stage 2 answers; None: `stage2.generate.max_rows`.
+    """
     for made in (train_rows, validation_rows):
         tables = made.with_format("arrow").iter(batch_size=1000)
         read = [name for name in ("input_ids", "source_ids") if name in made.column_names]
@@ -232,7 +237,7 @@ def rows(
 
 
 def batch(name: str, stage: StageConfig, have: int, processes: int) -> None:
-    """Raise a UserError if the rows don't fill one step of a stage."""
+    """Raise a UserError if `have` rows don't fill one step of a stage on all processes."""
     need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
     if stage.max_steps and have < need:
         raise UserError(

@@ -44,7 +44,7 @@ class Inputs:
         config: the run's, with the steps of its stages and the row length settled.
         train_rows, validation_rows: packed rows.
         suites: "validation" prompts choose the best checkpoint, "held-out" ones are in the report.
-        own_prompts: prompts that the target continues for stage 2; None: it writes the prompts as well.
+        own_prompts: prompts that the target continues for stage 2; None: it writes them too, or there is no stage 2.
     """
 
     config: RunConfig
@@ -54,7 +54,7 @@ class Inputs:
     own_prompts: list[Conversation] | None
 
     def fingerprints(self, target: TrainingTarget) -> dict[str, str]:
-        """Return fingerprints by name; a resumed run must have the same."""
+        """Return fingerprints of "target", and of rows and prompts by split; a resumed run must have the same."""
         rows = {"training": self.train_rows, "validation": self.validation_rows}
         found = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
         return found | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in self.suites.items()}

@@ -55,7 +55,10 @@ class StepSeconds:
     verify: list[float] = field(default_factory=list)
 
     def figures(self, num_speculative_tokens: int) -> dict[str, float]:
-        """Return c per drafted token ("draft_over_decode"), v ("verify_over_decode"), and a plain step's seconds."""
+        """Return the costs in plain steps, and a plain step's "decode_seconds".
+
+        "draft_over_decode" is the cost c of drafting one token, "verify_over_decode" the cost v of a verification.
+        """
         draft, verify = self.ratios()
         return {
             "draft_over_decode": draft / num_speculative_tokens,
@@ -89,7 +92,7 @@ def timed_steps(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
-    """Decode `count` steps after `prompts`; yield each step's draft and result, and add its seconds to `costs`.
+    """Decode `count` drafted steps after `prompts`; yield each one's draft and result, and add the seconds to `costs`.
 
     Every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed after the same
     sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run past the end
@@ -166,7 +169,7 @@ def measure(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> None:
-    """Decode after `prompts`, and add the seconds of about `blocks` blocks of steps to `costs`."""
+    """Decode after `prompts`, and add the seconds of about `blocks` blocks of `BLOCK` drafted steps to `costs`."""
     captures = 3 if capturable(target, drafter) else 0  # blocks lost at the start, and where the cache grows
     for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
@@ -247,6 +250,7 @@ def _step_seconds(
             break
         prepared, full = Captured.prepared, engine.scheduler.count(DECODING) == slots
         took, _ = clock(engine.step)
+        # Steps in which a slot is still prefilled don't count. With captures, `number` starts at -3.
         number += full
         if full and number > 0 and Captured.prepared == prepared:
             seconds.append(took)

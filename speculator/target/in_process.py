@@ -90,7 +90,7 @@ class ModelHere(TrainingTarget):
         """
         if self.output_matrix is not None:
             return self.output_matrix(hidden).to(hidden.device)
-        # As one row of a batch: a token's logits depend on its own state alone.
+        # As one row of a batch, [1, all tokens, D]: a token's logits depend on its own state alone.
         self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
         # The encoder's states are not read, because the decoder that would read them is replaced.
         given: Any = {"inputs_embeds": self._given.hidden}
@@ -246,15 +246,23 @@ class InProcessTarget(ModelHere):
         return self.hidden_of_documents(tokens, documents, *self.document_attention)
 
     def hidden_of_documents(self, tokens: Tensor, documents: Tensor, attention: Any, layout: Layout) -> Tensor:
-        """Compute hidden states [B, S, D] with the given attention and layout of documents."""
+        """Compute hidden states [B, S, D] of rows of documents.
+
+        Args:
+            tokens, documents: [B, S], see `speculator.target.packed`.
+            attention: attention implementation, a name or a dict of names by sub-config.
+            layout: arranges the documents for it.
+        """
         (rows, length), own_rows = tokens.shape, slice(None)
         if self.group is not None and self.group.parallel == "tp":  # all processes must run the same rows
             tokens, documents = self.group.gathered(tokens), self.group.gathered(documents)
+            # Each process's rows, padded to the largest number: 2 processes with at most 3 rows have 0..2 and 3..5.
             begin = self.group.rank * (len(tokens) // self.group.size)
             own_rows = slice(begin, begin + rows)
 
         indices = indices_by_document(documents)[0] if layout is one_per_row else None
 
+        # From the states in the layout's shape back to this process's rows: [B, S, D].
         def own(states: Tensor) -> Tensor:
             if indices is not None:
                 states = states.reshape(-1, states.shape[-1])[indices]

@@ -39,10 +39,13 @@ def read_outside_layers(
 ) -> tuple[PreTrainedTokenizerBase, Any, nn.Module]:
     """Load a hub id or folder without its layers; return the tokenizer, the model and its final norm.
 
-    The model's config is that of the whole model. A quantised checkpoint will do if these tensors are not quantised.
+    The model's config is that of the whole model. A quantised checkpoint works if these tensors are not quantised.
 
     Args:
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+
+    Raises:
+        UserError: the files are damaged, or the model has other weights around its layers.
     """
     refuse((is_gguf(name), f"{name}: target.server needs a checkpoint in safetensors, not a GGUF file"))
     try:
@@ -129,7 +132,10 @@ def _read(
 
 
 def _stored_name(weight: str, names: list[str]) -> str | None:
-    """Find a tensor of the text model among stored names: those of a multimodal checkpoint have other prefixes."""
+    """Return the name in the checkpoint of a tensor of the text model; None unless exactly one name fits.
+
+    Names in a multimodal checkpoint have other prefixes.
+    """
     if weight in names:
         return weight
     # "model.norm.weight" is looked for as ".norm.weight": multimodal models have "model.language_model.norm.weight".
