@@ -1,9 +1,9 @@
 """Find the answers of a chat, and the rows of text in which each has its own context.
 
-Every answer that the target could have written in its own context has loss, nothing else has, and the context before it
-is what a server would send. Two renders of the chat are the truth about an answer: the messages before it with the
-generation prompt, and the same messages with the answer. A template may write an answer differently once other messages
-follow (it drops thinking, or ends the chat with another token). Then the next answer begins a row of its own.
+Every answer that the target could have written after its context has loss, and nothing else has; the context is what a
+server would send. Two renders of the chat define an answer: the messages before it with the generation prompt, and the
+same messages with the answer. A template may write an answer differently once other messages follow: it drops thinking,
+or ends the chat with another token. Then the next answer begins a row of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from speculator.chat import DATA_DAY, RefusedError, any_added, chat_text, text_a
 _EMPTY_MARKS = re.compile(r"([<\[]\|?)([\w:]*think[\w:]*)(\|?[>\]])\s*\1/\2\3\n*")
 _MARK_OF_THINKING = r"[<\[]\|?/?[\w:]*think[\w:]*\|?[>\]]"
 _TRAILING_MARKS = re.compile(rf"(?:{_MARK_OF_THINKING})(?:{_MARK_OF_THINKING}|\s)*\Z")
+# Stands for an answer's content in a render: where it appears, the template writes answers.
 _PROBE = "MARKofANSWER"
+# Characters after a difference that a message quotes.
 _EXCERPT = 30
 _LONGEST_TOKEN = 100
 
@@ -35,7 +37,7 @@ class TextRow:
     Attributes:
         text: the rendered messages.
         spans: start and end of each answer with loss, the token that ends it included.
-        why: why the row begins (empty for the first row of a chat).
+        why: why the row begins, for messages; empty for the first row of a chat.
     """
 
     text: str
@@ -45,7 +47,7 @@ class TextRow:
 
 @dataclass
 class ChatRows:
-    """The rows of a chat, and the answers without loss: the number of the message, and the reason."""
+    """The rows of a chat, and (number of the message, from 0; reason) of each answer without loss."""
 
     rows: list[TextRow] = field(default_factory=list)
     left_out: list[tuple[int, str]] = field(default_factory=list)
@@ -56,12 +58,12 @@ class _AnswerFormat:
     """What a template writes around answers.
 
     Attributes:
-        header: text between the messages and an answer that the generation prompt lacks.
+        header: text that the template writes before an answer's content, if it has no generation prompt; else "".
         tail: text after an answer that ends the chat, of which the first `end` characters are the answer's end token.
-        next_turn: the token that begins the next turn, if no other ends an answer; else None.
-        added: text of any added token.
-        between: added tokens, marks of thinking and spaces.
-        closing: special tokens and spaces at the end of a text.
+        next_turn: matches the token that begins the next turn, if no other token ends an answer; else None.
+        added: matches the text of any added token.
+        between: matches added tokens, marks of thinking and spaces.
+        closing: matches special tokens and spaces at the end of a text.
     """
 
     header: str
@@ -75,6 +77,7 @@ class _AnswerFormat:
 
 @lru_cache(maxsize=32)
 def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool) -> _AnswerFormat:
+    """Return what a template writes around answers, found by rendering a chat with a known answer."""
     added = any_added(tokenizer)
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     tail, between = text_after_answer(tokenizer, template, with_tools)
@@ -102,6 +105,10 @@ def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools
 def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ChatRows:
     """Return the rows of a chat.
 
+    Args:
+        document: "messages", "where" (file and line, for errors), and maybe "tools" and "dropped", the number of
+            messages that were cut off before the first.
+
     Raises:
         RowError: the template rejects the chat, or none of its answers can have loss.
     """
@@ -127,7 +134,8 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
             raise RowError(document["where"], "a chat without an answer")
         first, reason = found.left_out[0]
         raise RowError(document["where"], f"message {first + 1}: {reason}", reason)
-    # What follows the last answer stays in its row if the whole chat continues it.
+    # Rows overlap: a later row repeats the messages of an earlier one, so an earlier one ends with its last answer.
+    # What follows the last answer of all stays in its row if the whole chat continues it.
     for row in found.rows[:-1]:
         row.text = row.text[: row.spans[-1][1]]
     last = found.rows[-1]
@@ -189,7 +197,7 @@ class _Chat:
         return text, start, self._end(text, start)
 
     def _agreement(self, a: str, b: str) -> int:
-        """Return the length up to which two texts agree, without an added token inside of which they differ."""
+        """Return the length of the common prefix of two texts, cut back so that it ends inside no added token."""
         place = _common(a, b)
         for text in (a, b):
             for found in self._format.added.finditer(text, max(0, place - _LONGEST_TOKEN)):
@@ -220,7 +228,12 @@ class _Chat:
         return found.end() if found else last
 
     def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
-        """Extend a row by a longer render, with the answer at `span`; return whether the render continues the row."""
+        """Extend a row by a longer render of the chat, in place, if the render continues it; return whether it does.
+
+        Args:
+            text: the render; None: rejected by the template.
+            span: start and end in `text` of an answer to add; None: none.
+        """
         end = row.spans[-1][1]
         if text is None:
             return False
@@ -233,6 +246,8 @@ class _Chat:
             old, new = _without_marks(row.text[:end]), _without_marks(context)
             if not new.text.startswith(old.text):
                 return False
+            # The answers' places in the new render: equal without the marks, so by the number of characters before
+            # them.
             spans = [(new.place(old.length(a)), new.place(old.length(b), before=True)) for a, b in row.spans]
         # The model stops at the token that begins the next turn.
         if self._format.next_turn and (closing := self._format.next_turn.match(text, spans[-1][1])):
@@ -243,7 +258,12 @@ class _Chat:
 
 @dataclass(frozen=True)
 class _Unmarked:
-    """A text without empty marks of thinking; `gaps` has the place of each in `text`, and its number of characters."""
+    """A text without empty marks of thinking.
+
+    Attributes:
+        text: what is left.
+        gaps: (place in `text`, number of characters) of each mark that was removed, in order.
+    """
 
     text: str
     gaps: list[tuple[int, int]]
@@ -258,13 +278,17 @@ class _Unmarked:
         return place
 
     def place(self, length: int, before: bool = False) -> int:
-        """Return the place in the original after `length` characters of `text`, and after marks there or before."""
+        """Return the place in the original after `length` characters of `text`.
+
+        If a mark is there, the place is after it, or with `before` in front of it.
+        """
         return length + sum(size for at, size in self.gaps if at < length or (at == length and not before))
 
 
 def _without_marks(text: str) -> _Unmarked:
     gaps, left_out = [], 0
     for found in _EMPTY_MARKS.finditer(text):
+        # Places count the characters that are left: with marks of 10 at 5 and 20 they are 5 and 10.
         gaps.append((found.start() - left_out, len(found[0])))
         left_out += len(found[0])
     return _Unmarked(_EMPTY_MARKS.sub("", text) if gaps else text, gaps)

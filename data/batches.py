@@ -24,12 +24,13 @@ _FEATURES = {
     "input_ids": Sequence(Value("int32")),
     "loss_mask": Sequence(Value("int8")),
     "rejected": Sequence(Value("int8")),
+    "source_ids": Sequence(Value("int32")),
 }
 _POLL_SECONDS = 0.2
 
 
 def state() -> PartialState:
-    """Return the process's rank and world size; without a launcher it is alone."""
+    """Return accelerate's state of this process: `process_index`, `num_processes`; 0 and 1 without a launcher."""
     return PartialState(cpu=not accelerator.is_available())
 
 
@@ -124,8 +125,8 @@ class Batches:
 
     def todo(self) -> list[int]:
         """Return the unfinished batches of this process."""
-        assigned = range(state().process_index, len(self.rows), state().num_processes)
         # Process k of n has the batches k, k + n, k + 2n, ...
+        assigned = range(state().process_index, len(self.rows), state().num_processes)
         # A file is written under another name and then renamed, so a batch either exists as a whole or not at all.
         left = [] if self.finished else [batch for batch in assigned if not self._file(batch).exists()]
         total = sum(len(self.rows[batch]) for batch in assigned)
@@ -134,7 +135,13 @@ class Batches:
         return left
 
     def write(self, batch: int, rows: list[list[dict[str, list[int]]]], **facts: Any) -> None:
-        """Store the rows that each prompt of a batch gave, in the order of the prompts, and facts for the manifest."""
+        """Store a finished batch in one file.
+
+        Args:
+            batch: its number.
+            rows: for each prompt of the batch, in their order, the rows that it gave, as columns by name.
+            facts: JSON values, which `finish` hands to its `summary`.
+        """
         self.begin()
         write_text(self._file(batch), json.dumps({"rows": rows, **facts}, separators=(",", ":")))
         self._tokens += sum(sum(row["loss_mask"]) for made in rows for row in made)
@@ -198,7 +205,7 @@ class Batches:
 
     def _save(self, rows: Iterable[dict], facts: dict[str, Any]) -> None:
         rows = iter(rows)
-        first = next(rows)  # it tells the columns; "rejected" may be missing
+        first = next(rows)  # it tells the columns; some may be missing
         features = Features({name: _FEATURES[name] for name in first})
         cache, final = self._work / "cache", self.folder / "rows"
         # From a process that was killed here: without a manifest they may be incomplete.

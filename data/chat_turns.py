@@ -95,6 +95,8 @@ class UserTurns:
             self.template: Any = self._first
             return
         self.template = asdict(self._texts)
+        # What the template writes after a user turn ends the turn: its first token that is no space, such as
+        # <|im_end|>.
         ask = [token for token in chat_tokens(self._texts.ask, tokenizer) if tokenizer.decode([token]).strip()]
         if ask and ask[0] in tokenizer.added_tokens_decoder:
             self.ends = Ends(sorted({ask[0], *target.eos_token_ids}))
@@ -107,6 +109,7 @@ class UserTurns:
         """Register the first user turns of a folder's chats, to drop near-duplicates of them; return their SHA-256."""
         texts = []
         for row in Dataset.load_from_disk(str(folder / "rows")):
+            # The first answer begins at the first token with loss; before it are the turn and the template's texts.
             ids = row["input_ids"][0 if self._texts else len(self._first) : row["loss_mask"].index(1)]
             text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             if self._texts:
@@ -162,7 +165,7 @@ class UserTurns:
         return None
 
     def _read(self, tokens: list[int]) -> tuple[str, bool]:
-        """Return the text of a turn, and whether it has ended."""
+        """Return the text of a turn, and whether an end token or a stop string ended it."""
         ends = self.ends or Ends([])
         ended = tokens[-1] in {*ends.eos_token_ids, *self._special}
         text = self.tokenizer.decode(tokens[:-1] if ended else tokens, clean_up_tokenization_spaces=False)
@@ -173,6 +176,7 @@ class UserTurns:
 
 
 def is_repetitive(tokens: Sequence[int]) -> bool:
-    """Return whether more than half of the 4-grams of a text occurred earlier in it."""
+    """Return whether more than half of a text's 4-grams of tokens occurred earlier in it; False for a short text."""
+    # With 12 4-grams of which 5 are different, 7 have occurred before.
     ngrams = list(zip(*(tokens[i:] for i in range(_NGRAM)), strict=False))
     return len(ngrams) >= _MIN_NGRAMS and len(set(ngrams)) < len(ngrams) / 2

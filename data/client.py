@@ -77,6 +77,7 @@ def fetch_rows(
     record = {"target": target, "drafter": "server", **record_of(samplings, seed, max_new_tokens, prompts)}
     if ends:
         record["ends"] = asdict(ends)
+    # Of 70 prompts, 32 at a time: 0..31, 32..63 and 64..69.
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
     servers = [_Server(base, target, tokenizer, samplings, max_new_tokens, ends) for base in bases]
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
@@ -136,6 +137,7 @@ async def _fetch(
                 continue
             try:  # one server answers all turns: it has the chat so far in its cache
                 while answering.prompt is not None:
+                    # As in `generate_rows`: with 100 prompts, the second answer to prompt 7 has the seed + 107.
                     answer_seed = seed + answering.answers * len(prompts) + row
                     tokens, ended = await server.complete(row, answering.prompt, prompts[row], answer_seed)
                     answering.add(tokens, ended)
@@ -145,6 +147,7 @@ async def _fetch(
                 continue
             free_slots.put_nowait(server)
         finished[batch][row] = answering
+        # Conversations end in any order; the last one of a batch writes the whole batch.
         if len(finished[batch]) == len(batches[batch]):
             nonlocal written_at
             made, seconds = finished.pop(batch), time.monotonic() - written_at
@@ -202,11 +205,15 @@ class _Server(Connection):
         for chat in (False, True):
             end = end_token(self.tokenizer) if chat else None
             self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
-        for row, prompt in enumerate(prompts[:_PROBE_PROMPTS]):
+        warm = [row for row in range(len(prompts)) if self._sampling(row).temperature >= _WARM]
+        # One prompt is not enough: an answer may be certain, as "Paris" is.
+        for row in warm[:_PROBE_PROMPTS]:
+            prompt = prompts[row]
             texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
-            # One prompt is not enough: an answer may be certain, as "Paris" is.
-            if texts[0] != texts[1] or self._sampling(row).temperature < _WARM:
+            if texts[0] != texts[1]:
                 return
+        if not warm:
+            return
         raise UserError(
             f"{self.url} returns the same text for two seeds: it does not sample at temperature "
             f"{self._sampling(row).temperature:g}"
@@ -218,7 +225,13 @@ class _Server(Connection):
     async def complete(
         self, row: int, ids: list[int], prompt: Conversation, seed: int, max_tokens: int | None = None
     ) -> tuple[list[int], bool]:
-        """Return the tokens of the answer to `ids`, and whether it ended by itself."""
+        """Return the tokens of the answer to the prompt `ids`, and whether it ended by itself.
+
+        Args:
+            row: number of the prompt, which chooses the sampling and names the prompt in errors.
+            prompt: the conversation that `ids` belongs to.
+            max_tokens: default: that of `fetch_rows`.
+        """
         sampling, max_tokens = self._sampling(row), max_tokens or self._max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
         samplers: dict[str, Any] = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}

@@ -26,7 +26,7 @@ class NearDuplicates:
 
     def add(self, text: str) -> bool:
         """Return True if the text nearly duplicates an earlier one; otherwise add it."""
-        signature = self._signature(text)
+        signature = self._signature(text)  # [64] uint32
         # Texts of Jaccard similarity s agree in a band of r hashes with chance s^r, and in one of b bands with
         # 1 - (1 - s^r)^b. Only the last text of each bucket is compared with.
         bands = signature.reshape(_BANDS, _ROWS).astype("<u4")
@@ -44,7 +44,10 @@ class NearDuplicates:
 
     def _signature(self, text: str) -> numpy.ndarray:
         """Return the minimum of each hash function over the n-grams; case and spacing are ignored."""
+        # "Hello,  World!" and "hello world" are the same; a text without letters stays as it is.
         normal = " ".join(re.findall(r"\w+", text.casefold())) or text
         ngrams = {normal[i : i + _NGRAM] for i in range(max(1, len(normal) - _NGRAM + 1))}
         hashes = numpy.array(sorted(zlib.crc32(ngram.encode("utf-8", "replace")) for ngram in ngrams), numpy.uint64)
+        # Hash function j is the upper half of a_j x + b_j modulo 2^64: [n-grams, 64], of which the minimum over
+        # n-grams.
         return ((hashes[:, None] * self._factors[0] + self._factors[1]) >> numpy.uint64(32)).min(0).astype(numpy.uint32)

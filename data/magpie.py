@@ -86,7 +86,8 @@ def self_rows(
         max_prompt_tokens: largest length of a user turn; without a chat template the length of every prompt.
         sampling: sampling of the answers; the rows cycle through several.
         max_new_tokens: largest length of an answer; a longer answer ends its chat.
-        batch_size, seed, progress, mark_rejected: see `generate_rows`.
+        batch_size: rows decoded together; a server gets at least `data.client.CONCURRENCY` requests at a time.
+        seed, progress, mark_rejected: see `generate_rows`.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
     Returns:
@@ -131,7 +132,14 @@ def self_rows(
     passes: list[dict[str, Any]] = []
 
     def generate(what: str, prompts: list[list[int]], how: Sequence[Sampling], count: int, ends: Ends | None):
-        """Run a pass; return the new tokens of each row, and the marks on those that replaced rejected ones."""
+        """Run a pass over all chats; return each one's new tokens, and marks on those that replaced rejected ones.
+
+        Args:
+            what: "prompts" or "answers", for the folder and the progress bar.
+            how: samplings, which the rows cycle through.
+            count: the most new tokens of a row.
+            ends: what ends a user turn; None for answers, which the target's EOS ends.
+        """
         output = work.begin() / f"{len(passes) + 1}-{what}"
         # `ends` are those of user turns: marks are wanted on answers only.
         marked = mark_rejected and ends is None
@@ -143,9 +151,10 @@ def self_rows(
             "progress": progress,
         }
         if isinstance(target, ServerTarget):
-            from data.client import fetch_rows  # imports openai, for a second
+            from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
 
             chats = [Conversation(each) for each in prompts]
+            options["concurrency"] = max(batch_size, CONCURRENCY)
             generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, **options)
         else:
             assert isinstance(target, Target)
@@ -153,6 +162,7 @@ def self_rows(
             generated = generate_rows(target, drafter, prompts, output, **options)
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
+        # Each generated row repeats its prompt, which is cut off.
         pairs = list(zip(generated, map(len, prompts), strict=True))
         rejected = [row["rejected"][length:] if marked else [] for row, length in pairs]
         return [row["input_ids"][length:] for row, length in pairs], rejected

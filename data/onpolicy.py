@@ -22,6 +22,7 @@ from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostTable, entry_from_json, entry_to_json
 from speculator.heads import Speculator
+from speculator.target.encoder import source_of
 from speculator.target.model import Target
 
 BATCH_SIZE = 16
@@ -84,7 +85,8 @@ def generate_rows(
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
         of the prompts, for a conversation one row or several (see `Answering`); with `mark_rejected` also "rejected", 1
-        on each token that replaced a rejected draft token.
+        on each token that replaced a rejected draft token. With an encoder the prompt is in "source_ids", and
+        "input_ids" begin with the decoder's start tokens.
         manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones), "answers",
         "acceptance_length", "tokens_per_second" ("speculative" and "plain", without prefill, timed one after the other
         on the same few rows) and "seconds" (all rows and processes, with prefill). An adaptive drafter adds "costs",
@@ -95,12 +97,14 @@ def generate_rows(
     """
     chats = [each if isinstance(each, Conversation) else Conversation(each) for each in prompts]
     check_prompts(target, [chat.ids for chat in chats])
+    chats = [replace(chat, ids=target.text(chat.ids)) for chat in chats]
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     # The longest first: rows of a batch have similar lengths, and too little memory shows in the first batch.
     order = sorted(range(len(prompts)), key=lambda row: -chats[row].size)
     piece_size = _PIECE * batch_size
     pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
     slots = min(batch_size, len(prompts))
+    # `longest` is the room that each slot gets at once; `most` the longest chat that still gets an answer.
     longest = min(max(len(chat.ids) for chat in chats) + max_new_tokens, target.context_length)
     most = min(max_prompt_tokens or target.context_length, target.context_length - max_new_tokens)
     stopping = asdict(ends) if ends else {}
@@ -161,6 +165,7 @@ def generate_rows(
             made = _answer(drafting, answering, pieces[piece], setting, max_new_tokens, stopping)
             if drafter is None:
                 clocks["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
+            # Without steps that the end of an answer has cut: part of what they accepted lies after it.
             whole = [step for each in made for step in each.steps if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
@@ -177,9 +182,14 @@ def _answer(
     max_new_tokens: int,
     stopping: dict[str, Any],
 ) -> list[Request]:
-    """Decode every answer of some conversations, and return the requests.
+    """Decode every answer of some conversations, and return the requests in the order in which they finished.
 
     The next answer of a conversation is first in the queue: its slot still has the conversation so far.
+
+    Args:
+        rows: number of each conversation among all prompts.
+        setting: returns the sampling of a row's answer, given (row, number of the answer).
+        stopping: `stop_strings` and `eos_token_ids` of the requests.
     """
     made: list[Request] = []
 
@@ -236,12 +246,13 @@ def record_of(
 ) -> dict[str, Any]:
     """Return the settings that determine the rows, whichever drafter or server makes them."""
     settings = [settings_of(setting) for setting in samplings]
+    prompts = [[[*source_of(chat.ids), *chat.ids], list(chat.later)] for chat in chats]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "rows": len(chats),
-        "prompts": hashlib.sha256(json.dumps([[chat.ids, list(chat.later)] for chat in chats]).encode()).hexdigest(),
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }
 
 

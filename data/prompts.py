@@ -17,6 +17,7 @@ from data.rows import RowError, SourceError
 from data.sources import interleave, streams
 from data.tally import Tally, log
 from speculator.chat import chat_tokens
+from speculator.target.training import TrainingTarget
 
 _PACKED_HEAD = 256
 Item = TypeVar("Item")
@@ -37,6 +38,12 @@ class PromptLimits:
     context: int
     new_tokens: int
     seq_length: int = sys.maxsize
+
+    @classmethod
+    def of(cls, target: TrainingTarget, new_tokens: int, seq_length: int = sys.maxsize) -> PromptLimits:
+        """Return the limits of a target's prompts. An encoder reads them, if there is one, so answers need no room."""
+        context, room = (target.encoder.longest, 0) if target.encoder else (target.context_length, new_tokens)
+        return cls(target.name, context, room, seq_length)
 
     def take(
         self, source: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
@@ -100,7 +107,7 @@ class _Cut:
                 self.tally.add(error)
 
     def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
-        """Yield the prompts of one document."""
+        """Yield the prompts of one document; with `packed_text`, packed rows are texts, whose tokens all have loss."""
         if "text" in row:
             yield from map(Conversation, self._of_lines(row))
         elif "messages" in row:
@@ -108,6 +115,8 @@ class _Cut:
         elif "prompt" in row:
             if ids := text_tokens([row["prompt"]], self.tokenizer)[0]:
                 yield Conversation(ids, ends=True)
+        elif "source_ids" in row:
+            yield Conversation(row["source_ids"], ends=True)
         elif "document_ids" in row and not packed_text:
             # The first document of a row may have begun in the row before, so only the others are cut: of the
             # document ids 0 0 0 1 1 1 2 2 these are 1 and 2.
@@ -125,6 +134,7 @@ class _Cut:
             # The line depends on the document's id alone, so every run takes the same prompt.
             digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
             start = int.from_bytes(digest[:8], "big") % len(lines)
+            # Cut before it is tokenised: a megabyte is not read for 64 tokens.
             text = "".join(lines[start:])[: self.prompt_tokens * 16]
             ids = text_tokens([text], self.tokenizer)[0][: self.prompt_tokens]
             if len(ids) == self.prompt_tokens and tuple(ids) not in made:
@@ -136,6 +146,7 @@ class _Cut:
         messages, roles = row["messages"], [message["role"] for message in row["messages"]]
         opening, later = split_at_answers(messages, self.turns)
         if self.last_turn and "user" in roles:
+            # Up to the user's last message: in user, assistant, user, assistant that is the third, 4 - 1 = 3.
             opening, later = messages[: len(roles) - roles[::-1].index("user")], []
         if "user" not in (message["role"] for message in opening):
             raise RowError(row["where"], "a chat without a user turn before the answer")
@@ -143,7 +154,7 @@ class _Cut:
         return Conversation(chat_tokens(text, self.tokenizer), opening, later, row.get("tools"), ends=True)
 
     def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[Conversation]:
-        """Yield the tokens before the first one with loss, or the first `prompt_tokens` if that one comes first."""
+        """Yield the tokens before the first one with loss; if the first token has loss, the first `prompt_tokens`."""
         if 1 in mask and not mask[0]:
             yield Conversation(ids[: mask.index(1)], ends=True)
         elif len(ids) >= self.prompt_tokens:
@@ -171,6 +182,7 @@ def conversations(
     - prompt and completion: the prompt; a chat if the tokenizer has a template
     - tokens: those before the first token with loss, or `prompt_tokens` of them if the first token has loss
     - packed tokens: the same for each document that begins in the row
+    - tokens of an encoder-decoder target: the "source_ids"
 
     Weights of sources are shares of the prompts.
 

@@ -80,7 +80,7 @@ def fingerprint(location: str) -> str:
 
 
 def _rows_folder(path: Path) -> Path:
-    """Return the rows inside a folder of `data generate` or `serve --record`; other paths stay as they are."""
+    """Return the subfolder `rows` of a folder written by `data generate` or `serve --record`; any other path itself."""
     rows = path / "rows"
     return rows if (path / "manifest.json").is_file() and rows.is_dir() else path
 
@@ -149,7 +149,12 @@ def _enumerate(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
 
 
 def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str) -> Iterator[Document]:
-    """Yield the documents of (number, row, error) triples."""
+    """Yield a document for each (number, parsed row, error or None); a bad row gets "fault".
+
+    Args:
+        name: of the file in its source, for the ids.
+        place: path of the file, for messages.
+    """
     for number, row, error in rows:
         where = f"{place}:{number}"
         try:
@@ -183,10 +188,11 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 
 def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
-    """Cut a text file at line ends into pieces, so that a long file has a share in every split."""
+    """Cut a text file at line ends into documents of about 10 kB, so that a long file has a share in every split."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     count = 0
     while True:
+        # The last round reads nothing: it only asks the decoder whether the file ended inside a character.
         piece: list[bytes] = []
         size = 0
         # A line longer than _LINE_BYTES comes in parts, which may end inside a character: the decoder keeps its bytes.

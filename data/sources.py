@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from data.readers import PYTHON_SOURCES, SPLITS, fingerprint, read
-from data.rendering import render
+from data.rendering import Pairs, render
 from data.rows import SourceError
 from data.tally import Tally
 
@@ -40,7 +40,7 @@ __all__ = [
 
 _FEW = 200
 """Documents below which a source may have an empty split by chance."""
-_CONTENT = ("text", "prompt", "completion", "messages", "tools", "input_ids", "loss_mask")
+_CONTENT = ("text", "prompt", "completion", "messages", "tools", "input_ids", "loss_mask", "source_ids")
 Item = TypeVar("Item")
 
 
@@ -132,6 +132,7 @@ def _documents(
     """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
+    # A source that ends within `_FEW` rows is a small one, whose splits are balanced; a larger one is only streamed.
     first = list(islice(rows, _FEW))
     few = _splits_of_few(first) if len(first) < _FEW else {}
     for row in chain(first, rows):
@@ -155,7 +156,7 @@ def _documents(
 
 
 def _digest(row: dict[str, Any]) -> bytes | None:
-    """Return a hash of a document's content, or None if it is empty."""
+    """Return a hash of a document's content, 16 bytes, or None for an empty text."""
     return hashlib.sha256(_identity(row)).digest()[:16] if row.get("text", "x").strip() else None
 
 
@@ -187,6 +188,7 @@ def token_documents(
     *,
     tally: Tally | None = None,
     processes: int = 1,
+    pairs: Pairs | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the documents of one split, rendered by `data.rendering.render`.
 
@@ -196,14 +198,14 @@ def token_documents(
     parts, weights = streams(sources, split, tally)
     # The streams are read in turn, each by processes of its own.
     each = max(1, processes // len(parts))
-    rendered = [render(stream, tokenizer, tally, each) for stream in parts]
+    rendered = [render(stream, tokenizer, tally, each, pairs) for stream in parts]
     return interleave(rendered, weights, lambda document: len(document["input_ids"]))
 
 
 def streams(
     sources: Sequence[str], split: str | None, tally: Tally | None
 ) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
-    """Return one stream of documents, or one per source if they have weights, and the weights.
+    """Return one stream of documents, or one per source if they have weights, and a weight for each stream.
 
     The first source that has a document keeps it, however the sources are mixed. To know the first one, all sources but
     the last are read twice.
@@ -225,7 +227,11 @@ def streams(
 
 
 def interleave(streams: list[Iterator[Item]], weights: list[float], size: Callable[[Item], int]) -> Iterator[Item]:
-    """Yield from the stream that is furthest below its share, until that stream ends."""
+    """Yield items, each from the stream that is furthest below its share, until that stream has none.
+
+    Args:
+        size: how much an item counts, such as its tokens.
+    """
     drawn = [0] * len(streams)
     while True:
         # With weights 3 and 1 and items of size 1: streams 0, 1, 0, 0, 0, 1, 0, 0, ... After 4 items 3 and 1 are drawn.

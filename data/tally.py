@@ -78,7 +78,7 @@ class Tally:
         return self.kinds.total()
 
     def add(self, error: RowError) -> None:
-        """Count a bad row; raise it if none is accepted, or if nearly all rows so far are bad."""
+        """Count a bad row; raise it if `max_share` is 0, or a SourceError if most of many rows so far are bad."""
         if not self.max_share:
             raise error
         self.kinds[error.kind] += 1
@@ -115,7 +115,7 @@ class Tally:
             )
 
     def warn(self, name: str) -> None:
-        """Print what became of chats, and the numbers of exact copies and of bad rows with the reasons, if any."""
+        """Print, for the rows called `name`, what became of chats, and the exact copies and bad rows, if any."""
         if self.copies:
             log(f"{name}: {self.counted_copies()}")
         if self.bad:

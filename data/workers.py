@@ -56,6 +56,7 @@ def map_in_order(work: Callable[[Item], Result], items: Iterable[Item], processe
             pending.append(pool.submit(_call, first))
         for item in items:
             pending.append(pool.submit(_call, item))
+            # Results come in the order of the items: the oldest is waited for, while the others are computed.
             if len(pending) > processes:
                 yield pending.popleft().result()
         while pending:

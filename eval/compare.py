@@ -41,7 +41,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(a: dict, b: dict) -> str:
-    """Return a table of the figures that both reports have with an interval, one per line."""
+    """Return as text what differs between two reports, and a table of the figures that both have with an interval.
+
+    Raises a UserError if no row of one has a counterpart in the other.
+
+    Args:
+        a, b: contents of report.json.
+    """
     common = list(pairs(a["suites"], b["suites"]))
     if not common:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")
@@ -69,9 +75,10 @@ def table(a: dict, b: dict) -> str:
 
 
 def pairs(a: list[dict], b: list[dict]) -> Iterator[tuple[dict, dict]]:
-    """Yield the rows of both reports with the same suite, temperature, batch size and decoder.
+    """Yield (row of `a`, row of `b`) with the same suite, temperature, batch size and drafter.
 
-    If a report has several draft lengths of a decoder, its rows pair with those of the same length.
+    Plain decoding is left out. If a report has several draft lengths of a drafter, its rows pair with those of the same
+    length.
     """
     ours, theirs = _grouped(a), _grouped(b)
     for key in (key for key in ours if key in theirs):
@@ -99,8 +106,9 @@ def _decoder(row: dict, other: dict) -> str:
 
 
 def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """The difference b - a of two independent figures with its interval, without bounds if one has none.
+    """Return the difference b - a of two independent figures; all three are {"value", "low", "high"}.
 
+    Without the bounds of one figure, the difference has None as "low" and "high". Else
     low = (b - a) - sqrt((b - b_low)^2 + (a_high - a)^2), and high with the other bounds.
     """
     value = b["value"] - a["value"]
@@ -115,6 +123,7 @@ def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures(row: dict) -> dict[str, dict[str, Any]]:
+    """Return a row's figures with an interval, {"value", "low", "high"} each, by their names in the table."""
     speedups = {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
     return {"acceptance length": length_with_interval(row), **speedups}
 

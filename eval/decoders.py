@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import CompileConfig
 
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
@@ -19,6 +19,7 @@ from speculator.errors import UserError, refuse
 from speculator.heads import Speculator
 from speculator.tables import BASELINES
 from speculator.target.gguf import located
+from speculator.target.loading import auto_class
 from speculator.target.model import Target
 from speculator.terminal import Progress
 
@@ -59,7 +60,7 @@ def decoders(
     rule: str | None = None,
     hybrid: bool = False,
 ) -> tuple[list[Decoder], dict[str, str]]:
-    """The decoders to compare (plain decoding first), and the reasons why some baselines can't run.
+    """Return the decoders to compare (plain decoding first), and {key: reason} of the baselines that can't run.
 
     Args:
         lengths: numbers of speculative tokens of the head's chains; the other drafters use the first.
@@ -129,12 +130,13 @@ def _compile_config() -> CompileConfig:
 
 
 def _assistant(draft_model: Target, length: int) -> dict:
-    """Options of assisted generation with a fixed draft length: no confidence threshold and no schedule.
+    """Return arguments of `generate` for assisted generation with `length` tokens a draft: no threshold, no schedule.
 
     The assistant is loaded again, with transformers' own attention.
     """
     name = located(draft_model.name)
-    assistant = AutoModelForCausalLM.from_pretrained(**name, dtype=draft_model.dtype, trust_remote_code=False)
+    kind = auto_class(draft_model.model.config)
+    assistant = kind.from_pretrained(**name, dtype=draft_model.dtype, trust_remote_code=False)
     assistant = assistant.to(draft_model.device)
     fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
     assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)
@@ -150,7 +152,7 @@ class Measured:
         categories: category of each batch.
         conversations: number of each batch's conversation; its turns share the number.
         costs: seconds of drafting and verification by decoder key.
-        not_run: reasons why baselines could not run.
+        not_run: why baselines could not run, by decoder key.
         turns_left_out: number of turns whose conversation had outgrown the context.
     """
 
@@ -227,7 +229,9 @@ def measure_suite(
                 given.append(answer[:-1] if answer[-1] in stop_at else answer)
             if number in cost_batches and not turn:
                 # Costs at the middle of the answers: they grow with the context.
-                halfway = [p + answer[: len(answer) // 2] for p, answer in zip(prompts, plain, strict=True)]
+                halfway = list(map(target.text, prompts))
+                for text, answer in zip(halfway, plain, strict=True):
+                    text += answer[: len(answer) // 2]
                 blocks = -(-_COST_BLOCKS // len(cost_batches))
                 for decoder in table:
                     if decoder.drafter:
@@ -237,7 +241,12 @@ def measure_suite(
 
 
 def _cost_batches(parts: Sequence[Sequence[int]]) -> set[int]:
-    """Numbers of the batches at which costs are measured: full ones, since a step of fewer rows costs less."""
+    """Return the numbers of the batches at which costs are measured: full ones, since fewer rows cost less.
+
+    Args:
+        parts: the prompts of each batch, as `batches` returns them.
+    """
+    # Spread evenly over the full batches: 2 of 5 are the first and the third.
     most = max(map(len, parts))
     full = [number for number, part in enumerate(parts) if len(part) == most]
     count = min(_COST_BATCHES, len(full))
@@ -274,7 +283,10 @@ def _warm_up(
     stop_at: Sequence[int],
     measured: Measured,
 ) -> list[Decoder]:
-    """Run every decoder once, and drop the baselines that fail. Compilation needs the longest prompt at full length."""
+    """Run every decoder once, untimed; return those that ran, and note in `measured` why a baseline failed.
+
+    A compiled baseline runs the longest prompt at full length, so that nothing is compiled later.
+    """
     ready = []
     longest = max(parts, key=lambda part: max(len(suite.prompts[i]) for i in part))
     for decoder in table:
@@ -293,7 +305,7 @@ def _warm_up(
 
 
 def _median(tries: list[Decoded]) -> Decoded:
-    """The first of several equal runs, with their median seconds."""
+    """Return the first of several runs with the same tokens, with the median of their seconds and their peak memory."""
     return replace(
         tries[0],
         prefill_seconds=statistics.median(run.prefill_seconds for run in tries),

@@ -89,9 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 def compare(
     target: Target, drafters: Sequence[HeadDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Decode each prompt with the old and the new drafter; return speeds, their difference, and acceptance lengths.
+    """Decode each prompt with the old and the new drafter, which take turns in coming first: a machine may slow down.
 
-    Which drafter comes first alternates, so that a drift of the machine's speed affects both.
+    Returns "tokens_per_second" and "acceptance_length", [old, new] each, "difference", the new speed less the old as
+    {"value", "low", "high"}, "prompts", their number, and "name", the suite's.
     """
     timed, engines = (Timed(), Timed()), Engines()
     stop = sorted(target.eos_token_ids) if suite.chat else []
@@ -133,13 +134,17 @@ def accepted(result: dict[str, Any]) -> bool:
 
     It must decode the suite faster (lower bound of the difference above 0), and the acceptance length on the guard
     suite, if there is one, must not fall by more than `--guard_loss`.
+
+    Args:
+        result: "suite": what `compare` returns; "guard": None or a dict whose "change" and "allowed" are shares of the
+            old head's acceptance length.
     """
     low, guard = result["suite"]["difference"]["low"], result["guard"]
     return low is not None and low > 0 and (guard is None or guard["change"] >= guard["allowed"])
 
 
 def line(result: dict[str, Any]) -> str:
-    """Return the line that `run` prints: the verdict and the figures that it rests on."""
+    """Return the line that `run` prints: the verdict, `result["accepted"]`, and the figures that it rests on."""
     suite, guard = result["suite"], result["guard"]
     (old, new), lengths = suite["tokens_per_second"], suite["acceptance_length"]
     words = f"{'accepted' if result['accepted'] else 'rejected'}: {old:.1f} -> {new:.1f} tokens/s on {suite['name']}, "

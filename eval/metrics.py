@@ -25,9 +25,10 @@ _RESAMPLES = 2000
 
 
 def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float]) -> dict[str, Any]:
-    """Return a statistic of the samples with its 95% percentile interval; a single sample has no bounds (None).
+    """Return {"value", "low", "high"}: a statistic of the samples and its 95% percentile interval.
 
-    One sample holds all measurements of one prompt or conversation, so the decoders that are compared stay paired.
+    A single sample has None for both bounds. One sample holds all measurements of one prompt or conversation, so the
+    decoders that are compared stay paired.
     """
     value = statistic(samples)
     if len(samples) == 1:
@@ -47,11 +48,12 @@ def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sa
 
 
 def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, Any]:
-    """Ratio of the decoding speeds in tokens per second, with a 95% interval.
+    """Return `ours` over `baseline` in decoded tokens per second, as {"value", "low", "high"} with a 95% interval.
 
     Sequences that end with the prefill's token are left out; the ratio is 1 if there are no others.
 
     Args:
+        ours, baseline: timings of the same batches in the same order.
         groups: conversation of each batch; the turns of a conversation are resampled together (default: each alone).
     """
     sums: dict[int, np.ndarray] = {}
@@ -70,10 +72,11 @@ def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -
 
 
 def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict[str, Any]:
-    """Acceptance length and rates over the steps that neither EOS nor the length limit cut.
+    """Return acceptance figures over the steps that neither EOS nor the length limit cut.
 
-    `acceptance_by_position[i]` is conditional on position i-1 having been accepted. A position that was not drafted
-    counts as rejected. `accepted_lengths[n]` counts the steps that accepted n tokens.
+    "steps" is their number, "acceptance_length" is "accepted_per_step" + 1, and "undrafted_share" the share of steps
+    without a draft. `acceptance_by_position[i]` is conditional on position i-1 having been accepted. A position that
+    was not drafted counts as rejected. `accepted_lengths[n]` counts the steps that accepted n tokens.
     """
     whole = [step for step in steps if not step.cut]
     lengths = [0] * (num_speculative_tokens + 1)
@@ -109,7 +112,9 @@ def drafted_share(generations: Iterable[Generation], skip: int) -> float:
 
 
 def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[dict[str, Any]]:
-    """Acceptance length by the context length at the beginning of a step, in buckets whose bounds double.
+    """Return the acceptance length in buckets of the context length at the beginning of a step, whose bounds double.
+
+    Each bucket is a dict with "from", "below", "steps", "acceptance_length" and "beyond_trained_length".
 
     Args:
         sequences: prompt length and steps of each sequence.
@@ -195,9 +200,10 @@ def row(
 
 
 def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> dict[str, Any]:
-    """Costs in plain steps and the speedup E / (G c + v) that they predict (2211.17192, theorem 3.8).
+    """Return "cost" {"draft": c, "verify": v} in plain steps, "rows_busy" and "predicted_speedup".
 
-    `rows_busy` is the share of busy rows relative to plain decoding: a batch runs until its slowest row ends.
+    The prediction is E / (G c + v) (2211.17192, theorem 3.8) times "rows_busy", the share of busy rows relative to
+    plain decoding: a batch runs until its slowest row ends. E is the acceptance length, and G = `length`.
     """
     draft, verify = measured.costs[decoder.key].ratios()
     busy = rows_busy(measured.timed[decoder.key]) / rows_busy(measured.timed["none"])
@@ -226,7 +232,12 @@ def _category(name: str, decoder: Decoder, part: Measured) -> dict[str, Any]:
 
 
 def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict[str, Any]:
-    """Acceptance figures, with the interval of the acceptance length over conversations."""
+    """Return the figures of `acceptance`, and "acceptance_length_interval" {"low", "high"} unless all steps were cut.
+
+    Args:
+        conversations: number of each batch's conversation; the interval is over conversations.
+    """
+    # Turns of a conversation depend on each other, so a conversation is one sample: its (tokens, steps) are added up.
     sums: dict[int, list[int]] = {}
     for number, batch in zip(conversations, timed.batches, strict=True):
         whole = [step.accepted + 1 for steps in batch.steps for step in steps if not step.cut]
@@ -242,7 +253,10 @@ def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[i
 
 
 def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
-    """Tokens per second of a drafter and of every baseline, and the speedups with their intervals."""
+    """Return "tokens_per_second" and "end_to_end_tokens_per_second" by decoder, and a drafter's "speedup" by baseline.
+
+    A speedup is {"value", "low", "high"}.
+    """
     speeds: dict[str, Any] = {
         "tokens_per_second": _by_decoder(measured, decoder, lambda t: t.tokens_per_second),
         "end_to_end_tokens_per_second": _by_decoder(measured, decoder, lambda t: t.end_to_end_tokens_per_second),
@@ -256,7 +270,7 @@ def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
 
 
 def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], float]) -> dict[str, float | None]:
-    """Collect one figure of all decoders by name: "speculative" is the drafter (None for plain decoding)."""
+    """Collect one figure by decoder: the row's drafter as "speculative" (None if it has none), and the baselines."""
     own = figure(measured.timed[decoder.key]) if decoder.drafter else None
     return {"speculative": own, **{name: figure(timed) for name, timed in _baselines(measured).items()}}
 

@@ -58,7 +58,11 @@ def write_page(report: dict, traces: Sequence[Trace], folder: Path) -> None:
 
 
 def page(report: dict, traces: Sequence[Trace], pictures: dict[str, bytes]) -> str:
-    """The page's HTML."""
+    """Return the page's HTML.
+
+    Args:
+        pictures: PNG files by the name of their plot, see `report.plots`.
+    """
     lengths, captions = head_lengths(report), plots(report)
     prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row["name"], t.row["temperature"], t.prompt))]
     steps = [step for trace in traces for step in trace.steps]
@@ -107,7 +111,7 @@ def _interval(interval: dict | None) -> Cell:
 
 
 def _decoder(row: dict, key: str, baseline: str | None, ratio: dict, lengths: set[int]) -> Line:
-    """The line of a decoder, by column."""
+    """Return a table line of a decoder, {column: `Cell`}; the first four arguments are an item of `decoder_lines`."""
     speculative, cost = baseline is None, row.get("cost", {})
     memory = row["peak_memory_bytes"][key]
     others = [name for name in BASELINES if name != "plain" and name in row["tokens_per_second"]]

@@ -30,7 +30,7 @@ def _is_tree(row: dict) -> bool:
 
 
 def length_with_interval(part: dict) -> dict[str, float | None]:
-    """Acceptance length of a row or a category, with its interval."""
+    """Return the acceptance length of a row or category as {"value", "low", "high"}; a bound that it lacks is None."""
     interval = part.get("acceptance_length_interval", {"low": None, "high": None})
     return {"value": part["acceptance_length"], **interval}
 
@@ -41,7 +41,7 @@ def drafter_rows(rows: list[dict]) -> list[dict]:
 
 
 def facts(report: dict) -> dict[str, str]:
-    """Head of the report: models, hardware, versions, and the baselines that did not run."""
+    """Return the report's head as {title: text}: models, hardware, versions, and the baselines that did not run."""
     settings = report["settings"]
     return {
         "target": report["target"],
@@ -63,10 +63,11 @@ def groups(report: dict) -> dict[str, list[dict]]:
 
 
 def decoder_lines(rows: list[dict]) -> Iterator[tuple[dict, str, str | None, dict]]:
-    """The decoders of rows that were measured together, the fastest first.
+    """Yield one line per decoder of rows that were measured together, the fastest first.
 
-    Yields (row, its key in the row's speeds, name of a baseline, speedup over plain decoding); baselines have no
-    interval.
+    A line is (row of report.json, key of the decoder's speed in the row's "tokens_per_second", name of the baseline or
+    None for a drafter, speedup over plain decoding). The speedup is {"value", "low", "high"}; a baseline's bounds are
+    None.
     """
     found: list[tuple[dict, str, str | None, dict]] = []
     for row in rows:
@@ -81,7 +82,7 @@ def decoder_lines(rows: list[dict]) -> Iterator[tuple[dict, str, str | None, dic
 
 
 def reached(row: dict) -> int:
-    """Number of draft positions at which something was verified: 1 more than the most accepted tokens, if drafted."""
+    """Number of draft positions at which a token was tested: one more than the most accepted tokens, if drafted."""
     most = max((n for n, steps in enumerate(row["accepted_lengths"]) if steps), default=0)
     return min(most + 1, row["num_speculative_tokens"])
 
@@ -95,7 +96,7 @@ def head_lengths(report: dict) -> set[int]:
 
 
 def plots(report: dict) -> dict[str, str]:
-    """Names of the report's plots, and their captions."""
+    """Return the captions of the report's plots, by the name of the plot."""
     names = {
         "speed": "speedup over plain decoding, with 95% intervals",
         "acceptance": "acceptance rate of drafted tokens by position, given that the one before was accepted",

@@ -179,6 +179,7 @@ def evaluate(
     """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
 
     Args:
+        output: the report's folder.
         speculator_name: name of the head in the report.
         lengths: numbers of speculative tokens of the head's chains (default: all the head's).
         tuned_in: the head's folder; without `lengths`, adaptive drafting is measured too, and if the folder has a
@@ -238,6 +239,7 @@ def evaluate(
             "num_speculative_tokens": chains[0],
             "draft_model": draft_model.name if draft_model else None,
             "as": server,
+            "chat_template": bool(target.tokenizer and target.tokenizer.chat_template),
             "trained_length": head.config.trained_length,
             "peak_memory": memory_kind(target.device),
         },
@@ -264,7 +266,14 @@ def _tuned_tables(
     engines: Engines,
     rule: str | None,
 ) -> dict[float, list[Decoder]]:
-    """The decoders by temperature: the fixed ones, with the head's fastest draft if it was tuned, and adaptive."""
+    """Return the decoders to measure, by temperature.
+
+    They are `fixed`, of which the head's decoder gets its fastest draft if the head was tuned, and adaptive drafting
+    unless a `rule` is given.
+
+    Args:
+        folder: the head's, with or without a decoding.json.
+    """
     tables, tuning = {}, read_tuning(folder, head)
     for temperature in temperatures:
         adaptive = adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size)

@@ -40,6 +40,7 @@ def sampled_checks(
 ) -> list[Check]:
     """One chi-square test for each temperature and prompt, of `samples` completions with drafts and as many without."""
     cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
+    # A row of a step has the distributions of nodes + 1 positions in memory.
     batch = max(1, min(_BATCH, samples, _MAX_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
     # One engine for each sample, so that a prompt is prefilled once for all its batches.
     engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]
@@ -103,7 +104,7 @@ def coupled_checks(
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tensor:  # [S, V] -> [S, V]
-    """Scores from which the target chose its tokens, the first of them at position `start`."""
+    """Return the scores (logits plus noise) from which the target chose its tokens, the first at position `start`."""
     # The noise of position `start` + i belongs to row i: the first new token follows a prompt of `start` tokens.
     begin = torch.tensor([start], device=logits.device)
     noise = Noise(RowSampling([sampling], logits.device), begin, logits.shape[-1], len(logits) - 1, coupled=True)
@@ -111,7 +112,8 @@ def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tenso
 
 
 def _completions(engine: Engine, prompt: list[int], sampling: Sampling, count: int) -> Generation:
-    """At least `count` short completions of one prompt, in full batches, each with its own random stream."""
+    """Return at least `count` short completions of one prompt, in full batches, each with its own random stream."""
+    # Row r of a batch has the seed `seed + r`, so the next batch begins `batch` seeds later.
     rows, batch = Generation([], []), len(engine.scheduler.slots)
     for start in range(0, count, batch):
         seeded = replace(sampling, seed=sampling.seed + start)
@@ -131,7 +133,7 @@ def homogeneity(first: Sequence[Pair], second: Sequence[Pair]) -> tuple[float, i
 
 
 def _cells(ours: Counter[Pair], theirs: Counter[Pair]) -> list[list[int]]:
-    """Counts of both samples in cells large enough for the test.
+    """Return [ours, theirs], the counts of both samples, in each cell; all cells are large enough for the test.
 
     A frequent pair is a cell. A rare one joins rare pairs with the same first or the same second token, chosen by its
     hash, so that a wrong distribution of either token shows. The remainder is grouped by hash alone. Merging depends on

@@ -41,9 +41,10 @@ def server_decoders(
 
 
 def server_log(timed: Timed, num_speculative_tokens: int) -> dict[str, Any]:
-    """The counters that a server logs for these steps. Unlike `acceptance`, they include the steps that ended a text.
+    """Return what a server logs for these steps: "drafts", "accepted_per_position" and "mean_acceptance_length".
 
-    `accepted_per_position[i]` counts the drafts whose token i was accepted.
+    Unlike `acceptance`, it includes the steps that ended a text. `accepted_per_position[i]` counts the drafts whose
+    token i was accepted.
     """
     steps = timed.steps
     accepted = [sum(step.accepted > i for step in steps) for i in range(num_speculative_tokens)]

@@ -35,7 +35,7 @@ def write_forecast(folder: Path, evaluation: dict[str, Any]) -> None:
     """Write the teacher-forced forecast of a head's acceptance into its folder.
 
     Args:
-        evaluation: an entry of the training log: what an evaluation found.
+        evaluation: an evaluation's entry in the training log, figures by name ("eval_...").
     """
     depth = sum(name.startswith("eval_position") and name.endswith("/prefix_accuracy") for name in evaluation)
     forecast = {
@@ -123,7 +123,7 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
 
 
 def _counters(base: str, shown: str) -> Counter[str]:
-    """Read the counters of the server's page."""
+    """Read the counters of the server's page; see `read_counters`. `shown` is the server's address in an error."""
     try:
         with urlopen(f"{base}/metrics", timeout=60) as page:
             text = page.read().decode()
@@ -135,6 +135,7 @@ def _counters(base: str, shown: str) -> Counter[str]:
 
 
 def _acceptance(counted: Counter[str], before: Counter[str]) -> dict[str, Any]:
+    """Return "drafts", "accepted_per_position" and "acceptance_length" since `before`; changes `counted`."""
     counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
     drafts = counted.pop("drafts", 0)
     refuse((not drafts, "the server counted no drafts while it answered"))

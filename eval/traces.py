@@ -81,7 +81,7 @@ def _trace(
     target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int, stops: bool
 ) -> list[TracedStep]:
     engine = RecordingEngine(target, decoder.drafter, decoder.rule)
-    sequence, steps = list(prompt), []
+    sequence, steps = list(target.text(prompt)), []
 
     def on_step(new: list[int], accepted: int) -> None:
         step = TracedStep()
@@ -89,6 +89,7 @@ def _trace(
         if engine.newest:
             path, step.drafted = _path(engine.drafter, decoder.key, *engine.newest)
         engine.newest = None
+        # The path begins with the accepted tokens, of which the end of the completion may have dropped some.
         for (token, source), _ in zip(path, new[:accepted], strict=False):
             step.accepted.append(Piece(piece(target.tokenizer, sequence, token), source))
             sequence.append(token)
@@ -108,7 +109,12 @@ def _trace(
 
 
 def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -> tuple[list[tuple[int, str]], int]:
-    """Accepted tokens and the path of first children below them, each with its source, and the draft's size."""
+    """Return (token, source) of the accepted tokens and of the first children below them, and the draft's size.
+
+    Args:
+        key: key of the decoder, see `Decoder`.
+        draft, verified: a step of one row.
+    """
     drafted = int(draft.lengths[0])
     tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()
     sources = [key] * drafted

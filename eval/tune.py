@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
 def write_tuning(
     target: Target, head: Speculator, suite: Suite, output: Path, max_new_tokens: int, seed: int = 0
 ) -> list[dict]:
-    """Measure a head on a suite and write decoding.json; returns the predictions for one row, draft by draft."""
+    """Measure a head on a suite and write decoding.json; return the predictions for one row, see `_with_costs`."""
     eos = target.eos_token_ids if suite.chat else set()
     prompts = suite.prompts
     ranks = {
@@ -91,7 +92,7 @@ def write_tuning(
     }
     answers = generate(target, None, prompts, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos).tokens
     trees = {kind: [best_tree(own, nodes) for nodes in _TREE_SIZES] for kind, own in ranks.items()}
-    tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(prompts, answers, strict=True))))
+    tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(map(target.text, prompts), answers, strict=True))))
     tuning, rows = _with_costs(target, head, tuning)
     content = {
         "schema": 3,
@@ -109,7 +110,11 @@ def write_tuning(
 
 
 def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
-    """Add step costs, and keep the best tree of each kind if it is predicted to beat all chains at one row."""
+    """Measure step costs, and keep a tree only if it is predicted to beat all chains at one row.
+
+    Returns the tuning with costs and at most one tree for greedy and one for sampled decoding, and the predictions for
+    one row: dicts with "temperature", "draft", "tokens" per step, "cost" in plain steps, "speedup" and "best".
+    """
     log(f"tuning: measuring the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most")
     choices = choices_of(head, tuning)
     sizes = [(_ROWS[0], kind == "greedy") for kind in _KINDS]
@@ -164,7 +169,7 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
     """Acceptance rate of the first looked-up token after matches of 1, 2, ... tokens, in (prompt, answer) pairs."""
     hits, tried = [0.1] * _LOOKUP_SIZES, [0.3] * _LOOKUP_SIZES  # a weak prior: mostly wrong
     for prompt, answer in texts:
-        drafter, text = NgramDrafter(1), list(prompt)
+        drafter, text = NgramDrafter(1), copy(prompt)
         for token in answer:
             # `size` is the length of the match that ends the text so far, `path` what followed it before.
             ((size, path),) = drafter.look([text])
@@ -186,7 +191,7 @@ def rank_acceptance(
 ) -> list[list[float]]:
     """Measure a[d][r]: how often the child of rank r is accepted, given that its parent at depth d was.
 
-    A wide tree is drafted; steps from a token of `eos` on are left out.
+    A wide tree is drafted for `steps` steps after each prompt; steps from a token of `eos` on are left out.
     """
     branches = tuple(min(n, head.config.output_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
     hits = [torch.zeros(width) for width in branches]

@@ -25,8 +25,9 @@ def real_acceptance(
     max_new_tokens: int = NEW_TOKENS,
     max_positions: int = sys.maxsize,
 ) -> dict[str, float]:
-    """Acceptance lengths of a head on a suite's first turns, greedy and sampled, measured with the real engine.
+    """Return "acceptance_length" (greedy) and "acceptance_length_sampled" (temperature 1) of a head, by decoding.
 
+    Prompts are the suite's first turns.
     Chat answers end at EOS, as in a report. The processes split the prompts.
 
     Args:

@@ -63,7 +63,10 @@ def _version() -> str:
 
 
 def _module(command: str) -> Any:
-    """Import the module of one command, which takes seconds; those of the workshop need the extra `train`."""
+    """Import the module of one command, which takes seconds.
+
+    Exits with code 2 and one line if a package of the extra `train` is missing, which some commands need.
+    """
     name = {**_MAINS, **COMMANDS}[command]
     if name.startswith("speculator."):
         return import_module(name)

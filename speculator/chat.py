@@ -47,6 +47,7 @@ def chat_text(
         template = tokenizer.get_chat_template(None, tools)
         if today is not None and "strftime_now" in template:
             template = _stopped_clock(today) + template
+        # Templates disagree on the form of tool calls, so they are rewritten to the one that this template takes.
         if any("tool_calls" in message for message in messages):
             form = _form_of_calls(tokenizer, template)
             messages = [_in_form(message, *form) if "tool_calls" in message else message for message in messages]
@@ -161,7 +162,7 @@ _PROBE_TOOL = {
 
 @lru_cache(maxsize=32)
 def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool]:
-    """Find how a template takes tool calls: whether their arguments are text, and whether no content is null.
+    """Find how a template takes tool calls; return whether arguments must be text, and missing content None, not "".
 
     Most templates want an object and write it as JSON, some append text. Some write calls only if there is no content
     (null in transformers 5.17, a missing key in 5.23).
@@ -177,6 +178,7 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
             # JSON is best. An object in Python's notation, and text that is quoted again, are not what a model writes.
             as_json = re.search(r'(?<!\\)"PROBEvalue"', text) is not None
             as_text = "PROBEvalue" in text and not re.search(r"""['\\]["']?PROBEvalue""", text)
+            # 1: it renders; 2: with the call's name; 3 or more: with the arguments, best of all as JSON.
             score = 1 + ("PROBEname" in text) * (1 + as_text + 2 * as_json)
             if score > best:
                 best, found = score, form
@@ -184,7 +186,7 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
 
 
 def _in_form(message: dict, as_text: bool, null: bool) -> dict:
-    """Return a message with tool calls whose arguments and missing content have the form that a template takes."""
+    """Return a message with tool calls in the form that a template takes, see `_form_of_calls`."""
     calls = message["tool_calls"]
     calls = [_with_arguments(call, as_text) for call in calls] if isinstance(calls, list) else calls
     return {**message, "content": message.get("content") or (None if null else ""), "tool_calls": calls}
@@ -203,6 +205,7 @@ def _with_arguments(call: Any, as_text: bool) -> Any:
 def _stopped_clock(today: datetime) -> str:
     """Return a macro that replaces `strftime_now`, because transformers accepts no other clock."""
     directives = "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
+    # Every directive that a template's format may hold is replaced by its text: "%d %b %Y" becomes "26 Jul 2024".
     written = [(f"%{letter}", today.strftime(f"%{letter}")) for letter in directives]
     written += [(f"%-{name[1]}", text.lstrip("0") or "0") for name, text in written]  # glibc: no leading zeros
     replaced = "".join(f" | replace('{name}', '{text}')" for name, text in written)
@@ -226,6 +229,7 @@ def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_to
 
     Both are empty for a template that rejects such chats, or does not write the turns as they are.
     """
+    # The same answer twice: at the end of a chat, and before another user turn.
     chat = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}]
     try:
         tools = [_PROBE_TOOL] if with_tools else None

@@ -28,10 +28,10 @@ def can_compile(device: torch.device) -> bool:
 
 
 class Compiled(Generic[Result]):
-    """A function that its first call compiles, for any number of rows.
+    """A function that is compiled at its first call, for any number of rows.
 
     Args:
-        function: stays as it is, with a warning, if the compiler fails.
+        function: the function. If the compiler fails, it runs as it is, with a warning.
         name: what the log calls it.
     """
 

@@ -121,6 +121,7 @@ class _BorrowedModel:
     @contextmanager
     def target(self, model: PreTrainedModel) -> Iterator[Target]:
         """Freeze the model, pack its matrices and change its attention; undo all of it at the end."""
+        # Another model than in the last call: nothing of the old one is kept.
         if self._target is None or self._target.model is not model:
             self._target, self._copies, self._head, self._drafters = None, {}, None, {}
         attention = original_attention(model)
@@ -174,7 +175,7 @@ def _refuse_other_modes(config: GenerationConfig) -> None:
 
 
 def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Sampling:
-    """Convert the call's logits processors, which must apply to draft and target alike."""
+    """Return the settings of the call's logits processors; raise a UserError for those that `Sampling` lacks."""
     for processor in processors:
         if type(processor) not in _WARPERS:
             raise UserError(
@@ -212,7 +213,10 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
 
 
 def _sources(model_kwargs: dict[str, Any]) -> list[Encoded]:
-    """Take what transformers has encoded out of the inputs; with an encoder, the mask is that of its tokens."""
+    """Remove the encoder's states and their mask from the inputs, and return them as a source per row, without padding.
+
+    A model without an encoder has none: [].
+    """
     if (encoded := model_kwargs.pop("encoder_outputs", None)) is None:
         return []
     states, mask = encoded[0], model_kwargs.pop("attention_mask", None)  # [B, S, D], [B, S]
@@ -232,6 +236,7 @@ def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:  # [B, S] 
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     positions = model_kwargs.get("position_ids")
+    # With a mask of 0 0 1 1 1 the positions must be 0 1 2 at the ones; elsewhere they don't matter.
     if positions is not None and (positions != mask.long().cumsum(-1) - 1)[mask.expand_as(positions)].any():
         raise UserError("speculative decoding counts positions itself, so not with position_ids")
     return mask

@@ -161,6 +161,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     make_folder(scratch)
     try:
         yield scratch
+        # The content must be on the disk before the name is: a folder under its final name is complete.
         for file in scratch.rglob("*"):
             _sync(file)
         with _writing(path):
@@ -256,5 +257,6 @@ def cached_object(kind: str, name: str) -> Iterator[dict[str, Any]]:
         with suppress(UserError):
             content |= read_json(file)
         yield content
+        # Still under the lock, so that no process that waits for it reads the old content.
         with suppress(UserError):
             write_json(file, content)

@@ -159,7 +159,7 @@ def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _copied(arguments: argparse.Namespace) -> int:
-    """Return the length of n-gram lookup; with a model, `--num_speculative_tokens` is the model's draft only."""
+    """Return the most tokens that n-gram lookup copies: `--num_speculative_tokens`, unless that is a model's draft."""
     given = None if _models(arguments) else arguments.num_speculative_tokens
     return _DEFAULT_LENGTH if given is None else given
 

@@ -81,6 +81,7 @@ class Prompt:
         if not self.chat:
             question = tokenizer(_BETWEEN + self.later[turn - 1], add_special_tokens=False, verbose=False)["input_ids"]
             return [*prompt, *answers[-1], *question]
+        # Rendered again from the start: a template may write earlier turns differently once others follow.
         messages = list(self.messages)
         for answer, question in zip(answers, self.later[:turn], strict=True):
             messages.append(answer_message(tokenizer, self._rendered(tokenizer, messages), answer))

@@ -32,7 +32,7 @@ def log(line: str) -> None:
 
 
 def phase(number: int, count: int, title: str) -> None:
-    """Print the header of a command's phase, such as "2/6 preparing data", which then names the work."""
+    """Print the header of a phase, such as "2/6 preparing data"; `title` then names the work in later lines."""
     if _is_first():
         header = printable(f"{number}/{count} {title}")
         _write(f"{BOLD}{header}{PLAIN}" if colours(sys.stderr) else header)

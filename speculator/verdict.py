@@ -54,7 +54,7 @@ def _of_suite(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _off(rows: list[dict[str, Any]]) -> str:
-    """Say at which number of requests and temperatures most steps of adaptive drafting drafted nothing."""
+    """Return a clause on the temperatures at which adaptive drafting drafted nothing in most steps; "" if at none."""
     shares = [(row.get("undrafted_share", 0.0), row) for row in rows]  # not in reports of older versions
     off = [f"{share:.0%} of the steps at temperature {row['temperature']:g}" for share, row in shares if share > 0.5]
     return f"; at batch size {rows[0]['batch_size']} it drafted nothing in {' and '.join(off)}" if off else ""
@@ -70,6 +70,7 @@ def verdict(heads: list[dict[str, Any]], lookups: list[dict[str, Any]]) -> str:
     head = max(heads, key=_speedup)
     lookup = max((_speedup(row) for row in lookups), default=0.0)
     interval = head["speedup"]["plain"]
+    # A single prompt has no interval: then the value stands for its lower bound.
     low = interval["value"] if interval["low"] is None else interval["low"]
     helps = f"; n-gram lookup does the work here: alone it is {lookup:.2f} times as fast"
     if max(row["acceptance_length"] for row in heads) < _ALMOST_NOTHING:
@@ -106,6 +107,9 @@ def _times(rows: list[dict[str, Any]]) -> str:
 
 
 def _first(figures: Iterator[str] | Any) -> str:
-    """Join figures, of which the first says in words what the ratio is."""
+    """Join `figures`, format strings with one {} after a ratio, by "; ".
+
+    The first one's {} becomes " times as fast as plain decoding", the others' becomes "".
+    """
     first, *others = figures
     return "; ".join([first.format(" times as fast as plain decoding"), *(other.format("") for other in others)])

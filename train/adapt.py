@@ -149,9 +149,12 @@ def _alone(output: Path) -> Iterator[IO[str]]:
 
 
 def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the outcomes of the finished rounds and the head in use.
+    """Return the contents of the finished rounds' round.json, oldest first, and the folder of the head in use.
 
-    This deletes what finished rounds no longer need, updates OUTPUT/speculator, and writes the page.
+    This deletes what finished rounds no longer need, points OUTPUT/speculator to that head, and writes the page.
+
+    Args:
+        first: folder of the head to start from, in use until a round replaces it.
     """
     rounds, head = [], first
     for file in sorted(output.glob("round-*/round.json")):
@@ -190,13 +193,18 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
 
 
 def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
-    """Wait until enough answer tokens, or any after enough time, were recorded since the last round."""
+    """Wait until enough answer tokens were recorded since the last round, or any at all after enough time.
+
+    Args:
+        last: content of the last round's round.json, or of a stand-in before the first round.
+    """
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
     said, again = 0, 0.0
     while True:
         # The last round ended inside its newest file, which may have grown: count that file whole, less what was read.
         count = -last.get("newest_tokens", 0)
         for shard in _shards(arguments.record):
+            # Names sort by age, so names from the last round's newest on hold what is new.
             try:
                 count += _answer_tokens(shard) if shard.name >= last["newest"] else 0
             except (UserError, FileNotFoundError):
@@ -213,7 +221,10 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
 
 
 def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
-    """Freeze the recorded answers: a server's shards by hard links if possible, logs that grow by copies."""
+    """Copy the recorded answers, which a round trains on: a server's shards as hard links if possible, logs by copying.
+
+    A log may grow meanwhile, and a server deletes its oldest shards.
+    """
     with new_folder(output) as scratch:
         make_folder(scratch / "rows")
         write_text(scratch / "manifest.json", json.dumps({"recorded": True, "target": arguments.target}))
@@ -227,7 +238,16 @@ def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> dict[str, Any]:
-    """Train, gate and load; return the outcome, which is also in round.json."""
+    """Train, gate and load; return the content of round.json.
+
+    Its "outcome" is "in use", or why the new head isn't; "gate" has the figures of `eval gate`.
+
+    Args:
+        old: folder of the head in use.
+        key: API key of the server.
+        lock: the open lock file, which the commands inherit.
+    """
+    # Each step leaves a file or folder, and is skipped if that exists: a killed round resumes after its last step.
     traffic, trained, gate = folder / "traffic", folder / "run", folder / "gate.json"
     target = arguments.target
     sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]
@@ -268,7 +288,11 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
 
 
 def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **variables: str) -> None:
-    """Run a command of this project; it prints its own errors."""
+    """Run a command of this project, which prints its own errors; raise a UserError unless its exit code is `accepted`.
+
+    Args:
+        variables: environment variables of the command.
+    """
     path = os.pathsep.join(filter(None, [str(Path(speculator.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     process = subprocess.Popen([sys.executable, *map(str, argv)], env=environment, pass_fds=[lock.fileno()])
@@ -282,7 +306,11 @@ def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **
 
 
 def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
-    """Ask the server to load a head; return the reason if it does not. An empty body only checks the server."""
+    """Ask the server to load a head; return the reason if it does not.
+
+    Args:
+        body: {"path": folder of the head}; {} only checks the server.
+    """
     url = server.rstrip("/").removesuffix("/v1")
     try:
         answer = httpx.post(

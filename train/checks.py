@@ -17,10 +17,11 @@ from data.sources import parse
 from speculator.checkpoints import shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
+from speculator.heads.recurrent import RecurrentHead
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
 from train.config import GenerateConfig, RunConfig, StageConfig
-from train.initialise import check_options, head_config, parameters, start_of
+from train.initialise import check_options, head_class, head_config, parameters, start_of
 
 _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token have to be among them
 
@@ -73,7 +74,7 @@ def settings(config: RunConfig) -> None:
 
 
 def _server(config: RunConfig) -> None:
-    """Refuse settings of a target that runs here."""
+    """Raise a UserError for settings that a target on servers can't have."""
     target = config.target
     refuse(
         (target.parallel != "none", "target.server and target.parallel are mutually exclusive"),
@@ -120,9 +121,9 @@ def _stage(name: str, stage: StageConfig) -> None:
 
 
 def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
-    """Raise a UserError for an encoder-decoder model, which only drafters without a head decode."""
+    """Raise a UserError for an encoder-decoder model."""
     if target.is_encoder_decoder:
-        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet; other drafters decode them")
+        raise UserError(f"{name} is an encoder-decoder model, which --plan, --dry_run and target.server don't know")
 
 
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
@@ -138,6 +139,17 @@ def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
 def fits_target(config: RunConfig, target: TrainingTarget) -> None:
     """Raise a UserError if the head or a length does not fit the target, or if training it would not fit the memory."""
     head = config.speculator
+    if target.encoder:
+        refuse(
+            (
+                not issubclass(head_class(head), RecurrentHead),
+                f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only",
+            ),
+            (
+                names_self(config.data.sources),
+                f"{target.name} can't write the source {SELF}: its encoder needs prompts",
+            ),
+        )
     head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
     start = start_of(config)
     if start is not None and not head.warm_start:
@@ -200,10 +212,16 @@ def rows(
     processes: int,
     prompts: int | None = None,
 ) -> None:
-    """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have."""
+    """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have.
+
+    Args:
+        processes: number of the run's processes, which divide each step's rows.
+        prompts: number of prompts that stage 2 answers; None: `stage2.generate.max_rows`.
+    """
     for made in (train_rows, validation_rows):
         tables = made.with_format("arrow").iter(batch_size=1000)
-        highest = max(compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in tables)
+        read = [name for name in ("input_ids", "source_ids") if name in made.column_names]
+        highest = max(compute.max(table[name].combine_chunks().flatten()).as_py() for table in tables for name in read)
         if highest >= target.vocab_size:
             raise UserError(
                 f"the rows hold token {highest}, but {target.name} has only 0..{target.vocab_size - 1}: "
@@ -219,7 +237,7 @@ def rows(
 
 
 def batch(name: str, stage: StageConfig, have: int, processes: int) -> None:
-    """Raise a UserError if the rows don't fill one step of a stage."""
+    """Raise a UserError if `have` rows don't fill one step of a stage on all processes."""
     need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
     if stage.max_steps and have < need:
         raise UserError(

@@ -36,7 +36,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _check_values(config: RunConfig) -> None:
-    """Refuse what the field types let through."""
+    """Exit with code 2 and one line for values that the field types accept and no run can use: none, NaN, infinity."""
     optional = set(optional_names())
     for name, value in values_of(config):
         if value in (None, "") and name not in optional:

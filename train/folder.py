@@ -76,7 +76,7 @@ def _unused_name(folder: Path) -> Path:
 
 
 def _is_temporary(path: Path) -> bool:
-    """Return whether a file is none of a run's: what a killed process left, or the lock."""
+    """Return whether a file doesn't make a folder a run's: what a killed process left, or the lock."""
     return is_partial(path) or path.name == _LOCK
 
 
@@ -147,7 +147,7 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
 
 
 def _rows_per_step(record: dict[str, Any]) -> dict[str, int]:
-    """Return the rows per optimiser step, over all processes, of each stage that the run has."""
+    """Return the rows per optimiser step, over all processes, by stage; stages that the run skips are left out."""
     stages = {name: own for name in ("stage1", "stage2") if (own := record["settings"][name])["max_steps"]}
     rows = {name: own["per_device_train_batch_size"] * own[_ACCUMULATION] for name, own in stages.items()}
     return {name: count * record["processes"] for name, count in rows.items()}

@@ -57,7 +57,10 @@ def gpu_named(name: str) -> str | None:
 
 
 def place_of(wanted: str, processes: int) -> Place:
-    """Return the devices of this machine, or the GPUs that a text such as 8xH100 names."""
+    """Return this machine's devices, one for each process, if `wanted` is `HERE`; else the GPUs that it names.
+
+    "8xH100" stands for 8 processes, whatever `processes` is. A GPU that `GPUS` lacks raises a UserError.
+    """
     if wanted != HERE:
         named = re.fullmatch(r"(?:([1-9]\d{0,5})\s*x\s*)?([^,]+)", wanted)
         name = named and gpu_named(named[2].upper())

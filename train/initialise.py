@@ -58,7 +58,10 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
 
 
 def start_of(config: RunConfig) -> str | Path | None:
-    """Return the folder of the trained head that a run starts from, which may be that of the target."""
+    """Return the folder of the trained head that a run starts from; None: it starts from new weights.
+
+    Layers that ship with the target start from its folder, if `initialise` is "target".
+    """
     options, target = config.speculator, config.target
     if options.warm_start:
         return head_folder(options.warm_start, options.warm_start_revision)
@@ -100,7 +103,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
 
 
 def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
-    """Prepare a trained head for further training on rows that may be longer than those before."""
+    """Return a trained head, bound to the target, with a `trained_length` that covers these rows."""
     tables = rows.with_format("arrow").iter(batch_size=1000)
     longest = max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
     head.config.trained_length = max(head.config.trained_length or 0, longest)
@@ -118,7 +121,10 @@ def head_class(options: HeadOptions) -> type[Speculator]:
 
 
 def head_config(options: HeadOptions, target: PreTrainedConfig, **more: Any) -> SpeculatorConfig:
-    """Build the head's config; options that are 0 or null take the value of the target's text config."""
+    """Build the head's config; options that are 0 or null take the value of the target's text config.
+
+    `more` are further fields of the config. Raises a UserError that names the flag of a wrong option.
+    """
     config_class = head_class(options).config_class
     given = {name: value for name in _SHARED_OPTIONS if (value := getattr(options, name))}
     own = config_class.own_options()
@@ -163,7 +169,13 @@ def parameters(options: HeadOptions, target: PreTrainedConfig) -> int:
 
 
 def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, where: str | Path | None) -> None:
-    """Copy the weights and the draft vocabulary of a trained head of the same shape."""
+    """Copy the weights and the draft vocabulary of a trained head; raise a UserError if its shape is another one.
+
+    Args:
+        head: the new head, changed in place.
+        start: the trained head.
+        where: its folder, for the error.
+    """
     names = ["vocab_size", "emb_dim", *_SHARED_OPTIONS, *options.options]
     if head.config.max_speculative_tokens is None:
         names.remove("n_predict")  # its weights fit any number of steps

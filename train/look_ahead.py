@@ -18,7 +18,11 @@ DOCUMENTS, STATES = "documents", "hidden_states"
 
 
 class Documents:
-    """The documents of a batch's rows, without padding, as servers read them: they are never moved to a device."""
+    """The documents of a batch's rows, without padding, as servers read them; the Trainer moves none to a device.
+
+    Attributes:
+        rows: each row's documents, each a list of tokens.
+    """
 
     def __init__(self, rows: list[dict[str, Any]]):
         tokens = [row["input_ids"] for row in rows]
@@ -27,10 +31,13 @@ class Documents:
 
 
 class LookAhead:
-    """Keeps the requests of the next batches in flight.
+    """Requests the hidden states of the next batches while the head trains on the current one.
 
-    As many batches are ahead as the head trains on while the servers answer for one: with 3 s for an answer, and 1 s
-    for a batch of the head, 3. The number follows the last measurement.
+    As many batches are requested ahead as the head trains on while the servers answer for one: with 3 s for an answer
+    and 1 s for a batch of the head, 3. The number follows the last measurement.
+
+    Args:
+        target: a target that servers run.
     """
 
     def __init__(self, target: ServerTarget):
@@ -41,7 +48,7 @@ class LookAhead:
         self._batches: Iterator[Any] = iter(())
 
     def over(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Request the states of batches ahead of their use, and yield each batch with its `PendingStates`."""
+        """Request the states of batches ahead of their use; yield each batch with its `PendingStates` at `STATES`."""
         source, ahead = iter(batches), deque[dict[str, Any]]()
         while True:
             # One more than are ahead: the first of them is the next to be used.
@@ -53,13 +60,16 @@ class LookAhead:
             yield ahead.popleft()
 
     def continued(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Return `over(batches)`: the same iterator while the batches come from the same one."""
+        """Return `over(batches)`, or the iterator of the last call if `batches` is the same object.
+
+        The Trainer fetches a few batches at a time; a new iterator would drop those requested ahead.
+        """
         if batches is not self._source:
             self._source, self._batches = batches, self.over(batches)
         return self._batches
 
     def take(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Wait for the states of a batch, and measure; see `PendingStates.result`."""
+        """Wait for a batch's states [B, S, D] and [B, S, nD] (`PendingStates.result`), and update the measurements."""
         pending, asked_at = batch[STATES], time.perf_counter()
         states = pending.result()
         # Between two takes the head trains; before the first one nothing is known, so one batch is ahead.
@@ -71,7 +81,7 @@ class LookAhead:
         return states
 
     def share_waited(self) -> float:
-        """Share of the time since the last call that the head waited for servers."""
+        """Return the share, 0 to 1, of the time since the last call in which the head waited for servers."""
         waited, trained = self._waited, self._trained
         self._waited = self._trained = 0.0
         return waited / max(waited + trained, 1e-9)

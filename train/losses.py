@@ -39,6 +39,7 @@ class TargetProbs(NamedTuple):
 
 
 def target_probs(logits: Tensor, draft_tokens: Tensor | None = None) -> TargetProbs:  # [C, V]
+    """Return the distribution of the target's logits, restricted to the draft vocabulary [V_d] (None: all tokens)."""
     # Normalised over all V before the cut: tokens that the head can't draft have probability too.
     log_p = exact(logits).log_softmax(-1)
     if draft_tokens is not None:
@@ -70,7 +71,13 @@ def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
 def loss_per_token(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor | None]:  # [C, V_d] -> [C] twice
-    """Return the configured mix of losses of each token, and its overlap if a loss needs that."""
+    """Return the configured mix of losses of each token, and its overlap if a loss needs that, else None.
+
+    Args:
+        z: the head's logits.
+        labels: rows of the output matrix; IGNORE or negative where there is none.
+        target: the target's distribution; None if no loss needs it.
+    """
     log_q = z.log_softmax(-1)
     loss = z.new_zeros(len(z))
     if weights.cross_entropy:
@@ -86,6 +93,7 @@ def loss_per_token(
         if weights.total_variation:
             loss = loss + weights.total_variation * (1 - accepted)
         if weights.lk:  # the hybrid of 2602.23881: divergence while little is accepted, then acceptance
+            # At an overlap of 0 the share of the divergence is 1, at 0.5 it is 0.22, at 1 it is 0.05.
             share = torch.exp(-_LK_ETA * accepted.detach())
             loss = loss + weights.lk * (share * divergence + (1 - share) * (1 - accepted))
     return loss, accepted
@@ -94,7 +102,7 @@ def loss_per_token(
 def measure(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] -> [C] each
-    """Compute loss, hits and overlap (zeros without a target) of each token."""
+    """Return loss, hits (1 where the likeliest token is the label) and overlap (0 without a target) of each token."""
     z = exact(z)
     loss, accepted = loss_per_token(z, labels, target, weights)
     if accepted is None:
@@ -106,9 +114,10 @@ def measure(
 def replace_by_gradient(
     logits: Tensor, labels: Tensor, token_weights: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
-    """Return what `measure` does, and overwrite the logits with the gradient of the weighted loss.
+    """Return what `measure` does, and overwrite the logits with the gradient of the loss times `token_weights`.
 
-    The overlap is computed only if a loss needs it; otherwise it is 0."""
+    The overlap is computed only if a loss needs it; otherwise it is 0.
+    """
     counted = labels != IGNORE
 
     def total(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -124,6 +133,7 @@ def replace_by_gradient(
 
 
 def exact(x: Tensor) -> Tensor:
+    """Return x in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -131,6 +141,11 @@ def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -
     """Return each step's weight: its share in the draft's expected length (2605.18810); 0 where it has no label.
 
     P_m = prod_{i <= m} ((1 - alpha) q_i + alpha) over the live steps, which come first, and w_j = sum_{m >= j} P_m.
+
+    Args:
+        q: the head's probability of each step's label; the N steps of a draft are the first dimension.
+        live: 1 where a step has a label.
+        alpha: the least factor that a step contributes, in 0..1.
     """
     # The sums run from the end: w_j adds P_m for all m >= j, the lengths that position j is part of. With P = 0.9, 0.5,
     # 0.2 the weights are 1.6, 0.7, 0.2.
@@ -139,12 +154,13 @@ def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -
 
 
 def compiling_pays(device: torch.device, vocab_size: int) -> bool:
-    """Return whether a run should compile its loss. On a CPU small vocabularies have gained too little for its time."""
+    """Return whether a run should compile its loss: on a CPU a small vocabulary gains less than compiling takes."""
     return can_compile(device) and (device.type != "cpu" or vocab_size >= _COMPILED_ON_CPU)
 
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
     """Number of tokens whose logits are in memory at a time, by kind of device."""
+    # 2^23 logits are 65 tokens of a vocabulary of 128,256.
     chunk = max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
     # 523 rows, for a vocabulary of 128,256, would leave a fifth of a product's last tiles on a GPU empty.
     return chunk if device in _CHUNK or chunk < _TILE else chunk // _TILE * _TILE
@@ -159,7 +175,7 @@ class ChunkedLoss:
         logits: the target's lm_head, [C, D] -> [C, V]; called only if a loss needs the target's distribution.
         weights: weights of the losses.
         vocab_size: V, by which the default chunk is chosen.
-        chunk: tokens at a time; None chooses by a fixed budget of logits.
+        chunk: tokens at a time; None: as many as a fixed budget of logits allows, see `chunk_tokens`.
         compiled: compile what follows the matrix products, in the first batch.
     """
 
@@ -209,6 +225,7 @@ class ChunkedLoss:
         places = torch.where(counted, slots, size).flatten()  # labels to ignore share a place after the others
         by_slot = q.new_zeros(size + 1).index_copy(0, places, (q * (labels >= 0)).flatten())
         live = counted.new_zeros(size + 1).index_copy(0, places, counted.flatten())
+        # Without the last place, which the ignored labels share: [drafts, tokens] each, transposed for `d_pace`.
         by_slot, live = (x[:-1].view(shape).T for x in (by_slot, live))
         weights = d_pace(by_slot, live, self.weights.d_pace).T.flatten()
         return torch.where(counted, weights[slots], 0)
@@ -269,9 +286,11 @@ class _Chunked(torch.autograd.Function):
         # Logits of a step are a sum of features times a matrix, and steps may share a matrix. Two steps of an MLP head
         # have matrix_of [[0], [1]], or [[0], [0]] with tied weights; a step that adds two products has [[0, 1]].
         # `tensors` are the features in this order, then the matrices.
+        # Autograd sees flat arguments only: [features of step 0, .., features of step N - 1, matrices].
         count = sum(map(len, call.matrix_of))
         inputs, matrices = iter(tensors[:count]), tensors[count:]
         features = [[next(inputs) for _ in which] for which in call.matrix_of]
+        # The first argument is `call`, so the matrices begin at 1 + count.
         needed = ctx.needs_input_grad[1 + count :]
         device = labels.device
         # Cast here, once per call: every chunk multiplies by the same matrices.
@@ -362,7 +381,10 @@ def _logits(
 
 
 def _target(call: _Call, span: slice) -> TargetProbs:
-    """Return the target's distribution for each label of a chunk; a hidden state is processed once."""
+    """Return the target's distribution for the labels in columns `span`.
+
+    A hidden state that predicts several labels goes through the lm_head once.
+    """
 
     def probs(hidden: Tensor) -> TargetProbs:
         return call.loss.target_probs(call.loss.logits(hidden), call.draft_tokens)
@@ -370,6 +392,7 @@ def _target(call: _Call, span: slice) -> TargetProbs:
     if call.predictors is None:
         return probs(call.hidden[span])
     # On the CPU, so that nothing waits for a GPU to count the distinct ones.
+    # Equal predictors are neighbours: 7 7 8 9 9 gives the distinct 7 8 9, and 0 0 1 2 2 of the labels.
     distinct, of_label = call.predictors[span].unique_consecutive(return_inverse=True)
     distinct, of_label = (send(x, call.hidden.device) for x in (distinct, of_label))
     p, entropy = probs(call.hidden[distinct])
@@ -377,7 +400,10 @@ def _target(call: _Call, span: slice) -> TargetProbs:
 
 
 def _add_outer(total: Tensor, d_z: Tensor, x: Tensor) -> None:  # [V, I] += [C, V]^T [C, I]
-    """Add the product in blocks of the vocabulary, unless one kernel does it: a whole one is as large as `total`."""
+    """Add d_z^T x to `total`, in one kernel if the device has one, else in blocks of the vocabulary's rows.
+
+    Blocks keep memory small: the whole product is as large as `total`.
+    """
     if total.dtype == x.dtype and not total.is_cpu:
         total.addmm_(d_z.T, x)
         return
@@ -401,12 +427,13 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def summarise(sums: dict[str, Metric]) -> dict[str, float]:
-    """Divide sums, reduced over batches and processes, by their counts: a figure for each draft position.
+    """Divide sums, added up over batches and processes, by their counts: "position{i}/NAME" for each draft position.
 
     The "objective", a scalar, becomes "loss".
 
-    `teacher_forced_acceptance_length` = 1 + the sum of prefix accuracies: what greedy decoding would accept if the text
-    were the target's own. Real decoding measures `acceptance_length`.
+    `teacher_forced_acceptance_length` is 1 + the sum of the prefix accuracies: what greedy decoding would accept if the
+    text were the target's own. `forecast_acceptance_length_sampled` is 1 + the sum of the prefix overlaps: the same at
+    temperature 1. Real decoding measures `acceptance_length`.
     """
     figures: dict[str, float] = {}
     for name, (total, count) in sums.items():

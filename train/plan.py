@@ -62,7 +62,11 @@ def context_of(target: PreTrainedConfig | None) -> int | None:
 
 
 def generated_texts(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, GeneratedText]:
-    """Return the text that the target generates, by phase: "self" before training, "generating" between the stages."""
+    """Return what the target generates, by phase: "self" before training, "generating" between the stages.
+
+    Args:
+        target: the target's config, whose context limits the rows; None: unknown.
+    """
     found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
     chat = own.max_prompt_tokens + own.max_new_tokens
 
@@ -138,6 +142,7 @@ class Plan:
         self.active = self.weights - self.table - _idle_experts(model, self.text)
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+        # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.head_module = head
         self.generated = generated_texts(config, target)
@@ -191,6 +196,7 @@ class Plan:
         stage, text = self.stages[name], self.text
         tokens = stage.per_device_train_batch_size * self.length(name)
         inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
+        # Each token's final hidden state and those of the auxiliary layers, in the target's dtype and in float32.
         states = tokens * text.hidden_size * inputs * (self.size + 4)  # and in float32
         parts = self.shards if self.config.target.parallel == "tp" else 1  # such a group reads all its rows together
         widest = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
@@ -217,6 +223,7 @@ class Plan:
 
     def _decoding(self, own: GeneratedText, caches: int) -> Counter[str]:
         """Return the bytes of `caches` KV caches and of the logits while the target generates text."""
+        # KV per position: keys and values, 2 numbers for each layer, key head and dimension.
         text, bucket = self.text, BUCKETS.get("cuda" if self.place.memory else "cpu", 1)
         heads = getattr(text, "num_attention_heads", 1)  # recurrent layers count as attention: their states are smaller
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -226,6 +233,7 @@ class Plan:
         longest = min(own.length, own.length - own.new + RESERVED_NEW_TOKENS) + 2 * (1 + own.depth)
         positions = own.batch_size * (ceil(longest / bucket) + 1) * bucket
         memory = positions * self.head.cached_values * self.size if own.depth else 0
+        # A step's logits in the target's dtype, and three copies in float32.
         logits = own.batch_size * (1 + own.depth) * text.vocab_size * (self.size + 3 * 4)
         return Counter({"KV cache": positions * per_position * caches + memory, "logits": logits})
 
@@ -259,7 +267,7 @@ class Plan:
     def seconds_per_token(self, name: str) -> float:
         """Return the seconds that a token of a stage takes at the GPU's peak. MFU is this over the measured time.
 
-        Counted are one forward pass of the target, and forward and backward pass of the head.
+        It counts the target's forward pass, and the head's forward and backward passes.
         """
         assert self.place.gpu is not None
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
@@ -282,7 +290,8 @@ class Plan:
         if name in self.stages:
             return self.tokens()[name] / self.place.processes * self.seconds_per_token(name)
         own = self.generated[name]
-        # At best every draft is accepted as a whole: 1 + G tokens per step.
+        # At best every draft is accepted as a whole: 1 + G tokens per step. 100 rows in batches of 16 on 2 processes
+        # are 4 batches for each.
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
         return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
 
@@ -331,7 +340,7 @@ class Plan:
 
 
 def _idle_experts(model: nn.Module, text: PreTrainedConfig) -> int:
-    """Return the number of weights in the experts that a token is not routed to."""
+    """Return the number of weights in the experts that a token is not routed to; 0 for a model without experts."""
     count = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     if not count or not chosen:
@@ -364,7 +373,10 @@ def refuse_too_large(config: RunConfig, processes: int) -> None:
 
 
 def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
-    """Return `Plan.seconds_per_token` of a stage here; None if the GPU is unknown or the run can't be planned."""
+    """Return the seconds that a token of stage `name` takes at the peak of this machine's GPU, for the MFU.
+
+    None if the GPU is unknown or the run can't be planned; see `Plan.seconds_per_token`.
+    """
     place = place_of(HERE, processes)
     try:
         return Plan(config, target_config(config), place).seconds_per_token(name) if place.gpu else None

@@ -31,7 +31,7 @@ class Pace(TrainerCallback):
         self._tokens, self._first, self._began = 0, 0, time.monotonic()
 
     def of_target(self, input_ids: Tensor) -> Stopwatch:
-        """Count a batch, and time the `with` block as the target's part of the step."""
+        """Count a batch's tokens, and return a stopwatch: its `with` block is timed as the target's part of a step."""
         self._tokens += input_ids.numel()
         return self._target
 
@@ -45,7 +45,12 @@ class Pace(TrainerCallback):
         self._steps.__exit__()
 
     def figures(self, state: Any, processes: int) -> dict[str, float]:
-        """Return figures of the steps since the last call. The time left includes evaluations at their rate so far."""
+        """Return figures of the steps since the last call.
+
+        "step_over_target" is the time of the steps over that of the target's part in them, "tokens_per_second" is that
+        of all processes, "seconds_left" includes evaluations at their rate so far, and "mfu", in 0..1, is there only
+        with `token_at_peak`. `state` is the Trainer's.
+        """
         seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
         done = max(state.global_step - self._first, 1)
         # All the time since the start, so that evaluations and checkpoints are in it at their rate.
@@ -103,7 +108,7 @@ class ProgressLine(ProgressCallback):
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
-    """One line of at most 120 characters about some training steps, or about an evaluation."""
+    """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`)."""
     if "eval_loss" in logs:
         if METRIC in logs:
             lengths = f"acceptance length {logs[METRIC]:.2f} greedy, {logs[f'{METRIC}_sampled']:.2f} sampled"

@@ -93,7 +93,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
-    """Print the line, or check the servers."""
+    """Print the line, or with `check` send a text to every server of the config.
+
+    Args:
+        storage, more: see `serve_line`.
+    """
     from train import checks
     from train.inputs import load_target
     from train.plan import target_config

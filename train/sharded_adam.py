@@ -15,7 +15,11 @@ from torch.optim import AdamW, Optimizer
 
 
 def largest_share(sizes: Iterable[int], processes: int) -> int:
-    """Return how many numbers the fullest process has: each tensor goes to the emptiest one, the largest first."""
+    """Return how many elements the fullest process holds, if each tensor goes to the emptiest process so far.
+
+    Args:
+        sizes: elements of each tensor. The largest goes first: 5 4 3 1 on two processes are 5 + 1 and 4 + 3, so 7.
+    """
     shares = [0] * processes
     for size in sorted(sizes, reverse=True):
         # The same rule as torch's `ZeroRedundancyOptimizer`, so that the plan counts what the run will hold.
@@ -39,5 +43,5 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
 
     def forget(self) -> None:
-        """Drop the moments of other processes."""
+        """Drop the moments of other processes, which `consolidate_state_dict` has gathered for a checkpoint."""
         self._all_state_dicts: list[dict[str, Any]] = []

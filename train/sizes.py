@@ -47,9 +47,12 @@ def with_shorter_rows(config: RunConfig, tokens: int) -> RunConfig:
 
 
 def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
-    """Turn the epochs of a stage into steps; a stage with max_steps stays as it is.
+    """Return a stage with its epochs turned into steps; one with max_steps stays as it is.
 
     Rows per step are halved while an epoch has fewer than 50 steps.
+
+    Args:
+        rows: number of training rows, over all processes.
     """
     if not stage.epochs:
         return stage
@@ -79,8 +82,8 @@ def expected_rows(config: RunConfig) -> int | None:
 
 
 def count_of_tokens(packed: datasets.Dataset) -> int:
-    """Count the tokens of packed rows, which are all of one length."""
-    return len(packed) * len(packed[0]["input_ids"])
+    """Count the tokens of rows."""
+    return len(packed.with_format("arrow")["input_ids"].combine_chunks().flatten())
 
 
 def log_sizes(asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:

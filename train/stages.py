@@ -74,7 +74,8 @@ def train_stage(
     ours = {"epochs", "save_total_limit", "patience", "rejected_token_weight"}
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
-    # As the plan counts; chats may be longer.
+    # KV cache positions of a process that decodes its share of the prompts at once, as the plan counts them; chats may
+    # be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
     remote = isinstance(target, ServerTarget)
@@ -152,7 +153,10 @@ def train_stage(
 
 
 def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
-    """Return [step, value] pairs of loss and acceptance length of each stage, as far as its newest checkpoint."""
+    """Return the points [step, value] of each stage's curves, up to its newest readable checkpoint.
+
+    The form is {"stage1" or "stage2": {"loss" or "acceptance length": points}}. What has no points is left out.
+    """
     found = {}
     for stage in ("stage1", "stage2"):
         for folder in checkpoint.numbered(run / stage).values():
@@ -166,7 +170,8 @@ def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
 
 
 def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
-    """Append rows without loss until batches are full: accelerate would repeat the first rows, and count them twice."""
+    """Append rows without loss until batches of `size` are full: accelerate would repeat rows, and count them twice."""
+    # -len % size is what is missing: 10 rows in batches of 4 lack 2.
     blank = [{**row, "loss_mask": [0] * len(row["input_ids"])} for row in rows.select([0] * (-len(rows) % size))]
     return datasets.concatenate_datasets([rows, datasets.Dataset.from_list(blank, rows.features)]) if blank else rows
 

@@ -40,8 +40,9 @@ _LOADERS = 2
 class Collator:
     """Pads rows to tensors and adds the head's training targets, of which the Trainer counts `labels`.
 
-    Rows have "input_ids" and may have "loss_mask", "document_ids" and "rejected". Padding is on the right, where causal
-    attention hides it and the loss mask excludes it.
+    Rows have "input_ids" and may have "loss_mask", "document_ids", "rejected" and "source_ids", the encoder's input.
+    Padding is on the right, where causal attention hides it and the loss mask excludes it. A batch has "input_ids" and
+    "document_ids" [B, L], the targets by name and, if configured, "token_weights" [B, L], `SOURCES` and `DOCUMENTS`.
 
     Args:
         config: config of the head.
@@ -72,13 +73,17 @@ class Collator:
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
+        if SOURCES in rows[0]:
+            # The encoder reads each source alone. Arrays, since lists would be searched for tensors to move.
+            batch[SOURCES] = [array("i", row[SOURCES]) for row in rows]
         if self.for_servers:
             batch[DOCUMENTS] = Documents(rows)
         return batch
 
 
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", DOCUMENTS, STATES)
+SOURCES = "source_ids"
+_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -93,7 +98,7 @@ class SpeculatorTrainer(Trainer):
         target: the model to draft for.
         token_at_peak: seconds that a token's operations take at the device's peak rate; None if unknown.
         loss: weights of the losses.
-        decode: decodes with the current head and returns figures; called at each evaluation.
+        decode: decodes with the current head and returns figures by name; called at each evaluation.
         keep: number of checkpoints to keep, the best among them; None keeps all.
         patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
@@ -167,7 +172,9 @@ class SpeculatorTrainer(Trainer):
             if self.look_ahead is not None:
                 hidden, states = self.look_ahead.take(inputs)
             else:
-                hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
+                hidden, states = self.target.training_states(
+                    input_ids, inputs["document_ids"], self._aux_layers, inputs.get(SOURCES, ())
+                )
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
@@ -225,7 +232,7 @@ class SpeculatorTrainer(Trainer):
             self._sums[phase][name] = before[0] + total, before[1] + count
 
     def _take(self, phase: str) -> dict[str, float]:
-        """Return the figures of a phase since the last call, over all processes."""
+        """Return the figures (`summarise`) of a phase, "train" or "eval", since the last call, over all processes."""
         sums = self.accelerator.reduce(self._sums[phase], "sum")
         self._sums[phase] = {}
         return summarise(sums)
@@ -294,7 +301,12 @@ class SpeculatorTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _since_log(self) -> dict[str, Any]:
-        """State of the next log line over all processes, so that a resumed run logs the same lines on any number."""
+        """Return what the next log line will contain so far, over all processes, for the checkpoint.
+
+        "loss" is the Trainer's sum since the last log line, "step" that line's, and "sums" are `Metric`s by name.
+
+        A run that resumes from it, on any number of processes, logs the same lines.
+        """
         # The Trainer adds up a loss in each process and averages them at the next log line; sums and counts are added
         # instead.
         loss = self.accelerator.reduce(self._tr_loss, "mean")
@@ -375,7 +387,7 @@ def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
 
 
 def arguments(metric: str = METRIC, **fields: Any) -> TrainingArguments:
-    """Build the TrainingArguments that all stages share; `metric` chooses the best checkpoint."""
+    """Build the TrainingArguments that all stages share, and `fields`; `metric` chooses the best checkpoint."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",

@@ -53,7 +53,7 @@ class VLLMServer:
         return f"swapped back: acceptance length {after:.2f} in the server, {before:.2f} before"
 
     def watch(self) -> float | None:
-        """Return the acceptance length of the next drafts, or None if too few come."""
+        """Return the acceptance length of the next `_DRAFTS` drafts; None if fewer come in `_WATCH_SECONDS`."""
         (drafts, accepted), end = self.counters(), time.monotonic() + _WATCH_SECONDS
         while time.monotonic() < end:
             now = self.counters()
@@ -63,7 +63,7 @@ class VLLMServer:
         return None
 
     def counters(self) -> tuple[int, int]:
-        """Drafts and accepted tokens since the server's start."""
+        """Return the numbers of drafts and of accepted tokens since the server's start."""
         answer = self._ask("GET", "/metrics")
         found = read_counters(answer.text)
         known = answer.is_success and "vllm:spec_decode_num_drafts" in answer.text
@@ -71,7 +71,7 @@ class VLLMServer:
         return found["drafts"], found["accepted_tokens"]
 
     def _replace(self, folder: str) -> str | None:
-        """Load other weights into the drafter between two steps; return the reason if that failed."""
+        """Load the weights in `folder` into the drafter between two steps; return the reason if that failed."""
         steps: list[tuple[str, dict | None]] = [
             ("/pause?mode=keep", None),  # requests in flight go on after it
             ("/start_draft_weight_update", None),

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def count_tokens(rows: datasets.Dataset, vocab_size: int, with_loss: bool = True) -> Tensor:  # [V]
-    """Count the tokens in the loss mask, or all tokens."""
+    """Return how often each token occurs in the rows: with `with_loss` inside the loss mask, else anywhere."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for table in rows.with_format("arrow").iter(batch_size=1000):
 
@@ -27,7 +27,7 @@ def count_tokens(rows: datasets.Dataset, vocab_size: int, with_loss: bool = True
 
 
 def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:  # [V] -> [size]
-    """Choose the most frequent tokens and those of `always`, in ascending order; ties go to the lower id."""
+    """Return `size` token ids, ascending: those of `always`, and the most frequent others; ties go to the lower id."""
     ranked = counts.clone()
     # Above every count: these tokens are chosen even if the text has none of them.
     ranked[list(always)] = torch.iinfo(counts.dtype).max
@@ -35,9 +35,13 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:  
 
 
 def unused_token(tokenizer: PreTrainedTokenizerBase, counts: Tensor, ends: Iterable[int]) -> int:
-    """Choose a token that text does not contain: the last one that the tokenizer does not use.
+    """Return a token id that text does not contain: the last of the V, if the tokenizer does not use it.
 
-    Without any, the last special token that is absent from the text and ends none, or else the last absent token.
+    Otherwise the last special token that is absent from the text and not in `ends`, or else the last absent token.
+
+    Args:
+        counts: [V] occurrences of each token in the text.
+        ends: tokens that end a text.
     """
     unused = len(counts) - 1
     if unused >= len(tokenizer):

@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +28,9 @@ from speculator.errors import OneLineParser, UserError, check_text, printable, r
 from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
 from speculator.target.gguf import read_config
+from speculator.target.model import Target
+from speculator.target.server import ServerTarget
+from speculator.target.training import TrainingTarget
 from speculator.terminal import quiet_libraries
 
 TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
@@ -91,27 +95,34 @@ def run(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     processes = state()  # assigns the devices, so it comes before loading the target
     samplings = _samplings(arguments)
-    how = {"max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
-    if arguments.server is not None:
+    how = {"sampling": samplings, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
+    target: Target | ServerTarget
+    if arguments.server is not None and arguments.sources == [SELF]:
+        where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+        target = ServerTarget.connect(arguments.target, arguments.server, **where)
+        set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
+        if arguments.raw:
+            target.tokenizer.chat_template = None
+        _write_chats(arguments, target, None, batch_size=arguments.batch_size or CONCURRENCY, **how)
+    elif arguments.server is not None:
         tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code, arguments.raw)
         set_template_variables(tokenizer, arguments.chat_template_kwargs)
         context = _context_length(arguments)
-        prompts = _prompts(arguments, tokenizer, context)
-        concurrency = arguments.batch_size or CONCURRENCY
+        prompts = _prompts(arguments, tokenizer, PromptLimits(arguments.target, context, arguments.max_new_tokens))
         fetch_rows(
             arguments.server,
             arguments.target,
             tokenizer,
             prompts,
             arguments.output,
-            concurrency=concurrency,
-            sampling=samplings[0],
+            concurrency=arguments.batch_size or CONCURRENCY,
             max_prompt_tokens=context - arguments.max_new_tokens,
             **how,
         )
     else:
         target = model_flags.load_target(arguments)
-        if arguments.raw:
+        refuse((target.encoder and arguments.sources == [SELF], f"--sources {SELF}: {target.name} needs prompts"))
+        if arguments.raw or target.encoder:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
         drafter: HeadDrafter | None = None
@@ -124,22 +135,29 @@ def run(arguments: argparse.Namespace) -> None:
                 arguments.speculator, target, temperatures=kinds, batch_size=how["batch_size"], revision=revision
             )
         if arguments.sources == [SELF]:
-            self_rows(
-                target,
-                drafter,
-                arguments.output,
-                rows=arguments.max_rows or ROWS,
-                turns=arguments.turns or 1,
-                prompt_sampling=_prompt_sampling(arguments),
-                max_prompt_tokens=arguments.max_prompt_tokens,
-                sampling=samplings,
-                **how,
-            )
+            _write_chats(arguments, target, drafter, **how)
         else:
-            prompts = _prompts(arguments, target.tokenizer, target.context_length)
-            generate_rows(target, drafter, prompts, arguments.output, sampling=samplings, **how)
+            limits = PromptLimits.of(target, arguments.max_new_tokens)
+            prompts = _prompts(arguments, target.tokenizer, limits)
+            generate_rows(target, drafter, prompts, arguments.output, **how)
     if processes.is_main_process:
         print(printable(_line(arguments.output)), file=sys.stderr)
+
+
+def _write_chats(
+    arguments: argparse.Namespace, target: TrainingTarget, drafter: HeadDrafter | None, **how: Any
+) -> None:
+    """Write the chats of the source `self`."""
+    self_rows(
+        target,
+        drafter,
+        arguments.output,
+        rows=arguments.max_rows or ROWS,
+        turns=arguments.turns or 1,
+        prompt_sampling=_prompt_sampling(arguments),
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        **how,
+    )
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -167,11 +185,6 @@ def _check(arguments: argparse.Namespace) -> None:
         (own and arguments.turns == ALL, f"--turns all needs chats: give the number of turns that {SELF} writes"),
         (arguments.server is not None and arguments.adapter, "--adapter does not apply to a --server"),
         (arguments.server is not None and arguments.dtype != "auto", "--dtype does not apply to a --server"),
-        (own and arguments.server is not None, f"--sources {SELF} does not work with a --server"),
-        (
-            arguments.server is not None and len(arguments.temperature) > 1,
-            "--temperature takes one value with --server",
-        ),
     )
     check_text(f"--output {arguments.output}", str(arguments.output))  # `datasets` accepts no surrogates
     _samplings(arguments)
@@ -197,8 +210,9 @@ def _context_length(arguments: argparse.Namespace) -> int:
         return sys.maxsize
 
 
-def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Conversation]:
-    limits = PromptLimits(arguments.target, context, arguments.max_new_tokens)
+def _prompts(
+    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
+) -> list[Conversation]:
     if arguments.sources:
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
         found, _ = conversations(
@@ -216,8 +230,13 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
         tally.warn(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
         return found
-    rows = [replace(prompt, today=DATA_DAY) for _, prompt in read_prompts(arguments.prompts)]
-    if tokenizer.chat_template is None and any(row.chat for row in rows):
+    bare = tokenizer.chat_template is None
+    # Without a template, a prompt with its completion is a text as well.
+    rows = [
+        replace(prompt, today=DATA_DAY, chat=prompt.chat and not (bare and isinstance(row.get("prompt"), str)))
+        for row, prompt in read_prompts(arguments.prompts)
+    ]
+    if bare and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     chosen, _ = limits.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
     return [Conversation(ids, row.messages if row.chat else None) for ids, row in chosen]

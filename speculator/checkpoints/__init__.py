@@ -52,7 +52,7 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def layout_of(name: str, head: Speculator) -> Layout:
-    """Return the layout of this name for this kind of head."""
+    """Return the layout of this name for this kind of head; raise a UserError if there is none."""
     fitting = {layout.name: layout for layout in layouts() if layout.head is type(head)}
     if name not in fitting:
         raise UserError(f"no {name} layout for a {type(head).__name__}; it has: {', '.join(fitting)}")
@@ -60,7 +60,10 @@ def layout_of(name: str, head: Speculator) -> Layout:
 
 
 def recognise(folder: str | Path) -> Layout:
-    """Return the layout of a folder or hub id by its config.json, after a check of its manifest if it has one."""
+    """Return the layout of a folder or hub id by its config.json, after a check of its manifest if it has one.
+
+    Raises a UserError for a folder of another kind, or with files that the manifest does not match.
+    """
     folder = head_folder(folder)
     if (Path(folder) / MANIFEST).exists() and (error := manifest_error(Path(folder))):
         raise UserError(f"{folder}: {error}; if it was changed on purpose, delete {MANIFEST}")

@@ -50,7 +50,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a head's config, renamed from those of config.json."""
+    """Return the fields of a head's config, given the content of config.json and its path, for errors."""
     for name, value in _METHOD.items():
         refuse((read.get(name) != value, f"{file}: {name} is {read.get(name)!r}; must be {value!r}"))
     widths = {str(read.get(name)) for name in _WIDTHS}

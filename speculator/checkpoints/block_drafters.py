@@ -4,7 +4,7 @@ Embedding and output matrix are the target's and not stored, but for the rows of
 `lm_head`, with d2t and t2d as in `eagle3`. The auxiliary layers, the mask and the block size are written twice, in
 `dflash_config` and at top level, because servers look in different places. A layer is named by its output there: k - 1
 for the k layers before a hidden state. The `speculators` library (0.9.0) has the same tensors and another config.json,
-whose auxiliary layers are k.
+whose auxiliary layers are k. For a target of 28 layers and `aux_layers` 2 14 25 the servers' ids are 1 13 24.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, 
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a head's config, renamed from config.json; absent ones get the servers' defaults."""
+    """Return the fields of a head's config, given the content of config.json (servers' or `speculators`) and its path.
+
+    Absent fields get the servers' defaults. Raises a UserError for a head that this library can't run.
+    """
     foreign = "transformer_layer_config" in read  # the speculators library's
     if foreign:
         try:
@@ -194,7 +197,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the tensors to store. With a draft vocabulary, its rows of the target's output matrix are among them."""
+    """Return the tensors to store, by name. A draft vocabulary adds its rows of the target's output matrix."""
     tensors = with_d2t(head)
     if head.draft_tokens is not None:
         rows = head.draft_rows(base_matrix(head.config, "output").to(head.device))
@@ -203,7 +206,11 @@ def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by the head's names, without copies of the target's embedding and output matrix."""
+    """Return stored tensors by the head's names, without copies of the target's embedding and output matrix.
+
+    Args:
+        where: the folder, for errors.
+    """
     config = head.config
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     for name, rows in ((EMBEDDING, config.vocab_size), (OUTPUT, config.output_size)):

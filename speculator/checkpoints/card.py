@@ -30,8 +30,8 @@ def write_card(folder: str | Path, run: tuple[dict[str, Any], dict[str, Any]] | 
     """Write README.md into a head's folder and return its path.
 
     Args:
-        folder: the head's.
-        run: result of `read_run`; default: of the run that contains the folder.
+        folder: the head's folder.
+        run: result of `read_run`; default: that of the run that contains the folder.
     """
     folder = Path(folder)
     config, report = run or read_run(folder.resolve().parent)
@@ -52,12 +52,12 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def model_card(head: Speculator, run: dict[str, Any], report: dict[str, Any]) -> str:
-    """Render the card.
+    """Return the model card of a head, as Markdown with a YAML header.
 
     Args:
         head: the head.
-        run: config.yaml of the run (settings, versions, processes); empty if unknown.
-        report: eval/report.json of the run; empty if nothing was measured.
+        run: content of the run's config.yaml (settings, versions, processes); empty if unknown.
+        report: content of the run's eval/report.json; empty if nothing was measured.
     """
     config: Any = copy.copy(head.config)
     settings, rows = run.get("settings") or {}, report.get("suites") or []

@@ -109,7 +109,12 @@ def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dic
 
 
 def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a head's config from config.json, which describes its only layer as Llama or Qwen 3 does."""
+    """Return the fields of a head's config that describe its only layer, which is written as Llama's or Qwen 3's.
+
+    Args:
+        read: content of config.json, or of its part for the layer.
+        file: config.json, for errors.
+    """
     layer, shape = read_layers(read, file, "llama", "qwen3")
     refuse(
         (layer.num_hidden_layers != 1, f"{file}: num_hidden_layers is {layer.num_hidden_layers}; must be 1"),
@@ -164,12 +169,13 @@ def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) ->
 
 
 def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
-    """Return the token id of each row of the output matrix, which is the row's index plus d2t; check d2t first."""
+    """Return the token id of each row of the output matrix; raise a UserError if d2t has another shape or dtype."""
     integer = not d2t.is_floating_point() and d2t.dtype != torch.bool
     refuse(
         (d2t.shape != (rows,), f"{where}: d2t is {list(d2t.shape)}, config.json says {[rows]}"),
         (not integer, f"{where}: d2t is {dtype_name(d2t.dtype)}, not int64"),
     )
+    # Row i is token i + d2t[i]: [2, 2, 5] stands for the tokens 2, 3, 7.
     return d2t.long() + torch.arange(rows)
 
 
@@ -200,7 +206,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a head's config, renamed from those of config.json."""
+    """Return the fields of a head's config, given the content of config.json and its path, for errors."""
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
         refuse((name not in read, f"{file}: {name} is missing"))
     nested = read.get("eagle_config") or {}
@@ -218,7 +224,10 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _aux_layers(inputs: list[int] | None, outputs: list[int] | None, file: Path) -> list[int] | None:
-    """Return the auxiliary layers by vLLM's key (k) or SGLang's (k - 1), which must agree."""
+    """Return the auxiliary layers by vLLM's key (`inputs`, k) or SGLang's (`outputs`, k - 1); None if both are absent.
+
+    Raises a UserError if they disagree.
+    """
     try:
         from_outputs = [k + 1 for k in outputs] if outputs else None
     except TypeError:
@@ -248,7 +257,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 
 def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
-    """Return vLLM's entry in the list of `servers`, for a head in the `eagle3` or the `speculators` layout."""
+    """Return vLLM's `Server` entry, with its command, for a head in the `eagle3` or the `speculators` layout."""
     base = config.base_model_name_or_path or "BASE"
     how = f'{{"model": "{folder}", "method": "eagle3", "num_speculative_tokens": {config.n_predict}}}'
     return Server("vLLM 0.32 and 0.33", True, f"vllm serve {base} --speculative-config '{how}'")

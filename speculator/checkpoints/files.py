@@ -36,7 +36,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors."""
+    """Write config.json and model.safetensors into an existing folder."""
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # safetensors refuses tensors that share memory, as tied ones and views do.
     unshared = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

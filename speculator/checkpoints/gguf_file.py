@@ -54,7 +54,13 @@ _OTHERS = {
 
 
 def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> dict[str, Any]:
-    """Return the GGUF metadata that all heads have."""
+    """Return the GGUF metadata that all heads have, by key.
+
+    Args:
+        architecture: "eagle3" or "dflash", the prefix of the keys.
+        dtype: name of the weights' dtype.
+        layers: number of the head's layers.
+    """
     rope = config.rope_parameters or {}
     kind = rope.get("rope_type", "default")
     runs = ("default", "llama3") if architecture == "eagle3" else ("default",)
@@ -154,7 +160,7 @@ def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str
 
 
 def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the tensors to store; a draft vocabulary with its rows of the target's output matrix, from its file."""
+    """Return the tensors to store; a draft vocabulary adds its rows of the output matrix, from the target's file."""
     packed = eagle3.with_d2t(head)
     if head.draft_tokens is not None:
         from gguf import GGUFReader, dequantize
@@ -167,7 +173,7 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
 
 
 def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
-    """Return a tensor's data and GGUF type."""
+    """Return a tensor's data and GGUF type, None for types that GGUF and numpy share."""
     from gguf import GGMLQuantizationType, quants
 
     tensor = tensor.detach().cpu().contiguous()

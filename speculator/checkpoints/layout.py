@@ -89,7 +89,7 @@ class Layout:
         unpack: converts stored tensors to the head's; may raise a UserError.
         write: writes the head's file, with what `fields` returned, if the layout is another than config.json and
             model.safetensors, and checks it; without `read`, no command reads such a layout.
-        read: loads such a folder.
+        read: loads such a folder; None: config.json and model.safetensors are read.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Layout:
 
 
 def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor by its name without prefix, tied ones once or under every position's name."""
+    """Return the shape of each tensor by its name without prefix; `expand_tied` repeats tied ones per position."""
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
 
@@ -220,7 +220,10 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
 
 
 def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) -> None:
-    """Check names and shapes (tied tensors once or under every position's name), one float dtype, and finite values."""
+    """Raise a UserError unless names and shapes are the head's, dtypes one float dtype, and all values finite.
+
+    Tied tensors may be stored once or under every position's name. `where` begins the message.
+    """
     expected, full, aliases = tensor_shapes(head), tensor_shapes(head, expand_tied=True), head.aliases()
     unexpected = set(tensors) - set(full)
     # A tied tensor may be stored once, or under the name of every position; a part of the names is neither.

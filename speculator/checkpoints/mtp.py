@@ -46,8 +46,9 @@ class Names:
     """Where a family keeps its MTP layers.
 
     Attributes:
-        prefix: before the names of one layer; {} stands for what precedes "layers.", the two numbers for the target's
-            layers plus the MTP layer's.
+        prefix: before the names of one layer, such as "{}layers.{}."; the first {} is what precedes "layers.", the
+        second
+            the number of the target's layers plus the MTP layer's number.
         block: before the names of its decoder layer, after `prefix`.
         parts: stored names of the other parts, after `prefix`.
         single: there is one layer at most.
@@ -80,9 +81,13 @@ class Stored:
     """The tensors in a model's folder, by name, and the names of its MTP layers.
 
     Attributes:
-        text: its text config.
-        shards: file of each tensor.
+        text: the model's text config.
+        shards: name of each tensor's file.
+        root: what precedes "layers." in the names.
         layers: number of MTP layers in the files.
+
+    Raises:
+        UserError: no model of a known family, or damaged files.
     """
 
     def __init__(self, folder: Path):
@@ -203,7 +208,7 @@ def _shards(folder: Path) -> dict[str, str]:
 
 
 def _blocks(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of this shape that holds, for every number, the scale of its block."""
+    """Return a tensor of this shape that holds for every number the scale of its block; `scale` has one per block."""
     # Rounded up, then cut: 5 numbers with 2 scales are blocks of 3 and 2.
     for dim, size in enumerate(shape):
         scale = scale.repeat_interleave(-(-size // scale.shape[dim]), dim).narrow(dim, 0, size)
@@ -215,7 +220,7 @@ def _dequantised(tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def _quantised(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the quantised tensor and its scales, in blocks as the stored scale has them."""
+    """Return the tensor quantised to `dtype`, and its scales, for as many blocks as the stored `scale` has."""
     if tensor.ndim == 3:  # all experts
         each = [_quantised(*pair, dtype) for pair in zip(tensor, scale, strict=True)]
         return torch.stack([part for part, _ in each]), torch.stack([own for _, own in each])
@@ -224,6 +229,7 @@ def _quantised(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
     largest = torch.zeros_like(scale, dtype=torch.float32)
     sizes = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
     row, column = (torch.arange(size) // block for size, block in zip(tensor.shape, sizes, strict=True))
+    # [rows * columns] number of each element's block, by which the maxima are scattered.
     blocks = (row[:, None] * scale.shape[1] + column).flatten()
     largest.view(-1).scatter_reduce_(0, blocks, tensor.float().abs().flatten(), "amax", include_self=True)
     # The largest number of a block becomes the largest that the dtype has.
@@ -284,7 +290,7 @@ def read(folder: Path) -> MTPSpeculator:
 
 
 def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
-    """Write a copy of the target's folder with the head's weights in it, and read them back."""
+    """Write a copy of the target's folder with the head's weights in it, and read them back: `Layout.write`."""
     base = head.config.base_model_name_or_path
     if base is None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")

@@ -79,7 +79,7 @@ def method(config: SpeculatorConfig, algorithm: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a head's config, renamed from those of config.json."""
+    """Return the fields of a head's config, given the content of config.json and its path, for errors."""
     kind = read.get("speculators_model_type")
     refuse(
         (kind != "eagle3", f"{file}: speculators_model_type is {kind!r}; must be 'eagle3'"),
@@ -115,10 +115,13 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by the head's names, without the copy of the target's embedding.
+    """Return stored tensors by the head's names, without the copy of the target's embedding.
 
-    The head reads tokens by that copy until `bind` replaces it by the target's own; zeros stand for no copy.
-    The embedding of a head that has its own (`own_embedding`) stays among the tensors.
+    The head reads tokens by that copy until `bind` replaces it with the target's own. A copy of zeros, which stands for
+    none, is dropped. The embedding of a head that has its own (`own_embedding`) stays among the tensors.
+
+    Args:
+        where: the folder, for errors.
     """
     tensors, config = from_d2t(where, head, tensors), head.config
     if not config.own_embedding and EMBEDDING in tensors:

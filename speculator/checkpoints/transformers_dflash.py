@@ -53,7 +53,10 @@ def fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def from_transformers(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a head's config from config.json, which differs from the `dflash` layout's in names only."""
+    """Return the fields of a head's config, given the content of config.json and its path, for errors.
+
+    The content differs from that of the `dflash` layout in names only.
+    """
     for name in _FIELDS:
         refuse((name not in read, f"{file}: {name} is missing"))
     kind, types = read.get("model_type"), read["layer_types"]
@@ -76,7 +79,7 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
 
 
 def servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
-    """List the only program, transformers, with the call that uses a head or the reason that it can't load it."""
+    """Return one entry, for transformers: the call that uses the head, or the reason that it can't load it."""
     try:
         fields(config, "float32")
     except UserError as error:

@@ -120,7 +120,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
-    """Create the drafter that the flags describe, with another head."""
+    """Create the drafter that the flags describe, with the head in another folder, for which `make_drafter` gets flags.
+
+    Raises a UserError if that head was trained for another target.
+    """
     trained_for = read_config(Path(folder)).get("base_model_fingerprint")
     if trained_for and not similar_target(trained_for, target.fingerprint):
         raise UserError(f"{folder} was trained for another target than {target.name}")

@@ -116,9 +116,11 @@ class Captured(Generic[Result]):
                 entry.graph.reset()
 
     def _check(self, key: Hashable, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
-        """Run eagerly and by the graph, from the same state, and compare."""
-        # Eagerly and by the graph, each from the same state: the work changes it in place, so it is put back in
-        # between.
+        """Run the work eagerly and by the graph, each from the same `state`, and compare results and new states.
+
+        Returns the graph's result if they agree; otherwise drops the graph and returns the eager result.
+        """
+        # The work changes the state in place, so the graph's run needs it put back first.
         before = [tensor.clone() for tensor in state]
         expected = self.work(*arguments)
         after = [tensor.clone() for tensor in state]
@@ -142,11 +144,12 @@ class Captured(Generic[Result]):
         return expected
 
     def _drop(self, key: Hashable, left: float, reason: str) -> None:
-        """Free a key's graph and run the key eagerly, for `left` calls. Other keys keep their graphs."""
+        """Free a key's graph, and run the key eagerly for `left` more calls (inf: always). Other keys keep theirs."""
         graph = self._entries.pop(key).graph
         if graph is not None:
             graph.reset()
         self._failed[key] = left
+        # Too little memory is not a failure: later there may be more.
         Captured.failures += left == inf
         if left != inf:
             torch.cuda.empty_cache()
@@ -155,11 +158,13 @@ class Captured(Generic[Result]):
 
 
 def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    # In place: a graph reads the addresses that the tensors had at its capture.
     for tensor, value in zip(state, values, strict=True):
         tensor.copy_(value)
 
 
 def _all_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    # Token ids and counts must be equal; floats may round differently.
     return len(a) == len(b) and all(
         torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE) if x.is_floating_point() else torch.equal(x, y)
         for x, y in zip(a, b, strict=True)
@@ -193,6 +198,7 @@ def capturable(target: Any, drafter: Any | None) -> bool:
 def warm_up(work: Callable[..., Result], *given: Any) -> Result:
     """Run on a side stream, as torch requires before a capture: libraries initialise themselves in their first call."""
     side = _stream("warm-up", torch.cuda.current_device())
+    # Streams run independently: the side stream must see the inputs, and the caller's stream the result.
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         result = work(*given)
@@ -225,5 +231,5 @@ def on(device: torch.device) -> AbstractContextManager:
 
 
 def new_pool(device: torch.device) -> Any:
-    """Create a memory pool for captures that never run at the same time."""
+    """Return the handle of a new memory pool, for captures that never run at the same time; None without CUDA."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

@@ -19,16 +19,17 @@ def take_at(values: Tensor, position: Tensor) -> Tensor:  # [B, T, X], [B] -> [B
 
 def gather_at(values: Tensor, positions: Tensor) -> Tensor:  # [B, T, X], [B, n] -> [B, n, X]
     """Return the values at n positions of each row."""
+    # gather needs an index for every element: [B, n] becomes [B, n, X], the same position along X.
     return values.gather(1, positions[:, :, None].expand(-1, -1, values.shape[-1]))
 
 
 @dataclass
 class Draft(TokenTree):
-    """Proposed tokens. In a verify step the pending token has position 0 and draft token i has position i + 1.
+    """Proposed tokens. In a verification step the pending token has position 0 and draft token i has position i + 1.
 
     Attributes:
-        tokens: [B, n].
-        lengths: [B] number of drafted tokens of each row; the rest is padding.
+        tokens: [B, n] drafted tokens, with padding on the right.
+        lengths: [B] number of drafted tokens of each row.
         probs: [B, n, V] distribution from which each token was drawn, or None for a deterministic draft
             (one-hot). Siblings share the distribution of their parent's continuation.
         parents: [B, n] index of each token's parent in the draft, -1 under the pending token; parents come before
@@ -58,7 +59,9 @@ class Draft(TokenTree):
         return cls(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
 
     def filled(self, tokens: Tensor, probs: Tensor | None) -> Draft:
-        """Return a copy with other tokens. The copy shares the read-only tensors computed from the tree's form."""
+        """Return a draft of the same form with other tokens [B, n] and the `probs` that they were drawn from."""
+        # A shallow copy takes along what the cached properties hold, such as the ancestors: they depend on the form
+        # only.
         draft = copy(self)
         draft.tokens, draft.probs = tokens, probs
         return draft
@@ -81,7 +84,10 @@ class Draft(TokenTree):
         return rows, positions
 
     def index_at(self, last: Tensor, present: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:  # [B] -> [B] each
-        """Return an index of each row's position `last` in logits [B, n+1, V], or in those of `present` tokens."""
+        """Return the index of each row's verify position `last` in the leading dimensions of logits.
+
+        The index is (rows, positions) for logits [B, n+1, V], and (tokens,) for logits [T, V] of the `present` tokens.
+        """
         if present is None:
             return torch.arange(len(last), device=last.device), last
         # Rows follow each other, each with its pending token first: with lengths [2, 0, 1] they begin at 0, 3 and 4.

@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 class Drafter:
     """Proposes tokens for the target to verify.
 
-    In every step the engine calls `choose` and `propose`; it also looks after the drafter's memory. A drafter whose
-    memory is a `LogitsSource` sets the attributes by `reshape`, and proposes by its shape. Others implement `propose`.
+    In every step the engine calls `choose`, then `propose`; it also updates the drafter's memory. A drafter whose
+    memory is a `LogitsSource` sets its attributes through `reshape` and inherits `propose`. Others implement `propose`.
 
     Attributes:
         name: name in reports: "head", "model", "ngram", or your own.
         num_speculative_tokens: G, the longest path that one draft can contain.
         nodes: the most tokens that one `propose` drafts: G for a chain, more for a tree.
         rules: accept rules that keep the output exact for every draft; the first is the default.
-            "match" fits every draft, made of the scores of `noise` or of anything else that is fixed before the
-            target samples;
+            "match" fits every draft that is fixed before the target samples, whether made of `noise.scores` or not;
             a chain also allows "block" and "rejection", if its tokens are drawn from `Draft.probs`, or each is given
             probability 1 (None);
             a tree allows "multi_candidate" if siblings are drawn without replacement.
@@ -35,7 +34,7 @@ class Drafter:
         capturable: `propose` never reads a value back from the device and ignores `sequences`, so CUDA graphs can
             replay it.
         aux_layers: target layers whose hidden states the memory reads, ascending; empty: the final hidden state.
-        shape: shape of the next draft, if the drafter drafts in several shapes.
+        shape: shape of the next draft; None for a drafter with a `propose` of its own.
         trained_length: longest context that it was trained on; None: not known, or it was not trained.
     """
 
@@ -50,14 +49,14 @@ class Drafter:
     trained_length: int | None = None
 
     def choose(self, requests: Sequence[Request]) -> Any:
-        """Return the shape of the next step's draft for the rows of these requests."""
+        """Return the shape of the next step's draft, one for all rows, given their requests; None without shapes."""
         return self.shape
 
     def observe(self, seconds: float) -> None:
-        """Learn how long the last step took, from the choice on."""
+        """Learn the wall-clock seconds of the last step, from before `choose` until its tokens were appended."""
 
     def forget(self) -> None:
-        """Drop everything that was derived from earlier requests."""
+        """Drop what was learned from earlier requests, such as their n-grams."""
 
     def reshape(self, shape: Shape) -> None:
         """Draft in another shape from the next step on."""
@@ -85,7 +84,8 @@ class LogitsSource(Memory):
     """A model that gives next-token logits along a draft, level by level, and its memory of every row.
 
     Attributes:
-        independent: logits do not depend on the tokens drafted before, so that sampled tokens seldom fit together.
+        independent: logits do not depend on the tokens drafted before them. Sampled tokens of such a draft seldom fit
+            together.
     """
 
     independent: bool = False
@@ -96,7 +96,7 @@ class LogitsSource(Memory):
 
     def next(
         self,
-        level: int,  # 1 for the children of the first drafted tokens
+        level: int,  # drafting level of the result: `first` gives level 0
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
@@ -105,14 +105,14 @@ class LogitsSource(Memory):
 
     def confidence(
         self,
-        level: int,
+        level: int,  # tokens of the chain so far
         tokens: Tensor,  # [B] the newest level of a chain
     ) -> Tensor | None:  # [B]
         """Return the predicted chance that the token after each is accepted; None if the source predicts none."""
         return None
 
     def skip(self, pending: Tensor, sequences: Sequences) -> None:
-        """Update the memory in a step in which this source drafts nothing."""
+        """Update the memory in a step in which this source drafts nothing; it takes the arguments of `first`."""
 
 
 class Shape(Protocol):
@@ -123,7 +123,7 @@ class Shape(Protocol):
         levels: depth that the logits source drafts; a lookup path may go deeper.
         nodes: tokens of a draft.
         width: the most children of a token.
-        offered: the most tokens among which the `nodes` are chosen: what a draft model processes.
+        offered: the most tokens that the source may have to process, among which the `nodes` are chosen.
         rules, capturable: see `Drafter`.
     """
 

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out.
 
-Between two steps finished requests leave their rows, waiting requests are admitted, and a chunk of their prompts is
-prefilled (`speculator.decoding.rows`). A step runs over the rows that decode. Plain decoding is the same engine
-without a drafter.
+A call of `Engine.step` takes finished requests out of their rows, admits waiting ones, and prefills a chunk of their
+prompts (`speculator.decoding.rows`). Then one verification step runs over the rows that decode. Plain decoding is the
+same engine without a drafter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MIN_STEPS_TO_CAPTURE = 64
 
 @dataclass
 class Verified:
-    """Result of a verify step.
+    """Result of a verification step.
 
     Attributes:
         tokens: [R, G+1] the pending token and the accepted path; later columns are arbitrary.
@@ -60,8 +60,8 @@ class Verified:
         accepted: [R] number of accepted draft tokens.
         counts: [R] number of `tokens` to keep: the pending one and the accepted; 0 for idle rows.
         next_token: [R] token after the accepted path.
-        report: [R, G+4] for the host: the path, the draft's depth, `accepted`, 1 if the logits are finite,
-            `next_token`.
+        report: [R, G+4] for the host: the G drafted columns of `tokens`, the draft's depth, `accepted`, 1 if the logits
+            are finite, `next_token`.
         logits: [R, G+1, V] the target's after `tokens`, if a request asks for log-probabilities.
     """
 
@@ -114,7 +114,7 @@ class Engine:
         self.rows = Rows(target, drafter, slots, capacity, capture)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
-        self._decode = self.rows.replayed(self, "decode_rows")
+        self._decode = self.rows.replayed(self, "decode_rows")  # runs `decode_rows`, or replays a CUDA graph of it
 
     @property
     def drafter(self) -> Drafter | None:
@@ -167,7 +167,7 @@ class Engine:
         return Request(text, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
 
     def enqueue(self, request: Request) -> Request:
-        """Queue a request made by `request`."""
+        """Queue a request made by `request`, and return it; it is admitted in a later `step`."""
         self.rows.expect(request)
         trained = self.drafter.trained_length if self.drafter else None
         if trained and len(request.prompt) > FAR_BEYOND * trained:
@@ -273,9 +273,9 @@ class Engine:
         """
         # x_1 .. x_G ~ q, after the pending token x_0.
         draft, noise = self.draft(batch)
-        # One forward pass over x_0 .. x_G gives p_1 .. p_{G+1}. The accept rule keeps a prefix or path x_1 .. x_n and
-        # samples the next token, so that the output has exactly the target's distribution: the target's own token under
-        # `match`, else one from what the rule leaves of p_{n+1}.
+        # One forward pass over x_0 .. x_G gives p_1 .. p_{G+1}; `verify` counts from p[0]. The accept rule keeps a
+        # prefix or path x_1 .. x_n and samples the next token, so that the output has exactly the target's
+        # distribution: the target's own token under `match`, else one from what the rule leaves of p_{n+1}.
         verified = self.verify(batch, draft, noise)
         # x_0 .. x_n stay in the cache. The next token is pending now.
         self.commit(batch, verified)
@@ -292,7 +292,7 @@ class Engine:
         return MATCH if self.drafter is None else self._rule or self.drafter.rules[0]
 
     def draft(self, batch: Batch) -> tuple[Draft, Noise]:
-        """Return the draft and the random numbers of the step."""
+        """Return the draft [R, n] of a step (empty without a drafter) and the step's random numbers."""
         depth = self.drafter.num_speculative_tokens if self.drafter else 0
         # Random numbers depend on the seed and the position: + 1, because the pending token is not in the cache yet.
         positions = self.cache.selected + 1
@@ -311,7 +311,8 @@ class Engine:
         tokens = torch.cat([batch.pending[:, None], draft.tokens], dim=1)  # [R, n + 1]
         tree = None if draft.parents is None else draft
         # On a CPU, where reading the lengths costs nothing, only tokens that exist are computed: one row's long draft
-        # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary.
+        # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary. Only
+        # `match` takes logits of single tokens: the other rules index them by row and verify position.
         packs = noise.coupled and self.target.device.type == "cpu" and not self.rows.capturing
         present = draft.present if packs else None
         widths = (draft.lengths + 1).tolist() if present and tree is None and not self.cache.recurrent else None
@@ -350,6 +351,7 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor]:  # [R] each
         """Return the position where the accepted path ends, the token after it, and whether its logits are finite."""
         if batch.held_back:
+            # How far ahead the token is that each verify position's logits are for, 0 for the next one: j in a chain.
             depths = torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
             logits = without_held_back(logits, batch.held_back, depths if draft.parents is None else draft.depths)
         if noise.coupled:
@@ -360,6 +362,7 @@ class Engine:
             # Columns 0..n-1 drew the draft. A rule that tested it with the same numbers would not keep the
             # distribution.
             u = noise.uniforms(2 * nodes + 1)
+            # With 3 nodes: columns 0..2 drew, 3..5 test, and 6 draws the next token below.
             last, residual = REJECTION_RULES[self.rule](batch.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
@@ -395,7 +398,7 @@ class Engine:
             self.start_decoding({chunk.start + i: request for i, request in complete.items()}, hidden[list(complete)])
 
     def start_decoding(self, requests: dict[int, Request], hidden: Tensor) -> None:
-        """Sample each row's next token from its last hidden state [R, D], and decode the row from now on."""
+        """Sample each row's next token from its last hidden state [R, D], and decode from now on; keys are rows."""
         first, logprobs = prefill.first_tokens(self.target, list(requests.values()), hidden)
         self.rows.pending[list(requests)] = first
         for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
@@ -405,7 +408,8 @@ class Engine:
                 request.append([token], drafted, None if logprobs is None else logprobs[i])
 
     def append_tokens(self, batch: Batch, report: list[list[int]]) -> None:
-        """Append a step's tokens to the requests; a request may finish."""
+        """Append a step's tokens to the requests, given the rows of `Verified.report`; a request may finish."""
+        # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, batch.requests, report, strict=False)):
             *path, drafted, accepted, finite, next_token = row
             # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.

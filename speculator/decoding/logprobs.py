@@ -13,8 +13,8 @@ class TokenLogprobs:
     """Log-probability of one token under the target at temperature 1, without filters.
 
     Attributes:
-        logprob: that of the generated token.
-        top: the likeliest tokens at its position, each with its log-probability.
+        logprob: natural logarithm of the generated token's probability.
+        top: (token id, log-probability) of the likeliest tokens at its position, the likeliest first.
     """
 
     logprob: float

@@ -40,7 +40,7 @@ class LookupPaths:
         return opened
 
     def put(self, found: Sequence[Sequence[int]]) -> None:
-        """Set the paths of the first rows, cut to the room; other rows have none."""
+        """Set the paths of the first rows, each cut to `most` tokens; other rows get none."""
         paths = [*(list(path[: self.most]) for path in found), *([] for _ in range(len(self._table) - len(found)))]
         self._table.copy_(torch.tensor([[len(path), *path, *[0] * (self.most - len(path))] for path in paths]))
         # The form of a captured step can't depend on what was found.
@@ -48,7 +48,7 @@ class LookupPaths:
         self._longest = self.most if captured else max(map(len, paths))
 
     def first(self, rows: int, most: int) -> tuple[Tensor, Tensor]:  # [rows, W], [rows]
-        """Return the paths of the first rows, of at most `most` tokens, and their lengths."""
+        """Return the paths of the first `rows` rows, at most `most` tokens each, padded with 0, and their lengths."""
         width = min(most, self._longest)
         return self._table[:rows, 1 : 1 + width], self._table[:rows, 0].clamp(max=width)
 
@@ -79,7 +79,7 @@ class Memory:
     def open(self, cache: KVCache) -> Self:
         """Return a copy that is empty, with the rows and the capacity of the target's cache.
 
-        A draft may write after the selected rows of that cache; verification overwrites it.
+        A draft may write that cache after each selected row's tokens (`scratch_positions`); verification overwrites it.
         """
         opened = copy(self)
         opened.paths = self.paths.open(len(cache.lengths), cache.lengths.device)

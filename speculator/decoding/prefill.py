@@ -45,7 +45,7 @@ def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | Non
     tokens = torch.tensor([[*part, *[0] * (width - len(part))] for part in parts], device=device)
     counts = torch.tensor(chunk.counts, device=device)
     cache.select(chunk.start, chunk.start + len(parts), max(chunk.begins))
-    # A reused slot may hold more tokens than the prompt shares with it.
+    # A reused slot may hold more tokens than the prompt shares with it: of 100 cached tokens with 64 shared, 36 go.
     cache.truncate(torch.tensor(chunk.begins))
     cache.read_sources(chunk.sequences)
     with target.aux_layers.recorded(drafter.aux_layers if drafter else ()) as states:

@@ -46,6 +46,8 @@ def rejection_marks(steps: Iterable[Step]) -> list[int]:
     """Return a mark for each new token of a row, the prefill's first: 1 if it replaced a rejected draft token."""
     marks = [0]
     for step in steps:
+        # Only a step's last token can replace a rejected one: 2 of 3 drafted tokens accepted give 0 0 1. It doesn't if
+        # the whole draft was accepted, or if the completion ended inside the accepted tokens.
         marks += [0] * step.emitted
         marks[-1] = int(step.accepted < step.drafted and not step.cut)
     return marks
@@ -93,7 +95,7 @@ class Request:
         on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
         logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
         min_tokens: tokens before the completion may end.
-        held_back: tokens that are not sampled among the first `min_tokens`.
+        held_back: token ids that may not be sampled among the first `min_tokens` new tokens.
         sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
@@ -147,7 +149,13 @@ class Request:
         drafted: int | None = None,
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> None:
-        """Append a step's tokens up to the completion's end; `drafted` is None for the prefill's token."""
+        """Append a step's tokens up to the completion's end.
+
+        Args:
+            tokens: the accepted draft tokens, then the one that the target sampled.
+            drafted: depth of the step's draft; None for the prefill's token.
+            logprobs: log-probabilities of `tokens`; None: not computed.
+        """
         begin, start, accepted = len(self.sequence), len(self.prompt), len(tokens) - 1
         # A step may bring tokens after the end: a draft that was accepted past EOS. They are dropped, and the step is
         # `cut`.
@@ -161,6 +169,7 @@ class Request:
                 self.finish_reason = self.limit_reason
             if self.finish_reason:
                 break
+        # What was really appended: of [x6, EOS, x8] the first two.
         new = self.sequence[begin:]
         if self.logprobs is not None and logprobs is not None:
             self.token_logprobs += [replace(token, top=token.top[: self.logprobs]) for token in logprobs[: len(new)]]
@@ -253,7 +262,7 @@ def _as_list(number: int, prompt: Any) -> list[int]:
 
 
 def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
-    """Convert one EOS token or several, as transformers accepts them."""
+    """Return one EOS token id, or several, as a set. Raises a UserError for anything but integers."""
     try:
         return {index(token_ids)} if not isinstance(token_ids, Iterable) else set(map(index, token_ids))
     except TypeError:

@@ -136,7 +136,10 @@ class Rows:
     # ---- room
 
     def grow(self, waiting: deque[Request]) -> None:
-        """Make room for the sequences in the slots and for the current shape of the drafts."""
+        """Make room for the sequences in the slots and for the current shape of the drafts.
+
+        If memory runs out, the largest request fails, whether it is in a slot or `waiting`.
+        """
         longest = max((len(slot.sequence) for slot in self.scheduler.slots if slot.request), default=0)
         if longest > self._max_tokens:
             self._max_tokens = longest + RESERVED_NEW_TOKENS
@@ -312,5 +315,5 @@ def _opened(drafter: Drafter, cache: KVCache) -> Drafter:
 
 
 def _room(request: Request) -> int:
-    """Return the number of tokens for which a request needs room."""
+    """Return the tokens that a request needs room for: what it has, or its prompt and up to 1,024 new ones if more."""
     return max(len(request.sequence), len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS))

@@ -71,7 +71,8 @@ class RowSampling:
 
     Attributes:
         greedy: every row is at temperature 0, so the likeliest token is taken and no distribution is computed.
-        kind: everything that the host decides by; settings of one kind differ in their tensors only.
+        kind: what the host branches on, such as whether any row has top-p. Settings of one kind run the same kernels
+            and differ in their tensors only.
     """
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
@@ -98,13 +99,13 @@ class RowSampling:
         self.at_zero = column(row.greedy for row in rows).bool()
 
     def copy_(self, other: RowSampling) -> None:
-        """Copy settings of the same kind, in place."""
+        """Copy settings of the same kind and number of rows into these tensors, whose addresses CUDA graphs hold."""
         self.rows = other.rows
         for name in _TENSORS:
             getattr(self, name).copy_(getattr(other, name))
 
     def of_tokens(self, rows: Tensor) -> RowSampling:  # [T]
-        """Return the settings of the rows that T tokens belong to, as a batch of T rows."""
+        """Return the settings of T tokens as a batch of T rows, given the row that each token belongs to."""
         chosen = copy(self)
         for name in _TENSORS:
             setattr(chosen, name, getattr(self, name)[rows])
@@ -118,6 +119,7 @@ class RowSampling:
         logits = logits / self.temperature.to(torch.promote_types(logits.dtype, torch.float32))
         size = logits.shape[-1]
         if self._most:
+            # [B, T, largest k], descending: the k-th value of each row is at index k - 1.
             ordered = logits.topk(min(self._most, size)).values
             rank = self.top_k.clamp(max=ordered.shape[-1]) - 1
             least = ordered.gather(-1, rank.expand(*ordered.shape[:2], 1))
@@ -149,9 +151,9 @@ class Noise:
     Args:
         sampling: settings of the rows.
         positions: [B] position of the next token in each sequence.
-        size: V.
+        size: V, size of the vocabulary.
         depth: length of the longest path that is drafted.
-        coupled: the step's rule is `match`: drafts are made of the same noise as the target's own samples.
+        coupled: the step's rule is `match`, for which drafts are made of the same noise as the target's own samples.
 
     Attributes:
         coupled: also true at temperature 0, where there is no noise.
@@ -182,7 +184,10 @@ class Noise:
         logits: Tensor,  # [B, f, V] of tokens at one depth
         depth: int,  # 0: the next token
     ) -> Tensor:  # [B, f, V]
-        """Return the logits plus the noise of their position: the best score is the sample, the k best k candidates."""
+        """Return the logits plus their position's Gumbel noise: the argmax is a sample, the top k are k candidates.
+
+        The logits come back unchanged if all rows are at temperature 0, or if the rule is not `match`.
+        """
         return self.sampling.scaled(logits).add_(self._level(depth)[:, None]) if self._noisy else logits
 
     def samples(
@@ -194,7 +199,8 @@ class Noise:
         """Return the target's own token at every verify position.
 
         Args:
-            present: rows and verify positions of the T logits that are given (see `Draft.present`); others give 0.
+            present: rows and verify positions [T] of the given logits (see `Draft.present`); all other positions get
+                token 0.
         """
         if present is not None:
             rows, verified = present  # [T] each
@@ -217,6 +223,7 @@ class Noise:
         if not self._noisy:
             return most_likely(logits)
         sampling = self.sampling.of_tokens(rows)
+        # Noise of T tokens, not of all B (n + 1) positions: each is a vector over the vocabulary.
         noise = gumbel(self._seeds[rows], self.positions[rows] + depths, self._size)
         noise = noise.masked_fill_(sampling.at_zero[:, 0], 0.0)
         return most_likely(sampling.scaled(logits[:, None])[:, 0].add_(noise))
@@ -234,6 +241,7 @@ def without_held_back(
     """Return a copy of the logits in which tokens that come too early in their row are impossible."""
     logits = logits.clone()
     for row, missing, tokens in held_back:
+        # Depth 0 is the next token: with 2 tokens missing, those at depths 0 and 1 are too early.
         early = depths[row, :, None] < missing
         logits[row, :, tokens] = logits[row][:, tokens].masked_fill(early, -torch.inf)
     return logits
@@ -251,8 +259,9 @@ def _removed_by_top_p(
 ) -> Tensor:  # [..., V] bool
     """Return a mask of the tokens that top-p removes; `top_p` 1 removes none.
 
-    On a CPU the likeliest tokens usually suffice, and sorting the vocabulary is slow. On other devices the host would
-    have to wait to learn whether they do.
+    Args:
+        first: number of likeliest tokens that are sorted at first; the whole vocabulary is if they don't suffice. None:
+            2,048 on a CPU, where sorting is slow; all on other devices, where the host would wait to learn it.
     """
     size = probs.shape[-1]
     first = first or (_TOP_P_CANDIDATES if probs.device.type == "cpu" else size)
@@ -262,6 +271,7 @@ def _removed_by_top_p(
     beyond = (ordered.cumsum(-1) - ordered) >= top_p
     outside = torch.ones_like(probs, dtype=torch.bool).scatter_(-1, index, beyond) & (top_p < 1)
     if first < size:
+        # Rows whose candidates have less than `top_p` together: their set of tokens may go on beyond the candidates.
         short = (ordered.sum(-1) < top_p[..., 0]) & (top_p[..., 0] < 1)
         if short.any():
             outside[short] = _removed_by_top_p(probs[short], top_p.expand(*short.shape, 1)[short], size)
@@ -279,6 +289,7 @@ def _shr(x: Tensor, bits: int) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """Finaliser of splitmix64: every input bit affects every output bit."""
+    # The multipliers are 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, written as int64. Products wrap around modulo 2^64.
     x = (x ^ _shr(x, 30)) * -4658895280553007687
     x = (x ^ _shr(x, 27)) * -7723592293110705685
     return x ^ _shr(x, 31)
@@ -293,6 +304,7 @@ def uniforms(
     index = torch.arange(count, device=seeds.device)
     # Nested, not added: seed 1 at position 2 must not have the numbers of seed 2 at position 1.
     bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + index + _GAMMA)
+    # A float64 holds 53 bits exactly, so the numbers are multiples of 2^-53, and below 1.
     return _shr(bits, 11).double() * 2.0**-53
 
 
@@ -313,6 +325,7 @@ def gumbel(
     x.bitwise_xor_(x >> 16).mul_(2146121005).add_(second)
     x.bitwise_xor_(x >> 15).mul_(-2073254261)
     x.bitwise_xor_(x >> 16).mul_(739982445)
+    # Without the sign bit: 31 bits, 0 to 2^31 - 1.
     return _gumbel_of(x.bitwise_xor_(x >> 15).bitwise_and_(0x7FFFFFFF))
 
 

@@ -24,6 +24,8 @@ class Slot:
     Attributes:
         sequence: tokens that the row holds or held; of a request, its prompt and completion.
         num_computed_tokens: leading tokens of `sequence` whose keys and values are in the row.
+        request: the request that has the slot; None for a free one.
+        phase: DECODING, PREFILLING, WAITING_FOR_PREFIX or FREE.
         last_used: logical time of the last admission, prefill, copy or release.
         prefix_source: (slot, its sequence, n) from which the first n tokens are copied once they are computed.
     """
@@ -69,6 +71,8 @@ class Scheduler:
         for slot in self.slots:
             if slot.request is not None and slot.request.finish_reason:
                 kept = len(slot.request.sequence) - 1  # the newest token is still pending
+                # The row may have read tokens that the sequence lacks: those after EOS in an accepted draft, or those
+                # of a step that was cancelled. A recurrent state can't forget them, so nothing of it is reused.
                 ahead = slot.num_computed_tokens > kept or slot.request.finish_reason == "cancelled"
                 slot.num_computed_tokens = 0 if ahead and self.recurrent else min(kept, slot.num_computed_tokens)
                 slot.sequence, slot.request, slot.phase = slot.request.sequence, None, FREE
@@ -155,7 +159,14 @@ class Scheduler:
     def _find_prefix_source(
         self, request: Request, num_computed: int, hashes: list[int], overlap: int
     ) -> tuple[Slot, Sequence[int], int] | None:
-        """Find the slot whose prompt shares the longest prefix, if that saves enough compared with `num_computed`."""
+        """Find the prompt in flight that shares the longest prefix, if copying it saves enough.
+
+        Args:
+            num_computed: tokens that the request can take from a free slot instead.
+
+        Returns:
+            The prompt's slot, its sequence and the number of tokens to copy; None if no prompt shares enough.
+        """
         # From the longest prefix to the shortest; the first that is good enough is the best.
         longest, seen = len(request.prompt) - 1, set()
         for prefix in reversed(hashes):
@@ -188,7 +199,7 @@ class Scheduler:
         """Start the prefill of slots whose prefix source is computed, or gone.
 
         Returns:
-            source rows, destination rows, and the longest prefix to copy.
+            source rows, destination rows, and the tokens of the longest prefix, for the caller to copy in the caches.
         """
         source, destination, longest = [], [], 0
         rows = {slot: row for row, slot in enumerate(self.slots)}
@@ -214,7 +225,8 @@ class Scheduler:
     def sort_by_phase(self) -> tuple[list[int], list[int]]:
         """Move decoding slots to the first rows, then those being prefilled, then free ones.
 
-        A forward pass runs over neighbouring rows. Returns source and destination rows; the other rows stay.
+        A forward pass runs over neighbouring rows. Returns source and destination rows, for the caller to move in the
+        caches; the other rows stay.
         """
         phases = sorted(slot.phase for slot in self.slots)
         # Only rows on the wrong side of a border move. With the phases [D, P, D, F] (D decodes, P is prefilled) rows 1
@@ -226,9 +238,12 @@ class Scheduler:
         return source, destination
 
     def next_chunk(self, rows: list[int], max_width: int, budget: int | None) -> tuple[list[int], list[int]]:
-        """Choose which of neighbouring rows are prefilled next, and how many tokens of each.
+        """Choose which of neighbouring rows are prefilled next; return them and the number of tokens of each.
 
-        With a `budget` of tokens, take the row that has waited longest and as many of its neighbours as fit.
+        Args:
+            max_width: the most tokens of a row.
+            budget: the most tokens of all rows: the row that has waited longest is taken, and as many of the rows after
+                it as fit. None: all rows.
         """
         widths = [min(max_width, self._end(self.slots[row]) - self.slots[row].num_computed_tokens) for row in rows]
         start, stop = 0, len(rows)
@@ -246,18 +261,23 @@ class Scheduler:
 
     def _end(self, slot: Slot) -> int:
         """Position at which a slot's next chunk ends at the latest: the prompt's end, or where a state is copied."""
-        copied = [each.prefix_source for each in self.slots if self.recurrent and each.prefix_source]
+        if not self.recurrent:
+            return len(slot.sequence)
+        copied = [each.prefix_source for each in self.slots if each.prefix_source]
         ends = [shared for source, _, shared in copied if source is slot and shared > slot.num_computed_tokens]
         return min(ends, default=len(slot.sequence))
 
 
 def _reusable(shared: int, prompt: Sequence[int], overlap: int) -> int:
-    """Number of tokens of a shared prefix that need not be computed again."""
+    """Number of tokens of a shared prefix that need not be computed again; for `overlap`, see `Scheduler.admit`."""
+    # A prompt of 10 tokens that is shared as a whole, with an overlap of 1: min(10, 9) - 1 = 8.
     return max(0, min(shared, len(prompt) - 1) - overlap)
 
 
 def _block_hashes(prompt: Sequence[int]) -> list[int]:
-    """Hashes of the first block, the first two blocks, ..."""
+    """Hashes of the first block, the first two blocks, ...; an incomplete last block has none."""
+    # Each hash contains the one before, so it stands for the whole prefix. `shared_prefix` compares the tokens later,
+    # so a collision costs a comparison, nothing else. An encoder's source is part of all of them.
     hashes, last = [], hash(source_of(prompt))
     for end in range(_BLOCK, len(prompt) + 1, _BLOCK):
         last = hash((last, *prompt[end - _BLOCK : end]))

@@ -34,7 +34,7 @@ def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) 
 def decode(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], before: Sequence[int] = (), special: bool = False
 ) -> str:
-    """Decode new tokens.
+    """Return the text of new tokens.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -82,6 +82,7 @@ class Detokenizer:
         piece = self._held()
         if not piece or self._in_run or piece.endswith("\ufffd"):
             return ""
+        # This piece's tokens become the left context of the next piece.
         self._window = self._window[self._shown :]
         self._shown = len(self._window)
         return piece

@@ -4,7 +4,8 @@
 
 Notation: at verify position j (0: the pending token, i+1: draft token i) the target's distribution of the next token is
 p[j]; the draft's is q. A rule returns `last`, the position where the accepted path ends (0: nothing accepted), and the
-distribution of the token after it, which need not be normalised. Rules read the leading columns of `u`.
+distribution of the token after it, which need not be normalised. `u` holds uniform random numbers in [0, 1); a rule
+reads one for each draft token, the leading columns.
 
 Every rule keeps the target's distribution exactly, for the drafts that it is made for. A random number can be exactly
 0, so tests `u q < p` are strict: a token of probability 0 is never accepted.
@@ -27,7 +28,11 @@ def _prob_of(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [
 
 
 def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
-    """Return the verify position where the longest path of accepted tokens ends; 0 if none was accepted."""
+    """Return the verify position where the longest path of accepted tokens ends; 0 if none was accepted.
+
+    Args:
+        accept: the test of each draft token by itself. A token counts only if all its ancestors are accepted too.
+    """
     accept = accept & draft.drafted
     # A chain ends at its first rejection: [1, 1, 0, 1] gives the products [1, 1, 0, 0], whose sum is 2.
     if draft.parents is None:
@@ -107,9 +112,10 @@ def block(
     q = _draft_probs(p, draft)
     # Clamped for padding alone, where q is 0; a drafted token was drawn from q, so its q is positive.
     ratio = _prob_of(p[:, :-1], draft.tokens) / _prob_of(q[:, :-1], draft.tokens).clamp_min(_TINY)
+    # P_0 = 1: nothing has been drafted before the first token.
     weights = [p.new_ones(len(p))]
     for i in range(draft.depth):
-        # Clamped at every step: with the ratios 2 and 0.5 the second weight is 0.5. Clamping their product once would
+        # Clamped at every token: with the ratios 2 and 0.5 the second weight is 0.5. Clamping their product once would
         # give 1, and accept too much.
         weights.append((weights[-1] * ratio[:, i]).clamp_max(1))
     weight = torch.stack(weights, 1)  # [B, G+1] P
@@ -138,6 +144,7 @@ def multi_candidate(
 
     At a node start with t = p, s = q. Accept child x iff u s(x) < t(x).
     After a rejection t = norm((t - s)_+), s(x) = 0, s = norm(s), and test the next sibling.
+    If all are rejected, the next token follows the last t.
     """
     rows = torch.arange(len(p), device=p.device)
     q = _draft_probs(p, draft)

@@ -21,7 +21,7 @@ from speculator.heads import Speculator
 
 
 class PathOrDraft:
-    """In each row the path that n-gram lookup found; rows without one have the draft of `inner`.
+    """Shape in which each row drafts the path that n-gram lookup found for it, or without one the draft of `inner`.
 
     Args:
         length: the most tokens of a path; 0: no draft.
@@ -46,6 +46,7 @@ class PathOrDraft:
         path, counts = source.paths.first(len(pending), self.length)
         width, is_path = max(draft.tokens.shape[1], path.shape[1]), counts[:, None] > 0
 
+        # Each row takes one or the other; both are padded on the right to the wider one.
         def chosen(paths: Tensor, drafts: Tensor) -> Tensor:  # [R, width]
             fill = width - paths.shape[1], width - drafts.shape[1]
             return torch.where(is_path, pad(paths, (0, fill[0])), pad(drafts, (0, fill[1])))
@@ -64,8 +65,8 @@ class AdaptiveDrafter(HeadDrafter):
 
     Args:
         head: the trained head.
-        choices: what the head can draft.
-        lookup, cost: see `Chooser`. A `CostTable` learns how long the steps took.
+        choices: shapes that the head can draft, with their acceptance rates.
+        lookup, cost: see `Chooser`. A `CostTable` is corrected by the time of the steps.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
     """
 
@@ -98,13 +99,14 @@ class AdaptiveDrafter(HeadDrafter):
         self._ngrams = NgramDrafter(LONGEST_PATH, memory=self._history)
 
     def fastest(self, greedy: bool, rows: int) -> Shape:
-        """Return the head's fastest shape by the measured figures, whatever the text."""
+        """Return the head's fastest shape by the measured acceptance and costs, without regard to the current text."""
         return fastest_shape(self.choices, self.cost, greedy, rows)
 
     def choose(self, requests: Sequence[Request]) -> Shape:
         found = self._ngrams.look([request.sequence for request in requests])
         plan = self._chooser.choose(requests, found)
         self._chosen = plan, all(request.sampling.greedy for request in requests)
+        # Not `PathOrDraft`, which on a GPU has room for the longest path in every row of a captured step.
         if not any(plan.lengths):
             return plan.choice.shape if plan.choice else self._plain
         self.memory.paths.put([path[:length] for (_, path), length in zip(found, plan.lengths, strict=True)])

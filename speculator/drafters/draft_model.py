@@ -45,7 +45,7 @@ class DraftModelDrafter(Drafter):
 
 
 class CausalSource(LogitsSource):
-    """Base of sources that run a causal LM over a draft, with a KV cache."""
+    """Base of sources that run a causal LM over a draft, with a KV cache; a subclass implements `run`."""
 
     cache: KVCache
     _tree: Draft  # what earlier levels have drafted
@@ -63,19 +63,26 @@ class CausalSource(LogitsSource):
         return self.run(tokens, self._tree, base)
 
     def begin(self, pending: Tensor) -> None:
-        """Start a draft, which is empty."""
+        """Start an empty draft after the pending tokens [B]."""
         self._tree, self._width = Draft.none(pending), 1
 
     def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
-        """Compute the logits after a level of the draft: of its tree, from verify position `base` on."""
+        """Compute the logits after each token of a level of the draft.
+
+        Args:
+            tokens: the level.
+            tree: the draft up to this level; None for a chain.
+            base: verify position of the level's first token.
+        """
         raise NotImplementedError
 
 
 class DraftModelSource(CausalSource):
-    """A draft model with its KV cache of every row.
+    """Drafts with a second model, which keeps a KV cache of every row.
 
     Args:
-        vocab_size: size of the target's vocabulary.
+        model: the draft model.
+        vocab_size: size of the target's vocabulary, over which logits are returned.
     """
 
     _recent: Tensor  # [slots, reread] tokens before the pending one
@@ -106,7 +113,7 @@ class DraftModelSource(CausalSource):
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
-        """See `Memory`. The last `reread` tokens before the chunk are read again, with it."""
+        """See `Memory`. The last tokens before the chunk, one or as many as a tree is deep, are read again with it."""
         device, reread = self.model.device, self._reread
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
         # A prefix that another request left here ends with tokens whose keys may lie where a draft had put them.
@@ -119,6 +126,7 @@ class DraftModelSource(CausalSource):
         self.cache.read_sources(sequences)
         self.model.extend(self.cache, tokens, counts=[len(row) for row in new])
         self.cache.truncate(torch.tensor(ends))
+        # Right-aligned: with 3 to reread and a text of 2 tokens, 0 a b.
         recent = [list(text[max(0, end - reread) : end]) for text, end in zip(sequences, ends, strict=True)]
         self._recent[start : start + len(sequences)] = torch.tensor([[0] * (reread - len(row)) + row for row in recent])
 
@@ -141,7 +149,7 @@ class DraftModelSource(CausalSource):
         # Left-aligned: recent tokens r0 r1 and the pending p become r0 r1 p, or r1 p p for a row with one token.
         columns = (torch.arange(reread + 1, device=pending.device) + reread - back[:, None]).clamp(max=reread)
         tokens = torch.cat([self._recent[:rows], pending[:, None]], 1).gather(1, columns)
-        # Rows step back by the tokens that are read again, so that these overwrite their keys; then forward.
+        # Rows go back by the tokens that are read again, so that these overwrite their keys; then forward.
         cache.selected -= back
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.selected += back

@@ -18,7 +18,7 @@ class EarlyExitDrafter(Drafter):
     """Drafts with the target's first layers, its final norm and its output matrix.
 
     The target's KV cache already holds the keys and values of these layers for the sequence. Drafting writes its own
-    after the sequence, and the verify step overwrites them.
+    after the sequence, and verification overwrites them.
 
     Args:
         target: the model whose layers draft.
@@ -45,6 +45,7 @@ class EarlyExitSource(CausalSource):
 
     def reserve(self, shape: Shape) -> None:
         super().reserve(shape)
+        # The pending token and everything that the draft processes, after the target's committed positions.
         self.scratch_positions = 1 + shape.offered
         if self.target.recurrent and not self._is_chain:
             raise UserError(f"{self.target.name} has recurrent layers, whose early exit drafts chains only")
@@ -65,7 +66,7 @@ class EarlyExitSource(CausalSource):
 
 
 def check_layers(target: Target, layers: int) -> None:
-    """Raise a UserError unless the target has more layers than these."""
+    """Raise a UserError unless the target has more than `layers` layers, at least 1, that can be run one by one."""
     count, where = len(target.aux_layers.layers), f"early exit after {layers} layers: {target.name}"
     refuse(
         (not count, f"{where}'s layers are not found one by one"),

@@ -37,6 +37,8 @@ class FixedTree:
         check_nodes(len(nodes))
         known = {(), *nodes}
         for path in nodes:
+            # A node's parent is its path less the last rank, and its elder sibling has the rank before: (1, 2) needs
+            # (1,) and (1, 1).
             rank = path[-1] if path else -1
             elder = (*path[:-1], rank - 1) if type(rank) is int and rank > 0 else ()
             if type(rank) is not int or rank < 0 or not {path[:-1], elder} <= known:
@@ -50,8 +52,8 @@ class FixedTree:
         self.rules: tuple[str, ...] = ("match", "multi_candidate")
         self.width = 1 + max(path[-1] for path in nodes)
         self._parents = [nodes.index(path[:-1]) if len(path) > 1 else -1 for path in nodes]
-        # Of each level: its nodes' parents among the expanded tokens before it, their columns among all that these
-        # offer, who is expanded, and the parents of these.
+        # For each level: each node's parent (index among the expanded tokens of the level before) and column (index
+        # among all tokens that these offer), the nodes that are expanded themselves, and the parents of these.
         self._levels: list[tuple[list[int], ...]] = []
         self._most: list[int] = []
         self._on_device: dict[tuple[int, torch.device], tuple[Draft, list[list[Tensor]]]] = {}
@@ -72,6 +74,7 @@ class FixedTree:
         rows = len(pending)
         form, levels = self._indices(pending)
         u = None if noise.coupled else noise.uniforms(self.nodes)
+        # The root is the only expanded token at first, so f is 1 here.
         logits = source.first(pending, sequences)  # [B, f, V] of the expanded tokens
         all_tokens: list[Tensor] = []
         all_probs: list[Tensor] = []
@@ -88,6 +91,7 @@ class FixedTree:
                 own.index_copy_(1, columns, u[:, drafted : drafted + len(columns)])
                 offered = siblings(probs.flatten(0, 1), own.view(-1, most)).view(rows, -1, most)
                 all_probs.append(probs.index_select(1, parents))
+            # Of the f * most offered tokens the tree keeps some; the others are never verified.
             tokens = offered.flatten(1).index_select(1, columns)
             all_tokens.append(tokens)
             drafted += len(columns)
@@ -97,7 +101,7 @@ class FixedTree:
         return form.filled(torch.cat(all_tokens, 1), torch.cat(all_probs, 1) if all_probs else None)
 
     def _indices(self, pending: Tensor) -> tuple[Draft, list[list[Tensor]]]:
-        """Return an empty draft of this form and the indices of its levels, on the device of the rows."""
+        """Return a draft of this form without its tokens, and the indices of its levels, on the device of `pending`."""
         key = (len(pending), pending.device)
         if key not in self._on_device:
             index = partial(torch.tensor, dtype=torch.long, device=pending.device)
@@ -120,7 +124,7 @@ class Candidates(FixedTree):
 
 
 def siblings(probs: Tensor, u: Tensor) -> Tensor:  # [R, V], [R, k] -> [R, k]
-    """Draw k tokens from each distribution, one after the other and without replacement."""
+    """Draw k tokens from each of R distributions, one after the other and without replacement, by the numbers u."""
     tokens: list[Tensor] = []
     for i in range(u.shape[1]):
         tokens.append(draw(probs, u[:, i]))

@@ -53,11 +53,11 @@ class Hybrid:
 
 def joined(
     draft: Draft,
-    path: Tensor,  # [B, depth + length]
-    counts: Tensor,  # [B] how many of its tokens there are
+    path: Tensor,  # [B, draft.depth + length] tokens after the pending one
+    counts: Tensor,  # [B] number of the path's tokens; the rest is padding
     length: int,
 ) -> Draft:
-    """Add to a draft up to `length` tokens of a path from the root: those that the draft does not have."""
+    """Return a draft with up to `length` more tokens: those of the path that the draft does not have."""
     # Follow the path in the draft to the verify position `at`, `same` tokens deep.
     depths = draft.depths[:, 1:]
     # A draft token at depth d agrees if it is token d - 1 of the path, and the path has that many.

@@ -54,7 +54,10 @@ class StepSeconds:
     verify: list[float] = field(default_factory=list)
 
     def figures(self, num_speculative_tokens: int) -> dict[str, float]:
-        """Return c per drafted token ("draft_over_decode"), v ("verify_over_decode"), and a plain step's seconds."""
+        """Return the costs in plain steps, and a plain step's "decode_seconds".
+
+        "draft_over_decode" is the cost c of drafting one token, "verify_over_decode" the cost v of a verification.
+        """
         draft, verify = self.ratios()
         return {
             "draft_over_decode": draft / num_speculative_tokens,
@@ -88,7 +91,7 @@ def timed_steps(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
-    """Decode `count` steps after `prompts`; yield each step's draft and result, and add its seconds to `costs`.
+    """Decode `count` drafted steps after `prompts`; yield each one's draft and result, and add the seconds to `costs`.
 
     Every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed after the same
     sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run past the end
@@ -165,7 +168,7 @@ def measure(
     costs: StepSeconds,
     rule: str | None = None,
 ) -> None:
-    """Decode after `prompts`, and add the seconds of about `blocks` blocks of steps to `costs`."""
+    """Decode after `prompts`, and add the seconds of about `blocks` blocks of `BLOCK` drafted steps to `costs`."""
     captures = 3 if capturable(target, drafter) else 0  # blocks lost at the start, and where the cache grows
     for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
         pass
@@ -186,8 +189,8 @@ def measure_costs(
 ) -> list[CostEntry]:
     """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
 
-    Each of the drafts, and lookup paths in all rows and in one, take turns. Before each of these steps comes one without
-    a draft, and only the two are compared: the speed of a machine changes within seconds.
+    Each of the drafts, and lookup paths in all rows and in one, take turns. Before each of these steps comes one
+    without a draft, and only the two are compared: the speed of a machine changes within seconds.
 
     Args:
         shapes: drafts, the most important first.
@@ -202,14 +205,15 @@ def measure_costs(
     # The most important drafts come first, because the time may end within a round.
     for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):
         for (rows, greedy), own in costs.items():
-            for what, cost in _round(engines[rows], greedy, (*shapes[:2], rows, 1, *shapes[2:]), deadline):
+            drafts = (*shapes[:2], *dict.fromkeys((rows, 1)), *shapes[2:])
+            for what, cost in _round(engines[rows], greedy, drafts, deadline):
                 own.setdefault(what, []).append(cost)
     entries = []
     for (rows, greedy), own in costs.items():
         medians = {what: statistics.median(each) for what, each in own.items()}
-        drafts = {what: cost for what, cost in medians.items() if not isinstance(what, int)}
+        heads = {what: cost for what, cost in medians.items() if not isinstance(what, int)}
         verify = {what * LONGEST_PATH: cost for what, cost in medians.items() if isinstance(what, int)}
-        entries += [CostEntry(rows, greedy, drafts, verify)] if medians else []
+        entries += [CostEntry(rows, greedy, heads, verify)] if medians else []
     return entries
 
 

@@ -41,7 +41,7 @@ class _Index:
         self.known = 0
 
     def last(self, of: Sequence[int]) -> int | None:
-        """Return the end of the last earlier occurrence of the longest suffix of a sequence that has one."""
+        """Return the position after the last match of the longest suffix of `of` in this text; None without a match."""
         text = self.text
         # Only what is new since the last call: a step costs its own tokens, not the whole text. Later positions
         # overwrite earlier ones, so the newest match wins.
@@ -93,7 +93,7 @@ class History:
                 self._ends[gram] = left
 
     def occurrences(self, text: Sequence[int]) -> tuple[Occurrence, ...]:
-        """Return where this sequence's last n-gram occurred before, in any sequence, the newest first."""
+        """Return where the last n-gram of `text` occurred, in any sequence that was read, the newest first."""
         return self._ends.get(tuple(text[-self.ngram :]), ())
 
 
@@ -147,7 +147,8 @@ class NgramDrafter(Drafter):
         A match in another sequence counts as two tokens shorter; at a tie the sequence's own match wins, and before it
         that in its source. At most `LONGEST` matched tokens count.
         """
-        # An index holds its text, so no other text has that id.
+        # By identity: a request's sequence stays one list while it grows. An index holds its text, so no other text can
+        # have that id.
         self._indices = {id(text): self._indices.get(id(text)) or _Index(text, self.max_ngram) for text in sequences}
         if self.history:
             self.history.read([text for text in sequences if text])

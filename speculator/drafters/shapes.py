@@ -101,7 +101,7 @@ def grown(
     parents: Tensor,  # [B, n] among the last `width` tokens of the tree
     width: int,
 ) -> Draft:
-    """Return the draft with one more level."""
+    """Return a tree with one more level. The result has no probabilities and no padding."""
     before = tree.tokens.shape[1]
     return Draft(
         torch.cat([tree.tokens, tokens], 1),
@@ -119,7 +119,10 @@ class Tree:
 
     Args:
         branches: children that each expanded token offers, level by level.
-        nodes: tokens that go through the target.
+        nodes: number of tokens that are kept, and verified.
+
+    Raises:
+        UserError: the branches can't give so many tokens.
     """
 
     capturable = True
@@ -171,6 +174,7 @@ def _expand(
         tokens = best.indices.flatten(1)
         scores = (score[:, :, None] + best.values).flatten(1) - 1e-4  # a sure child ties with its parent otherwise
         all_tokens.append(tokens)
+        # Each expanded token offers `children` neighbours: the expanded 4 and 6 with 2 each give the parents 4 4 6 6.
         all_parents.append(expanded.repeat_interleave(children, 1))
         all_scores.append(scores)
         if level + 1 == len(branches):

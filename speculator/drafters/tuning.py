@@ -40,7 +40,7 @@ _NOT_SHAPE = ("base_model", "trained_length", "training_data", "dtype", "transfo
 """Beginnings of the names in a head's config that step costs do not depend on."""
 
 Ranks = Sequence[Sequence[float]]
-"""a[d][r]: how often the child of rank r is accepted, given that its parent at depth d was."""
+"""a[d][r]: acceptance rate of the child of rank r, given that its parent at depth d was accepted (0: the root)."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
 
 
 def measured_on(target: Target) -> dict[str, str]:
-    """Return "processor" and "dtype", on which step costs depend; the number of threads does not count."""
+    """Return "processor" and "dtype", on which step costs depend; a change of the number of threads goes unnoticed."""
     device = hardware(target.device) if target.device.type == "cuda" else processor()
     return {"processor": device, "dtype": dtype_name(target.dtype)}
 
@@ -130,6 +130,8 @@ def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
     chances = {kind == "greedy": [level[0] for level in ranks] for kind, ranks in tuning.ranks.items()}
     if head.config.max_speculative_tokens is None:
         for own in chances.values():
+            # Deeper than measured, the last rate is assumed to hold: 0.8 0.7 goes on with 0.7 while the product, the
+            # chance that the whole chain is accepted, is at least 0.05.
             while len(own) < _LONGEST_CHAIN and prod(own) * own[-1] >= _WHOLE_CHAIN:
                 own.append(own[-1])
     longest = max(map(len, chances.values()))
@@ -148,6 +150,7 @@ def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
 
 def rates_by_depth(tree: FixedTree, ranks: Ranks) -> list[float]:
     """Return the acceptance rate of each level of a tree, given that a node of the level before was accepted."""
+    # reached[d]: the chance that a node at depth d is accepted. It is a sum, since at most one node of a level can be.
     reached = [1.0] + [0.0] * tree.depth
     for path in tree.paths:
         reached[len(path)] += prod(ranks[depth][rank] for depth, rank in enumerate(path))
@@ -198,5 +201,5 @@ def code_digest(folder: Path) -> str:
 
 
 def _typical(shapes: Sequence[Shape]) -> CostEntry:
-    """Return costs for a target that is too slow to be measured in time."""
+    """Return assumed costs, for a target that is too slow to be measured in time."""
     return CostEntry(1, True, {shape: 1 + 0.1 * shape.levels + 0.02 * shape.nodes for shape in shapes})

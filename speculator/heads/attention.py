@@ -20,7 +20,10 @@ ROPES = ("default", "linear", "llama3", "yarn")
 
 
 def default_aux_layers(layers: int) -> list[int]:
-    """Return the auxiliary layers that servers use for a head that names none: 2, L // 2, L - 3."""
+    """Return the auxiliary layers that servers use for a head that names none: 2, L // 2, L - 3 of L layers.
+
+    Raises a UserError for a target of fewer than 7 layers.
+    """
     if layers < 7:
         raise UserError(f"a target of {layers} layers has no default aux_layers, which need 7: name them")
     return [2, layers // 2, layers - 3]
@@ -78,7 +81,8 @@ class AttentionConfig(SpeculatorConfig):
         """Build a config with the target's sizes, heads and rope; `changes` override them.
 
         The rope is that of the target's full-attention layers, for text only. It is a plain one if the target's depends
-        on the text's length, covers a part of each head, or is absent.
+        on the text's length, covers a part of each head, or is absent. Raises a UserError for a target without
+        attention heads, or with too few layers for `aux_layers`.
         """
         heads = getattr(target, "num_attention_heads", None)
         if heads is None:
@@ -138,7 +142,7 @@ class AttentionHead(Speculator):
 
 
 class Rope:
-    """Computes cosines and sines for rotary positions, with the frequencies that transformers gives the config."""
+    """Computes cosines and sines [..., 1, d] of positions [...], with transformers' frequencies for the config."""
 
     def __init__(self, config: AttentionConfig):
         self.config = config
@@ -149,6 +153,7 @@ class Rope:
             frequencies, scaling = self.frequencies()
             self._frequencies[positions.device] = frequencies.to(positions.device), scaling
         frequencies, scaling = self._frequencies[positions.device]
+        # Angles in float32 even for a bfloat16 head: bfloat16 has no position 257, and would use that of 256.
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         angles = positions[..., None, None].to(exact) * frequencies.to(exact)
         # Halves, as `rotate` pairs dimension i with i + d/2: both have the same angle.
@@ -156,7 +161,7 @@ class Rope:
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
     def frequencies(self) -> tuple[Tensor, float]:  # [d / 2]
-        """Return the angle per position of each pair of dimensions, and the factor of cosine and sine."""
+        """Return the angle per position of each pair of dimensions, in radians, and the factor of cosine and sine."""
         size, rope = self.config.head_dim, dict(self.config.rope_parameters or {})
         if rope["rope_type"] == "default":
             return 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size), 1.0
@@ -174,7 +179,12 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections of attention, [..., `width`] -> [..., heads, d] and back to [..., D]."""
+    """Projections of attention: [..., `width`] to queries, keys and values [..., heads, d], and back to [..., D].
+
+    Args:
+        bias: the projections have a bias.
+        qk_norm: queries and keys pass an RMS norm over d.
+    """
 
     def __init__(self, config: AttentionConfig, width: int, bias: bool, qk_norm: bool):
         super().__init__()
@@ -209,7 +219,7 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:  # [..., heads, d]
-    """Apply rotary position embedding, in halves as Llama does."""
+    """Apply rotary position embedding, in halves as Llama does; `rope` is the cosines and sines of `Rope`."""
     cos, sin = rope
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
@@ -219,14 +229,16 @@ def attend(
     query: Tensor,  # [B, f, H, d]
     keys: Tensor,  # [B, K, M, d]
     values: Tensor,  # [B, K, M, e]
-    seen: Tensor,  # [B, f, M]
-    scale: float | None = None,
+    seen: Tensor,  # [B, f, M] bool: the keys that each query attends to
+    scale: float | None = None,  # factor of the scores; None: d ** -0.5
 ) -> Tensor:  # [B, f, H, e]
     """Compute grouped-query attention; heads that share a key head are stacked, so that no key is repeated."""
     batch, rows, heads, size = query.shape
     shared = keys.shape[1]
     # [B, f, H, d] -> [B, K, H/K * f, d]: with 8 heads on 2 key heads, the f queries of heads 0..3 follow each other.
     stacked = query.view(batch, rows, shared, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    # All heads see the same keys. The queries 0..f-1 of one head follow those of another, and so does the mask.
     mask = seen.repeat(1, heads // shared, 1)[:, None]
     out = nn.functional.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask, scale=scale)
+    # The way back: [B, K, H/K * f, e] -> [B, K, H/K, f, e] -> [B, f, K, H/K, e] -> [B, f, H, e].
     return out.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4).flatten(2, 3)

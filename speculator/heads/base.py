@@ -81,11 +81,15 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @property
     def cached_values(self) -> int:
-        """Number of values that the head's memory keeps for every token of a row."""
+        """Number of values (of keys, values and states) that the head's memory keeps per token of a row."""
         return 0
 
     def activation_bytes(self, length: int) -> int:
-        """Return the bytes per token of a row kept for the backward pass, for `--plan`; calibrated on a GPU."""
+        """Estimate the bytes per token that training keeps for the backward pass, for `--plan`; calibrated on a GPU.
+
+        Args:
+            length: tokens of a training row.
+        """
         return 24 * self.n_predict * self.inner_dim
 
     @property
@@ -151,6 +155,7 @@ class Speculator(PreTrainedModel, ABC):
     def __init__(self, config: SpeculatorConfig):
         super().__init__(config)
         size = config.draft_vocab_size
+        # Placeholders: training fills in the tokens that it chose, and loading those of the checkpoint.
         self.register_buffer("draft_tokens", None if size is None else torch.arange(size))
 
     # --- what every architecture implements
@@ -174,15 +179,16 @@ class Speculator(PreTrainedModel, ABC):
         """Compute the logits of `probe`'s inputs, to compare an exported head with this one."""
 
     def probe(self) -> tuple[Tensor, ...]:
-        """Return fixed inputs of `logits`: hidden states and tokens."""
+        """Return fixed inputs of `logits`: hidden states [1, 4, D] and tokens [1, 3 + N]."""
+        # S = 4 positions: the last of N steps at the last position reads token S + N - 2, the last of S + N - 1.
         config = self.config
         hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0))
         tokens = torch.arange(3 + config.n_predict, device=self.device)[None] * 7 % config.vocab_size
         return hidden.to(self.device, self.dtype), tokens
 
     def probe_matrix(self) -> Tensor:  # [V, D]
-        """Return a fixed matrix for `probe` in place of the target's."""
-        # A random matrix with overlapping rows: a whole one may take gigabytes.
+        """Return a fixed matrix for `probe` in place of the target's embedding or output matrix."""
+        # Row i is a view of V + D - 1 random numbers, from i on: a whole random matrix may take gigabytes.
         size = self.config.vocab_size + self.config.emb_dim - 1
         noise = torch.randn(size, generator=torch.Generator().manual_seed(1))
         return noise.to(self.device, self.dtype).unfold(0, self.config.emb_dim, 1)
@@ -210,7 +216,7 @@ class Speculator(PreTrainedModel, ABC):
         """Take what the head needs from the target to run, given its text config."""
 
     def aliases(self) -> dict[str, str]:
-        """Return the names under which published checkpoints repeat a tied tensor, each with the tensor's name here."""
+        """Return {name in a checkpoint: name here} for the tied tensors that published checkpoints store repeatedly."""
         return {}
 
     # --- what they share
@@ -220,7 +226,11 @@ class Speculator(PreTrainedModel, ABC):
         return self.config.n_predict
 
     def weights_per_token(self, length: int) -> int:
-        """Return how many weights training multiplies with each token of a row of `length`; the FLOPs follow."""
+        """Return the number of weights that training multiplies with each token, from which its FLOPs follow.
+
+        Args:
+            length: tokens of a training row.
+        """
         return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
 
     def draft_rows(

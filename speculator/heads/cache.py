@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class HeadCache:
-    """The keys and values of B rows in each of a head's layers.
+    """The keys and values of B rows in each of a head's layers, for K key heads of size d.
 
-    Positions from a row's length on belong to a draft or to nobody: the next write overwrites them. To remove tokens,
+    Positions from a row's length on belong to a draft or are free: the next write overwrites them. To remove tokens,
     lower `lengths`.
 
     Attributes:
-        keys, values: [layers, B, K, capacity, d], values of their own size if they have one.
+        keys, values: [layers, B, K, capacity, d]; values may have a size of their own, `value_dim`.
         lengths: [B] number of text positions in each row, updated in place.
         longest: upper bound of `lengths`, known to the host; it bounds how many positions are read.
     """
@@ -54,7 +54,7 @@ class HeadCache:
         self.values[layer][row, :, positions] = values.to(self.values.dtype)
 
     def select(self, start: int, stop: int, longest: int) -> Self:
-        """View neighbouring rows of at most `longest` tokens; writes to the view change this cache."""
+        """Return a view of rows start..stop - 1, which have at most `longest` tokens; its writes change this cache."""
         part = copy(self)
         part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
         part.lengths, part.longest = self.lengths[start:stop], longest
@@ -62,11 +62,14 @@ class HeadCache:
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Copy row source[i], of at most `longest` tokens, to row destination[i]."""
+        # An index by lists copies all source rows before the first is written, so rows may change places.
         for x in (self.keys, self.values):
             x[:, list(destination), :, :longest] = x[:, list(source), :, :longest]
         self.lengths[list(destination)] = self.lengths[list(source)]
 
     def grow(self, capacity: int) -> None:
         """Enlarge every row to at least `capacity` positions."""
+        # Pads from the last dimension on: d stays, and positions are added at the end. Rows that were selected before
+        # are views of the old tensors.
         more = (0, 0, 0, max(0, capacity - self.keys.shape[3]))
         self.keys, self.values = (nn.functional.pad(x, more) for x in (self.keys, self.values))

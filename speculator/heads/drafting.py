@@ -1,4 +1,4 @@
-"""Bases of the sources of heads: what a head keeps of every row while it drafts."""
+"""Base classes of the heads' `LogitsSource`s: what a head keeps of every row while it drafts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _SHORT = 64
 
 
 class CachedSource(LogitsSource):
-    """Base of sources with keys and values of every row's text.
+    """Base of sources that keep the keys and values of every row's text.
 
     Attributes:
-        cache: [slots] rows of `_capacity` tokens and `_spare` further positions, which a step may write.
+        cache: one row per slot, of `_capacity` tokens and `_spare` further positions that a step may write.
     """
 
     cache: HeadCache
@@ -53,6 +53,7 @@ class CachedSource(LogitsSource):
     def grow(self, capacity: int) -> None:
         self.cache.grow(capacity + self._spare)
         self._capacity = capacity
+        # The buffers are new tensors, and a CUDA graph still reads the old ones.
         self.version += 1
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:

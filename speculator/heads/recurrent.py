@@ -83,7 +83,7 @@ class RecurrentHead(UnrolledHead):
 
     @abstractmethod
     def embedding(self, index: int) -> nn.Embedding:  # V -> I
-        """Embedding of a step's token."""
+        """Embedding of the token that step `index` reads."""
 
     @abstractmethod
     def advance(
@@ -92,7 +92,7 @@ class RecurrentHead(UnrolledHead):
         state: Tensor,  # [..., any] from `start` for step 0, else from the step before
         token: Tensor,  # [..., I] embedding of the token after the one that `state` ends with
     ) -> Tensor:  # [..., any]
-        """Compute the next state."""
+        """Compute the state after step `index`, which the next step starts from."""
 
     @abstractmethod
     def features(
@@ -105,7 +105,7 @@ class RecurrentHead(UnrolledHead):
     @property
     @abstractmethod
     def entry(self) -> nn.Linear:  # D -> I
-        """Matrix that projects the hidden state; near the identity, the state keeps the target's basis."""
+        """Matrix that projects the target's hidden state at step 0. `initialise_from` starts it near the identity."""
 
     def step(
         self,
@@ -113,7 +113,7 @@ class RecurrentHead(UnrolledHead):
         state: Tensor,  # [..., any]
         tokens: Tensor,  # [...]
     ) -> tuple[Tensor, Tensor]:  # [..., any], [..., V]
-        """Advance by one token: returns the next state and the logits of the token after `tokens`."""
+        """Run step `index` on `tokens`; return the next state and the logits of the token after each."""
         state = self.advance(index, state, self.embedding(index)(tokens))
         return state, self.to_full_vocabulary(self.output(index)(self.features(index, state)))
 
@@ -166,6 +166,7 @@ class RecurrentSource(LastHiddenSource):
         return logits
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        # Each token continues the state of its parent: with the parents [0, 0, 1] the first two share a state.
         self._states, logits = self.head.step(level, gather_at(self._states, parents), tokens)
         return logits
 

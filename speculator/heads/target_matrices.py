@@ -26,7 +26,8 @@ class HeadOnTargetMatrices(Speculator):
         embedding: Tensor,  # [V, D]
         output: nn.Linear,  # D -> V
     ) -> None:
-        """Use these matrices, which are copied only for a draft vocabulary."""
+        """Use these matrices, without the bias. They are copied only if a draft vocabulary selects rows."""
+        # Another address means that rows were selected, or that a sharded or quantised matrix was made whole.
         rows = self.draft_rows(whole(output.weight))
         if rows.data_ptr() != output.weight.data_ptr() or output.bias is not None:
             output = _linear(rows.detach())
@@ -35,7 +36,7 @@ class HeadOnTargetMatrices(Speculator):
 
     @contextmanager
     def sharing(self, embedding: Tensor, output: Tensor) -> Iterator[None]:  # [V, D] both
-        """Use other matrices inside the block."""
+        """Use other matrices inside the block, then those from before again."""
         shared = self._shared
         self.share(embedding, _linear(output))
         try:

@@ -56,14 +56,17 @@ def step_metrics(
     overlap: Tensor | None,  # [N, ...]
     count: Tensor,  # [N] labels of each draft position
 ) -> dict[str, Metric]:
-    """Return a (sum, count) pair of each figure, [N] each; those named "prefix" are products with the positions before.
+    """Return (sum, count) pairs, [N] both, of "loss", "accuracy", "overlap" and their products over the prefix.
 
-    The training log has them as `position{i}/NAME`. A figure must be 0 where there is no label, as all of these are.
+    "prefix_accuracy" counts the labels up to which all of a draft's tokens are right; "prefix_overlap" is the chance
+    that all are accepted. The training log has them as `position{i}/NAME`. All inputs must be 0 where there is no
+    label.
     """
 
     def total(x: Tensor) -> Metric:
         return x.flatten(1).sum(1), count
 
+    # Products along the draft: hits 1 1 0 1 of four positions give 1 1 0 0, as a decoder stops at the first miss.
     metrics = {"loss": total(loss), "accuracy": total(hits), "prefix_accuracy": total(hits.cumprod(0))}
     if overlap is not None:
         metrics |= {"overlap": total(overlap), "prefix_overlap": total(overlap.cumprod(0))}

@@ -53,7 +53,7 @@ class UnrolledHead(Speculator):
         documents: Tensor | None = None,  # [B, S] document of each position; None: one document a row
         loss_mask: Tensor | None = None,  # [B, S] positions where features are needed; None: all
     ) -> list[Tensor]:  # N x [B, S, I]
-        """Compute what the output matrix reads at each step, teacher-forced."""
+        """Compute what the output matrix reads at each step, teacher-forced: steps read the text's tokens."""
 
     @abstractmethod
     def output(self, index: int) -> nn.Linear:  # I -> V_d
@@ -82,7 +82,10 @@ class UnrolledHead(Speculator):
         batch: TrainingBatch,
         loss: TokenLoss,
     ) -> dict[str, Metric]:
-        """Compute the loss of all steps; u is the position whose next token a step predicts."""
+        """Compute the objective and metrics of all steps from what the output matrix reads.
+
+        Labels are laid out by u, the position whose next token a step predicts (see the module).
+        """
         batch_size, steps, length = batch.labels.shape
         # Step i at position t predicts x[u+1] with u = t+1+i, so u runs from 1 to S-1+1+N-1. For L = 8, N = 2: u =
         # 1..6.

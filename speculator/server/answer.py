@@ -45,6 +45,7 @@ class AnswerText:
         found = [held.find(stop, max(0, self._early - len(stop) + 1)) for stop in self._stops]
         found = [start for start in found if start >= 0]
         self.stopped = bool(found)
+        # "..he" may be the start of the stop string "hello": it is kept back until more text decides.
         keep = 0 if ended else max((_overlap(held, stop) for stop in self._stops), default=0)
         end = min(found) if found else len(held) - keep
         piece, self._held = held[:end], held[end:]

@@ -181,7 +181,13 @@ class _Routes:
         prompts: Sequence[Prompt | list[int]],
         writer_class: type[CompletionWriter],
     ) -> Response:
-        """Tokenize the prompts, decode the answers, and write the response."""
+        """Tokenize the prompts, decode the answers, and return the response, whole or as a stream of events.
+
+        Args:
+            http: the HTTP request.
+            request: its checked fields.
+            writer_class: form of the response.
+        """
         began = time.monotonic()
         self._check_model(request.model)
         tokenizer = self.target.tokenizer
@@ -258,7 +264,12 @@ class _Routes:
             yield event
 
     async def _outputs(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[StepOutput]:
-        """Outputs of the job until every answer has ended."""
+        """Yield the outputs of a job, as they come, until every answer has ended.
+
+        Args:
+            writer: what the outputs are added to; it finds stop strings, and answers end there.
+            began: time of the request, for the time to the first token.
+        """
         first = True
         while not writer.done:
             output = await job.next_output()

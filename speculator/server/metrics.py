@@ -85,7 +85,7 @@ class Traffic:
     accepted: int = 0
 
     def count(self, request: Request, new: int) -> None:
-        """Count a step of a request that gave it some new tokens."""
+        """Count a step in which a request got `new` tokens."""
         self.answers += request.finish_reason is not None
         self.tokens += new
         # The prefill's token is no step: with it, the request has no other tokens yet.

@@ -48,6 +48,7 @@ class CompletionWriter:
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._finish_reasons: list[str | None] = [None] * count
         self._offsets = [0] * count
+        # Answers are numbered prompt by prompt: with n = 2, answer 3 belongs to prompt 3 // 2 = 1.
         # A token is decoded after this letter, because tokenizers drop the space of a text's first token.
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
         options = request.stream_options or StreamOptions()
@@ -76,7 +77,7 @@ class CompletionWriter:
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
 
     def opening(self) -> list[str]:
-        """Return the events that come with the first token."""
+        """Return the events to send with the first token, before its own."""
         return []
 
     def event(self, output: StepOutput) -> str:
@@ -109,16 +110,17 @@ class CompletionWriter:
         return self.prompts[index // self.request.choices]
 
     def _prompt_ids(self) -> dict[str, Any]:
-        """Return the prompt's token ids as fields of a response."""
+        """Return the fields of a response that hold the prompt's token ids, if responses of this kind have them."""
         return {}
 
     def _choice_prompt_ids(self, index: int) -> dict[str, Any]:
-        """Return the prompt's token ids as fields of a choice."""
+        """Return the fields of a choice that hold the prompt's token ids, if choices of this kind have them."""
         return {"prompt_token_ids": self.prompts[index // self.request.choices]}
 
     def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         texts = [self._token_text(token) for token in tokens]
         offsets = []
+        # Where each token's text begins in the answer, in characters: "a", " cat" are at 0 and 1.
         for text in texts:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)

@@ -127,12 +127,12 @@ class Worker:
         return max(0, self.load - self.in_use)
 
     def take_traffic(self) -> Traffic:
-        """Return the counts since the last call."""
+        """Return what the engine did since the last call, and count from 0 again."""
         taken, self._traffic = self._traffic, Traffic()
         return taken
 
     def submit(self, requests: Sequence[Request]) -> Job:
-        """Queue requests made by `Engine.request`."""
+        """Queue requests made by `Engine.request`; return their job. Raises an APIError if the engine is broken."""
         job = Job(list(requests))
         for index, request in enumerate(requests):
             request.on_step = partial(self._collect, job, index)
@@ -160,7 +160,7 @@ class Worker:
     # ---- in the worker's thread
 
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
-        """Collect the new tokens of a request; it is the request's `on_step`."""
+        """Collect the new tokens of request `index` of a job, as the request's `on_step`."""
         request = job.requests[index]
         self._traffic.count(request, len(tokens))
         if request.finish_reason == "memory":
@@ -197,7 +197,11 @@ class Worker:
                 self._loop.call_soon_threadsafe(_deliver, outputs)
 
     def _replace_drafter(self, make_drafter: Callable[[], Drafter], loaded: Future[None]) -> None:
-        """Replace the engine's drafter, and free the memory of the old one or of the one that could not be loaded."""
+        """Replace the engine's drafter, and free the memory of the old one or of the one that could not be loaded.
+
+        `loaded` then gets None, or a UserError or APIError if the old drafter stays. If it was cancelled, nothing is
+        done.
+        """
         if not loaded.set_running_or_notify_cancel():
             return
         error: Exception | None = None

@@ -35,7 +35,11 @@ def set_attention(model: PreTrainedModel, implementation: Any) -> None:
 
 @contextmanager
 def using_attention(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
-    """Use another attention implementation inside the block, then `ATTENTION` again."""
+    """Use another attention implementation inside the block, then `ATTENTION` again.
+
+    Args:
+        implementation: a name, or a dict of names by sub-config, as `original_attention` returns it.
+    """
     try:
         set_attention(model, implementation)
         yield
@@ -44,7 +48,10 @@ def using_attention(model: PreTrainedModel, implementation: Any) -> Iterator[Non
 
 
 def original_attention(model: PreTrainedModel) -> Any:
-    """Return a model's attention implementation, per sub-config if it has several, or its default if it was changed."""
+    """Return the attention implementation that a model came with: a name, or a dict of names by sub-config.
+
+    If the model already uses `ATTENTION`, this switches it to "sdpa", or "eager" if it has no sdpa, and returns that.
+    """
     if model.config._attn_implementation == ATTENTION:
         try:
             set_attention(model, "sdpa")
@@ -64,7 +71,14 @@ def mask(
 ) -> Tensor | None:  # [R, 1 or H, groups * width, extent]
     """Return the bias on attention scores: 0 for visible positions, -inf for others; None if all are visible.
 
-    The `groups` query heads that share a key head are laid end to end. A bias by distance, such as T5's, is added.
+    The `groups` query heads that share a key head are laid end to end.
+
+    Args:
+        write: the tokens that are being written.
+        groups: query heads per key head.
+        window: sliding window in tokens; None: no limit.
+        dtype: of the bias.
+        by_distance: a bias for each distance of n tokens, 0 first, such as T5's; it is added.
     """
     # A single row that decodes one token sees everything that is read, so the fused kernel may go without a mask.
     plain = write.single_row and write.width == 1 and write.tree is None
@@ -89,6 +103,7 @@ def mask(
             # The rows of `ancestors` that this pass writes: a tree may be written in several passes, level by level.
             ancestors = write.tree.ancestors[:, count - write.width : count, :count]
             seen = seen.scatter(2, block[:, None].expand(-1, write.width, -1), ancestors)
+        # Sequence position of each cache column: the same, except for a tree's tokens.
         position = columns
         if write.tree is not None and (window is not None or by_distance is not None):
             depths = write.lengths[:, None] + write.tree.depths[:, :count]
@@ -101,6 +116,7 @@ def mask(
             seen |= ~seen.any(-1, keepdim=True)  # kernels may return NaN for a token that sees nothing
         bias = _bias(seen, dtype)
         if by_distance is None:
+            # [R, width, extent] -> [R, 1, groups * width, extent]: all heads see the same.
             bias = bias.repeat(1, groups, 1)[:, None]
         else:  # the token at 7 is 7, 6, .., 0 away from 0..7
             distance = (write.positions[:, :, None] - position).clamp(0, by_distance.shape[-1] - 1)
@@ -208,14 +224,14 @@ def _fused(
 
 def _explicit(
     query: Tensor,  # [B, H, groups * T, Dh]
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
+    key: Tensor,  # [B, H, M, Dh]
+    value: Tensor,  # [B, H, M, Dh]
+    bias: Tensor | None,  # added to the scores; None: all positions are visible
     scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,  # [Hq] a logit in the softmax of each head without a value
-    groups: int,
-) -> Tensor:
+    softcap: float | None,  # scores are limited to softcap * tanh(score / softcap)
+    sinks: Tensor | None,  # [Hq] a logit in the softmax of each query head, without a value
+    groups: int,  # query heads per key head, stacked along the queries' T
+) -> Tensor:  # [B, H, groups * T, Dh]
     """Compute attention that the fused function lacks: soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
     scores = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
@@ -254,6 +270,7 @@ def varlen_attention(
         raise ValueError("flash attention needs the bounds of the documents, and has neither soft-capping nor sinks")
     packed = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [N, heads, Dh]
     window = WINDOWS.get(module, sliding_window)
+    # A window of 4 includes the token itself, so it reaches 3 to the left.
     options = {"scale": scaling, "window_size_left": None if window is None else window - 1}
     bounds = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     out, *_ = torch.ops.aten._flash_attention_forward(*packed, *bounds, 0.0, True, False, **options)

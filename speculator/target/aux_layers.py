@@ -18,7 +18,7 @@ from speculator.errors import refuse
 
 
 class AuxLayers:
-    """Reads auxiliary hidden states through hooks during a forward pass.
+    """Reads auxiliary hidden states through hooks during a forward pass of `model`.
 
     Attributes:
         layers: the decoder's layers; empty if not found, or if `prove` found that the hooks read something else.
@@ -37,10 +37,10 @@ class AuxLayers:
         self,
         wanted: Sequence[int],  # ascending
     ) -> Iterator[Callable[[Tensor], Tensor]]:  # [..., D] -> [..., nD], or unchanged
-        """Record auxiliary hidden states of the forward pass inside the block.
+        """Record the auxiliary hidden states `wanted` of the forward pass inside the block.
 
-        Yields a function from the pass's last hidden state to the wanted states, concatenated. The number of layers
-        stands for the last hidden state itself, which is also the result if nothing is wanted.
+        Yields a function from the pass's last hidden state [..., D] to the n wanted states, concatenated to [..., nD].
+        The number of layers stands for the last hidden state, which is also the result if nothing is wanted.
         """
         seen: dict[int, Tensor] = {}
 
@@ -75,7 +75,7 @@ class AuxLayers:
 
     @contextmanager
     def selecting(self, selection: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Apply a function to recorded states inside the block, such as one that keeps a group member's rows."""
+        """Apply a function to all states recorded inside the block, such as one that undoes the packing of rows."""
         before, self._selection = self._selection, selection
         try:
             yield
@@ -86,7 +86,7 @@ class AuxLayers:
         return states if self._stream is None or states.ndim == 3 else states[self._stream]
 
     def prove(self, given: dict[str, Any]) -> Any:
-        """Return the model's output for these inputs, and compare what the hooks read with its `hidden_states`.
+        """Return the model's output for these keyword arguments; compare what the hooks read with its `hidden_states`.
 
         If they differ, `layers` becomes empty, so that `check` rejects heads that read auxiliary layers.
         """
@@ -126,7 +126,7 @@ def without_output_layer(model: PreTrainedModel, part: nn.Module) -> nn.Module:
 
 @contextmanager
 def _without_new_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove the hooks that transformers adds to all layers when hidden states are first requested."""
+    """Remove, after the block, the hooks that transformers adds to layers when hidden states are first requested."""
     flag = "_output_capturing_hooks_installed"
     before = {module: (set(module._forward_hooks), flag in vars(module)) for module in model.modules()}
     try:

@@ -20,11 +20,12 @@ class CrossMemory:
     Args:
         encoder: encodes the sources.
         layers: forms of each layer's keys and values, see `speculator.target.kv_cache.forms`.
-        rows: B.
+        rows: B, the number of rows.
+        device: where keys and values are kept.
 
     Attributes:
         sources: the source of each row; () for a row that never had one.
-        bias: [R, 1, 1, S] bias on the scores of the selected rows; None if all their sources have the same length.
+        bias: [R, 1, 1, S] bias on the scores of the R selected rows, -inf for padding; None if there is no padding.
     """
 
     def __init__(self, encoder: Encoder, layers: Sequence[tuple[Form, ...]], rows: int, device: torch.device):
@@ -44,7 +45,12 @@ class CrossMemory:
         return self._rows.bytes_per_token
 
     def arguments(self, name: str, own: KVCache) -> dict[str, object]:
-        """Return the arguments with which a decoder attends to the selected rows' sources and writes into `own`."""
+        """Return the arguments with which a decoder attends to the selected rows' sources and writes into `own`.
+
+        Args:
+            name: the argument of the decoder that takes a cache.
+            own: the cache of its self-attention.
+        """
         # With keys and values at hand, the model asks only whether there are states.
         return {name: EncoderDecoderCache(own, Cache(layers=self._shown)), "encoder_hidden_states": self._dummy}
 
@@ -66,6 +72,7 @@ class CrossMemory:
         # All copies at once, and first: a row may be both read and overwritten.
         if copied:
             self._rows.move(list(copied.values()), list(copied), self._rows.capacity)
+        # Sources of equal length are encoded together, without padding; a source of several rows is encoded once.
         encoded = sorted({source for source in new.values() if source not in known}, key=len)
         for length, group in groupby(encoded, len):
             alike = list(group)

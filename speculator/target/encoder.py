@@ -20,12 +20,13 @@ from speculator.errors import refuse
 from speculator.target.attention import using_attention
 
 Source = tuple[int, ...]
+"""Token ids that an encoder reads; () without an encoder."""
 _numbers = count(1)
 
 
 @dataclass
 class StatesOnly(BaseModelOutput):
-    """Stands in for the output of a part that was not run: it has given states, and every other field is None."""
+    """Stands in for the output of a part that was not run: fields that were not given are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -73,12 +74,15 @@ class Encoder:
 
     Args:
         model: an encoder-decoder model of text.
-        attention: its own attention implementation.
-        name: the target's, for messages.
+        attention: the attention implementation that the model came with.
+        name: the target's name, for messages.
+        longest: the longest source, in tokens.
 
     Attributes:
         prefix: tokens with which every text of the decoder starts: its start token, and a forced BOS token.
-        longest: the longest source, in tokens.
+
+    Raises:
+        UserError: the model's configs name no start token of the decoder.
     """
 
     def __init__(self, model: PreTrainedModel, attention: Any, name: str, longest: int):
@@ -125,8 +129,9 @@ class Encoder:
         tokens: Tensor,  # [B, T]
         sources: Sequence[Sequence[int]],
     ) -> dict[str, Tensor]:
-        """Return the arguments of the decoder's own forward pass over whole texts, without a cache."""
+        """Return the arguments of the decoder's own forward pass over whole texts [B, T], given their B sources."""
         lengths = torch.tensor([len(source) for source in sources], device=tokens.device)
+        # One at a time: padding in the encoder would change the states, see `encode`. The decoder's mask hides it.
         rows = [self.encode([tuple(source)])[0] for source in sources]
         states = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         seen = torch.arange(states.shape[1], device=tokens.device) < lengths[:, None]

@@ -24,12 +24,13 @@ def fingerprint(model: Any) -> str:
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     samples = []
     for matrix in map(whole, matrices):
-        # Spread over the matrix by a multiplier without a common factor with its size.
+        # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
         indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
         rows, columns = indices // matrix.shape[1], indices % matrix.shape[1]
         samples += _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
     # PEFT names its parameters after the adapter.
     if added := [weight for name, weight in sorted(model.named_parameters()) if "default" in name.split(".")]:
+        # One weight, the middle one, of every `step`-th tensor: 28 tensors give 7 samples, at 0, 4, 8, ...
         step = -(-len(added) // _SAMPLES)
         samples += _bits(torch.stack([weight.flatten()[weight.numel() // 2] for weight in added[::step]]))
     facts = (config.model_type, config.num_hidden_layers, config.hidden_size, config.vocab_size)
@@ -37,13 +38,14 @@ def fingerprint(model: Any) -> str:
 
 
 def _bits(values: Tensor) -> list[int]:
+    # The 16 bits of each bfloat16 number, as a signed integer; `fingerprint` writes them as 4 hexadecimal digits.
     return values.to(torch.bfloat16).view(torch.int16).tolist()
 
 
 def same_target(one: str, other: str) -> bool:
-    """Return whether two fingerprints have the same sizes and at least three quarters of the samples in common.
+    """Return whether two fingerprints have the same sizes and at least three quarters of the sampled weights in common.
 
-    The others may differ by rounding or a little more training.
+    The other samples may differ by rounding or a little more training.
     """
     pairs = _pairs(one, other)
     return bool(pairs) and 4 * sum(a == b for a, b in pairs) >= 3 * len(pairs)

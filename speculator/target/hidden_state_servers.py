@@ -69,7 +69,7 @@ class Expected:
 
 
 class _Server(Connection):
-    """A server, with the requests that it is busy with and the seconds that one takes (a running mean).
+    """A server, with `busy`, its number of requests in flight, and `seconds`, a running mean of what one takes.
 
     A `pause` above 0 means that it did not answer the last request, and is tried again at `retry_at`.
     """
@@ -153,8 +153,8 @@ class HiddenStateServers:
         refuse((budget < need, f"the states of a row of {longest} tokens need {gigabytes}; docker: --shm-size"))
         self._budget = min(self._budget, budget)
 
-    def submit(self, tokens: list[int], into: Tensor) -> Future:  # [T, layers, D]
-        """Request the states of a document; return a future that is done when they are copied into the tensor `into`.
+    def submit(self, tokens: list[int], into: Tensor) -> Future:
+        """Request the states of a document's T tokens; the future is done when they are in `into` [T, layers, D].
 
         The future raises a UserError if the request fails.
         """
@@ -177,7 +177,7 @@ class HiddenStateServers:
     # ---- in the threads
 
     def _delete(self, request: str) -> None:
-        """Delete the files of all requests whose names begin so: a server that died or failed may have left them."""
+        """Delete the files of requests whose names begin with `request`; a server that failed may have left some."""
         for file in (file for folder in tuple(self._folders) for file in folder.glob(f"*{request}-*")):
             file.unlink(missing_ok=True)
 
@@ -347,7 +347,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _wait_for_lock(path: Path) -> None:
-    """Wait until the server has written a file: it holds the lock from before its answer on."""
+    """Wait until the server has written a file: it locks the file before it answers, until the file is complete."""
     try:
         with _lock_of(path).open() as lock:
             pause, end = 0.001, time.monotonic() + _WRITE_SECONDS

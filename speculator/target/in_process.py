@@ -90,7 +90,7 @@ class ModelHere(TrainingTarget):
         """
         if self.output_matrix is not None:
             return self.output_matrix(hidden).to(hidden.device)
-        # As one row of a batch: a token's logits depend on its own state alone.
+        # As one row of a batch, [1, all tokens, D]: a token's logits depend on its own state alone.
         self._given.hidden = hidden.reshape(1, -1, hidden.shape[-1])
         # The encoder's states are not read, because the decoder that would read them is replaced.
         given: Any = {"inputs_embeds": self._given.hidden}
@@ -120,7 +120,6 @@ class InProcessTarget(ModelHere):
     Attributes:
         original_attention: the attention implementation that the model came with, for `set_attn_implementation`.
         document_attention: attention and layout that read several documents in a row exactly; None if none does.
-        encoder: the encoder of an encoder-decoder model (`hidden` runs its decoder); else None.
         aux_layers: the auxiliary hidden states between its layers.
 
     Raises:
@@ -140,7 +139,6 @@ class InProcessTarget(ModelHere):
             # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.context_length = context_length(self.config, self.name)
-        self.encoder: Encoder | None = None
         if model.config.is_encoder_decoder:
             longest = context_length(model.get_encoder().config, self.name)
             self.encoder = Encoder(model, self.original_attention, self.name, longest)
@@ -215,10 +213,14 @@ class InProcessTarget(ModelHere):
         self.aux_layers.check(wanted, self.name)
 
     def training_states(
-        self, tokens: Tensor, documents: Tensor | None, aux_layers: Sequence[int]
+        self,
+        tokens: Tensor,
+        documents: Tensor | None,
+        aux_layers: Sequence[int],
+        sources: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         with self.aux_layers.recorded(aux_layers) as states:
-            hidden = self.hidden(tokens, documents)
+            hidden = self.hidden(tokens, documents, sources)
         return hidden, states(hidden)
 
     @torch.no_grad()
@@ -233,7 +235,6 @@ class InProcessTarget(ModelHere):
         With an encoder, a row is one document of the decoder, and has a source.
         """
         if self.encoder:
-            refuse((not sources, f"{self.name}: heads can't be trained for encoder-decoder models yet"))
             given = self.encoder.arguments(tokens, sources)
             with using_attention(self.model, self.original_attention):
                 return self._body(**given, use_cache=False).last_hidden_state
@@ -245,15 +246,23 @@ class InProcessTarget(ModelHere):
         return self.hidden_of_documents(tokens, documents, *self.document_attention)
 
     def hidden_of_documents(self, tokens: Tensor, documents: Tensor, attention: Any, layout: Layout) -> Tensor:
-        """Compute hidden states [B, S, D] with the given attention and layout of documents."""
+        """Compute hidden states [B, S, D] of rows of documents.
+
+        Args:
+            tokens, documents: [B, S], see `speculator.target.packed`.
+            attention: attention implementation, a name or a dict of names by sub-config.
+            layout: arranges the documents for it.
+        """
         (rows, length), own_rows = tokens.shape, slice(None)
         if self.group is not None and self.group.parallel == "tp":  # all processes must run the same rows
             tokens, documents = self.group.gathered(tokens), self.group.gathered(documents)
+            # Each process's rows, padded to the largest number: 2 processes with at most 3 rows have 0..2 and 3..5.
             begin = self.group.rank * (len(tokens) // self.group.size)
             own_rows = slice(begin, begin + rows)
 
         indices = indices_by_document(documents)[0] if layout is one_per_row else None
 
+        # From the states in the layout's shape back to this process's rows: [B, S, D].
         def own(states: Tensor) -> Tensor:
             if indices is not None:
                 states = states.reshape(-1, states.shape[-1])[indices]

@@ -1,6 +1,6 @@
 """KV cache: storage for a fixed number of rows, allocated once, each row with its own length.
 
-A row's positions below its length are committed; those above are free and will be overwritten. A verify pass writes
+A row's positions below its length are committed; those above are free and will be overwritten. A verification writes
 its tokens after each row's length. Keeping n of them is one addition to `lengths`; a tree's accepted path moves to the
 front first. `speculator.target.attention` decides which positions a token sees.
 
@@ -40,9 +40,9 @@ _LEAST_WIDTH = 32
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Return each layer's `Form` of keys and of values, read from a filled cache of transformers.
+    """Return the `Form`s of each layer's keys and values, read from a filled cache of transformers.
 
-    A layer that keeps none itself gives ().
+    A layer without keys of its own, such as a recurrent one, gives ().
     """
     layers: list[Any] = [getattr(layer, "keys", None) is not None and layer for layer in cache.layers]
     return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
@@ -75,7 +75,10 @@ class _Layer(CacheLayerMixin):
         """Do nothing: the buffers exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write [R, H, T, Dh] after each row's length; return all positions that may be live."""
+        """Write keys and values [R, H, T, Dh] after each row's length; return those that attention reads, of all rows.
+
+        The result is [R, H, extent, Dh] twice. transformers' layers call this.
+        """
         write = current()
         assert write is not None
         # Positions beyond a row's own tokens hold leftovers of rejected drafts. They are read and masked: shapes stay
@@ -117,7 +120,7 @@ class KVCache(Cache):
 
     Args:
         layers: forms of each layer's keys and values, see `forms`.
-        rows: B.
+        rows: B, the number of rows.
         capacity: positions per row: the longest text, plus the tokens that a pass writes after it.
         device: device of the lengths.
         states: forms of each layer's states, see `speculator.target.recurrent.state_forms`.
@@ -225,6 +228,7 @@ class KVCache(Cache):
         Raises:
             ValueError: the tokens do not fit.
         """
+        # `_used` is the bound as given, `longest` the same rounded up to a bucket.
         if self._used + base + width > self.capacity:
             raise ValueError(f"{self._used} + {base + width} tokens do not fit a cache of {self.capacity}")
         extent = min(self.longest + aligned(base + width, self.lengths.device), self.capacity)
@@ -293,7 +297,7 @@ class KVCache(Cache):
             layer.clear(self.selected == 0)
 
     def gather(self, path: Tensor) -> None:  # [R, n]
-        """Move the tokens at `path` of the last write, a tree's accepted path, to its front."""
+        """Move the tokens at the verify positions `path`, a tree's accepted path, to the front of the last write."""
         # Verify position p of a row with n tokens is cache position n + p. An accepted path 0, 2, 5 of a row with 7
         # tokens moves from 7, 9, 12 to 7, 8, 9.
         source, count = self.selected[:, None] + path, path.shape[1]
@@ -358,11 +362,12 @@ def bucketed(longest: int, device: torch.device) -> int:
     bucket = BUCKETS.get(device.type, 1)
     if bucket == 1 or not longest:
         return longest
+    # The smallest 256 * 2^k that is enough: 1..256 give 256, 257..512 give 512, 513..1,024 give 1,024.
     return bucket << ((longest - 1) // bucket).bit_length()
 
 
 def aligned(count: int, device: torch.device) -> int:
-    """Return a number of positions rounded up to a width that fused attention's masks may have on a device."""
+    """Return a number of positions rounded up to a width that masks of fused attention may have: 16 n on a GPU."""
     return _up(count, min(BUCKETS.get(device.type, 1), _ALIGNED))
 
 

@@ -38,7 +38,7 @@ def product(
     x: Tensor,  # [..., I]
     matrix: Tensor,  # [O, I]
 ) -> Tensor:  # [..., O]
-    """Return `x @ matrix.T` without a gradient, by oneDNN if that is fast; the matrix is not copied."""
+    """Return `x @ matrix.T`, for use without autograd, by oneDNN if that is faster; the matrix is not copied."""
     large = x.numel() * matrix.shape[0] >= _MIN_MULTIPLICATIONS
     return _onednn(x, matrix) if large and _is_fast(x, matrix) else nn.functional.linear(x, matrix)
 
@@ -119,10 +119,10 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(module: nn.Module, copies: dict[nn.Module, _Copy] | None = None) -> list[PackedLinear]:
-    """Turn each `torch.nn.Linear` of a module into a `PackedLinear` in place, and return those.
+    """Turn each plain `torch.nn.Linear` in a module into a `PackedLinear` in place, and return those.
 
     Args:
-        module: its parameters and hooks stay as they are.
+        module: its parameters and hooks stay as they are, and so do subclasses and quantised or sharded weights.
         copies: result of an earlier `unpack_linears`, to be used again.
     """
     parts: list = [part for part in module.modules() if type(part) is nn.Linear and _is_plain(part.weight)]

@@ -1,4 +1,4 @@
-"""Load a target's tokenizer, model and adapter; whatever is wrong with their files becomes one line."""
+"""Load a target's tokenizer, model and adapter; any error in their files becomes a UserError of one line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def read_target(
     """Load the tokenizer and the model of a hub id, folder or GGUF file.
 
     Args:
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         placement: a device; "auto" for all devices of this process; or the processes that share the model.
+
+    Raises:
+        UserError: files are missing, damaged or not those of a supported model.
     """
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
     try:
@@ -54,6 +58,8 @@ def read_target(
                 check_folder(Path(name))
             tokenizer = AutoTokenizer.from_pretrained(**where)
             config = AutoConfig.from_pretrained(**where)
+            sharded = isinstance(placement, Group) and config.is_encoder_decoder
+            refuse((sharded, "an encoder-decoder model can't be sharded over processes"))
             if isinstance(placement, Group):
                 if placement.parallel == "tp":
                     check_heads(name, config.get_text_config(), placement.size)
@@ -91,11 +97,15 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that loads a checkpoint; most multimodal ones have no class for causal LMs.
 
     Raises:
-        UserError: its encoder reads something else than text.
+        UserError: an encoder-decoder model that does not read and write text, or T5Gemma 2.
     """
     if config.is_encoder_decoder:  # first: BART's kind has a class for causal LMs too, whose cross attention is random
         text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-        refuse((not text, "an encoder-decoder model must read text and write text"))
+        merged = config.model_type == "t5gemma2"
+        refuse(
+            (not text, "an encoder-decoder model must read text and write text"),
+            (merged, "T5Gemma 2 merges cross attention with self attention, which decoding does not support"),
+        )
         return AutoModelForSeq2SeqLM
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForCausalLM if causal else AutoModelForMultimodalLM
@@ -139,6 +149,7 @@ def add_adapter(model: Any, adapter: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
+    """Raise a UserError for a folder without config.json; the message says so if it is an adapter's."""
     missing = f"no {CONFIG} in {folder}, so not the folder of a model"
     if (folder / ADAPTER).is_file():
         missing += f"; its {ADAPTER} makes it an adapter: give its base model as the target, and this as the adapter"

@@ -120,15 +120,15 @@ class Target(InProcessTarget):
         base: int = 0,
         counts: Sequence[int] | None = None,
     ) -> Tensor:  # [R, T, D]
-        """Append tokens to the selected rows of a cache and return their hidden states; `cache.commit` keeps them.
+        """Write tokens after the selected rows of a cache and return their hidden states; `cache.commit` keeps them.
 
         Prefill and verification both use this. A draft may reach past the context's end: such tokens are never
         accepted, so their positions don't matter.
 
         Args:
             tree: structure of the tokens, which are its verify positions from `base` on; None for a chain.
-            base: positions that earlier calls wrote and did not commit.
-            counts: tokens of each row that will be committed, if known: the others are padding.
+            base: tokens per row that earlier calls wrote and did not commit.
+            counts: tokens of each row that will be committed: the others are padding. None if that is not known yet.
         """
         width = tokens.shape[1]
         if counts is not None:

@@ -39,10 +39,13 @@ def read_outside_layers(
 ) -> tuple[PreTrainedTokenizerBase, Any, nn.Module]:
     """Load a hub id or folder without its layers; return the tokenizer, the model and its final norm.
 
-    The model's config is that of the whole model. A quantised checkpoint will do if these tensors are not quantised.
+    The model's config is that of the whole model. A quantised checkpoint works if these tensors are not quantised.
 
     Args:
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+
+    Raises:
+        UserError: the files are damaged, or the model has other weights around its layers.
     """
     refuse((is_gguf(name), f"{name}: target.server needs a checkpoint in safetensors, not a GGUF file"))
     try:
@@ -52,6 +55,7 @@ def read_outside_layers(
         where |= {"revision": revision} if revision else {}
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
         whole = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        refuse((whole.is_encoder_decoder, "servers give no hidden states of encoder-decoder models"))
         config = whole.get_text_config()
         stored = config.dtype or whole.dtype or torch.float32
         kind = stored if dtype == "auto" else getattr(torch, dtype)
@@ -128,7 +132,10 @@ def _read(
 
 
 def _stored_name(weight: str, names: list[str]) -> str | None:
-    """Find a tensor of the text model among stored names: those of a multimodal checkpoint have other prefixes."""
+    """Return the name in the checkpoint of a tensor of the text model; None unless exactly one name fits.
+
+    Names in a multimodal checkpoint have other prefixes.
+    """
     if weight in names:
         return weight
     # "model.norm.weight" is looked for as ".norm.weight": multimodal models have "model.language_model.norm.weight".

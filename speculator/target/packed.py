@@ -18,7 +18,7 @@ Layout = Callable[[PreTrainedModel, Tensor, Tensor], dict[str, Any]]
 
 
 def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
-    """Return the index at which each token's document starts."""
+    """Return the index in its row at which each token's document starts."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     # For the documents [7, 7, 8, 8, 8]: new is 1 0 1 0 0, times the index 0 0 2 0 0, whose running maximum is 0 0 2 2
     # 2.
@@ -59,9 +59,10 @@ def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Te
 
 
 def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
-    """Layout with a row for each document, for models whose state runs through the row."""
+    """Layout with a row for each document, padded on the right, for models whose state runs through the row."""
     indices, width = indices_by_document(documents)
     rows = tokens.new_zeros(int(indices.max()) // width + 1, width)
+    # `indices` [B, S] are unique, so this scatters every token to its place; the rest is padding.
     rows.view(-1)[indices] = tokens
     return {"input_ids": rows, "position_ids": torch.arange(width, device=tokens.device).expand_as(rows)}
 

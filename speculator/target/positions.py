@@ -21,11 +21,11 @@ class _SeenError(Exception):
 
 
 def install(decoder: Any, length: int, other_than: int | None) -> None:
-    """Replace a decoder's methods, so that each row has positions of its own; nothing if it takes `position_ids`.
+    """Replace methods of a decoder, so that each row has positions of its own, unless it takes `position_ids`.
 
     Args:
-        length: number of positions to read from a table of positions.
-        other_than: the pad token, not used to read the table, since some families give it another position.
+        length: number of positions to read from the decoder's table of positions, if it has one.
+        other_than: the pad token. The table is read with another token, since some families give pads another position.
     """
     remove(decoder)
     if "position_ids" in signature(decoder.forward).parameters:

@@ -187,7 +187,7 @@ def _sources(target: InProcessTarget) -> list[Source]:
 
 
 def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
-    """Return the arguments of the model's own forward pass."""
+    """Return the keyword arguments of the model's own forward pass over `texts` [2, _LENGTH], and any sources."""
     if not target.encoder:
         return {"input_ids": texts}
     given = target.encoder.arguments(texts, _sources(target))
@@ -197,7 +197,10 @@ def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
 
 
 def context_length(config: PreTrainedConfig, name: str) -> int:
-    """Return the longest sequence that is read exactly, in tokens; with longrope, the original context."""
+    """Return the longest sequence, in tokens, whose logits are exact: the config's context, or 2**31 if it states none.
+
+    It is one chunk with chunked attention, and with longrope the original context, which a warning about `name` says.
+    """
     length, original = getattr(config, "max_position_embeddings", None), original_context(config)
     # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -228,10 +231,13 @@ def original_context(config: PreTrainedConfig) -> int | None:
 def read_windows(target: Target, length: int) -> dict[nn.Module, int | None]:
     """Return the sliding window of each attention layer, found by evaluating the model's masks over `length` positions.
 
-    Layers whose mask is not made by transformers' mask functions are left out. Changes the model's attention.
+    A window is in tokens; None: the layer attends to all. Layers whose mask is not made by transformers' mask functions
+    are left out. The model's attention is another one afterwards.
     """
     windows: dict[nn.Module, int | None] = {}
 
+    # The mask function of each layer's kind is turned into one number, its window, and passed on as if it were the
+    # mask: the attention function then gets it together with the layer.
     def mask(*, mask_function: Callable[..., Tensor], **kwargs: Any) -> Tensor:  # [1, 1, 1, 1]
         return torch.tensor(_window(mask_function, min(length, _FAR))).view(1, 1, 1, 1)
 
@@ -249,12 +255,14 @@ def read_windows(target: Target, length: int) -> dict[nn.Module, int | None]:
 
 
 def _no_source(target: InProcessTarget, tokens: Tensor) -> dict[str, Tensor]:
-    """Return what a decoder needs besides tokens where the result does not matter."""
+    """Return encoder states of zeros for a decoder's pass, where the result does not matter; {} without an encoder."""
     return {"encoder_hidden_states": target.encoder.dummy.expand(*tokens.shape, -1)} if target.encoder else {}
 
 
 def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3] -> [2, 3, V]
     """Compute the logits of three tokens that follow each row, with a wrong token next to the second one."""
+    # Verify positions: 0 pending, 1 wrong, 2 right, 3 last. Tokens 0 and 1 hang on the pending one, and token 2 on
+    # token 1, the right one; a token that sees the wrong one, or counts positions along the cache, gets other logits.
     tree = TokenTree()
     pending, right, last = tokens.split(1, 1)
     tree.tokens, tree.depth = torch.cat([(right + 1) % target.vocab_size, right, last], 1), 2
@@ -304,7 +312,13 @@ def neighbours_matter(target: Target, length: int) -> float:
 
 
 def _choose_document_attention(target: InProcessTarget, texts: Tensor, allowed: float) -> tuple[Any, Layout] | None:
-    """Return the first way to read several documents in a row that gives each one's own logits."""
+    """Return the first (attention, layout) that reads several documents in a row as if each were alone; None if none.
+
+    Args:
+        texts: [2, _LENGTH], read as two documents per row.
+        allowed: largest `gap` between the logits and those of each document alone.
+    """
+    # Two documents of 8 tokens in a row of 16: their ids are False and True.
     half = _LENGTH // 2
     documents = torch.arange(_LENGTH, device=target.device).ge(half).expand_as(texts)
     alone = target.logits(target.hidden(texts.view(-1, half))).view(*texts.shape, -1).float()
@@ -331,6 +345,7 @@ def _choose_document_attention(target: InProcessTarget, texts: Tensor, allowed: 
 
 
 def tolerance(model: PreTrainedModel) -> float:
+    """Return the largest `gap` that rounding explains in a model's dtype."""
     # Some quantised models round activations as coarsely as bfloat16.
     return _TOLERANCE[torch.bfloat16 if getattr(model, "is_quantized", False) else model.dtype]
 

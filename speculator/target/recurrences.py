@@ -1,5 +1,7 @@
 """transformers' recurrences, started from any state, with identity steps, and along the paths of a token tree.
 
+An identity step is a token that leaves the state as it is, such as padding or a rejected draft token.
+
 Models call these as functions of their modules. `intercept` wraps the functions named in `RULES`; a wrapped function
 does what it did before, except in passes that write a `KVCache`.
 """
@@ -31,7 +33,7 @@ running: ContextVar[Runner | None] = ContextVar("running", default=None)
 
 @dataclass
 class RecurrencePass:
-    """How a recurrence runs in one pass, beyond its own arguments.
+    """How a recurrence over B rows of T tokens runs in one pass, beyond its own arguments.
 
     Attributes:
         state: [B, ...] state at which it starts.
@@ -123,6 +125,7 @@ def selective_scan(
         # softplus(-inf) = 0, and a step of no time changes no state.
         dt = torch.where(how.keep[:, None], dt, -torch.inf)
     given = {"D": kwargs["D"], "dt_bias": kwargs["delta_bias"], "dt_softplus": True}
+    # `update` changes the state in place, and the committed one must stay.
     state, outputs = how.state.clone(), []
     for t in range(x.shape[-1]):
         gate = None if kwargs["z"] is None else z[..., t]
@@ -191,12 +194,14 @@ def unroll(x: Tensor, paths: Tensor) -> Tensor:  # [R, T, ...], [R, P, n] -> [R 
 
 def roll(y: Tensor, ends: Tensor) -> Tensor:  # [R P, n, ...], [R, P] -> [R, P, ...]
     """Return what `unroll` spread over rows in its old rows, with the last token of each path only."""
+    # One element of each of the R P rows, at its path's end; then P of them per old row.
     ends = ends.to(y.device)
     return y[torch.arange(len(y), device=y.device), ends.flatten()].view(*ends.shape, *y.shape[2:])
 
 
 def like(mask: Tensor, other: Tensor) -> Tensor:
     """Return the mask with dimensions of size 1 appended, so that it broadcasts to another tensor."""
+    # [B, T] and [B, T, H, d] give [B, T, 1, 1]; broadcasting by itself would align the last dimensions.
     return mask.view(*mask.shape, *[1] * (other.ndim - mask.ndim))
 
 

@@ -71,6 +71,8 @@ class RecurrentLayer:
         self._counts = None if counts is None else torch.tensor(counts, device=self.states[0].device)
         self._paths = None if tree is None or width == 1 else (tree.paths, tree.depths)
         self._start = self._committed
+        # A second pass of the same step, such as the next level of a draft: its first K inputs are the last pass's
+        # last.
         if again:
             self._start = [self._inputs[..., -self.states[0].shape[-1] :], *([self._final] if self.states[1:] else [])]
 
@@ -89,7 +91,10 @@ class RecurrentLayer:
         return convolution(function, *self._paths, *args, **kwargs)
 
     def single_token_state(self) -> Tensor | None:
-        """Return the state from which the model itself steps over a pass's only token; None for passes of `run`."""
+        """Return a copy of the state for a pass of one token, which the model's own code advances.
+
+        None for other passes, which `run` computes.
+        """
         if len(self.states) == 1 or self._width > 1 or self._counts is not None:
             return None
         self._final = self._start[1].clone()  # some families update it in place
@@ -121,6 +126,7 @@ class RecurrentLayer:
 
     def follow(self, path: Tensor) -> None:  # [R, n]
         """Reduce the last pass's tree to an accepted path, of which `commit` keeps the first tokens."""
+        # The convolution's inputs are [K before, tree]: verify position p is at K + p. The path's move to the front.
         before, width = self.states[0].shape[-1], self._inputs.shape[1]
         path = path.to(self._inputs.device)
         inputs = self._inputs[..., before:].gather(2, path[:, None].expand(-1, width, -1))
@@ -163,7 +169,7 @@ class RecurrentLayer:
 def state_forms(layer: Any) -> tuple[StateForm, ...]:
     """Return shape per row, dtype and device of each state of a layer of transformers' cache, after a pass.
 
-    () if the layer is not recurrent.
+    () if the layer is not recurrent. Raises a ValueError for recurrent layers of an unsupported kind.
     """
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return ()

@@ -44,6 +44,9 @@ class ServerTarget(ModelHere):
     Args:
         tokenizer, model, norm: see `read_outside_layers`.
         urls: base URLs of the servers.
+
+    Attributes:
+        servers: the connection, from `check` to `close`; else None.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: Any, norm: nn.Module, urls: Sequence[str]):
@@ -106,7 +109,7 @@ class ServerTarget(ModelHere):
         check_layers(wanted, self.config.num_hidden_layers, self.name)
 
     def training_states(
-        self, tokens: Tensor, documents: Tensor, aux_layers: Sequence[int]
+        self, tokens: Tensor, documents: Tensor, aux_layers: Sequence[int], sources: Sequence[Sequence[int]] = ()
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         """Return the hidden states of a batch from the servers, as `TrainingTarget.training_states` does.
 
@@ -127,6 +130,7 @@ class ServerTarget(ModelHere):
         # Pinned, so that the copy to a GPU does not wait for it; zeros, because padding takes part in products.
         states = torch.zeros(shape, dtype=kind.dtype, pin_memory=self.device.type == "cuda")
         futures = []
+        # Each answer is copied into its slice of the batch: documents of 3 and 5 tokens fill 0..2 and 3..7 of the row.
         for row, documents in zip(states, rows, strict=True):
             begin = 0
             for document in documents:

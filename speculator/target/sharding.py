@@ -74,13 +74,14 @@ class Group:
         return (_Replicas if more else DistributedConfig)(tp_size=self.size, **more)
 
     def gathered(self, rows: Tensor) -> Tensor:  # [B, S] int -> [size * max B, max S]
-        """Return the rows of all processes, each part padded with 0 to the largest number and length of rows."""
+        """Return the rows of all processes of the group, each part padded with 0 to the largest number and length."""
         rows = rows.long()
         # Processes may have fewer or shorter rows, and a collective needs equal shapes: the shapes go first.
         shapes = rows.new_empty(self.size, 2)
         distributed.all_gather(list(shapes), rows.new_tensor(rows.shape), group=self._processes)
         most, length = shapes.amax(0).tolist()
         filled = nn.functional.pad(rows, (0, length - rows.shape[1], 0, most - len(rows)))
+        # Each process's part has the same number of rows: with 2 processes and at most 3 rows, 0..2 and 3..5.
         every = rows.new_empty(self.size * most, length)
         distributed.all_gather(list(every.chunk(self.size)), filled.contiguous(), group=self._processes)
         return every
@@ -96,7 +97,7 @@ def divided(world: int, size: int) -> int:
 
 
 def check_heads(name: str, config: PreTrainedConfig, parts: int) -> None:
-    """Raise a UserError if tensor parallelism can't divide a model's key heads into equal parts."""
+    """Raise a UserError if tensor parallelism can't divide a model's key heads into `parts` equal parts."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
     if heads is not None and heads % parts:
         raise UserError(

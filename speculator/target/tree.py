@@ -14,7 +14,7 @@ class TokenTree:
     In verification the pending token is at position 0 and draft token i at position i + 1.
 
     Attributes:
-        tokens: [B, n].
+        tokens: [B, n] drafted tokens.
         parents: [B, n] index of each token's parent, -1 for the pending token; parents precede their children. None
             for a chain.
         depth: length of the longest path.
@@ -40,6 +40,7 @@ class TokenTree:
             return full.tril().expand(rows, -1, -1)
         known = torch.eye(count + 1, dtype=torch.bool, device=self.tokens.device).repeat(rows, 1, 1)
         # Doubling: after k rounds `known` has the ancestors of up to 2^k - 1 levels, so a depth of 5 takes 3 rounds.
+        # The root is its own parent, so walking up from it stays there.
         above = nn.functional.pad(self.before, (1, 0))  # the ancestor 1 level up, then 2, 4, ...
         for _ in range(self.depth.bit_length()):
             known = known | known.gather(1, above[:, :, None].expand(-1, -1, count + 1))

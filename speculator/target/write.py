@@ -32,8 +32,8 @@ class Packing:
     """Tokens of ragged rows laid end to end in one row: [[a b .] [c d e]] becomes [[a b c d e]].
 
     Attributes:
-        indices: [N] index of each token in the flattened padded rows.
-        sources: [R, width] index in the packed row of each padded token.
+        indices: [N] index in the flattened padded rows of each packed token: 0 1 3 4 5 in the example.
+        sources: [R, width] index in the packed row of each padded token: [[0 1 1] [2 3 4]].
     """
 
     indices: Tensor
@@ -56,10 +56,13 @@ class Packing:
 def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (first row, last row + 1) of neighbouring rows that attend together.
 
-    They have equally many tokens, and reading all of them as far as the longest costs less than another call.
+    They have equally many new tokens (`counts`), and attending to all of them as far as the longest of `lengths` costs
+    less than another call.
     """
     first, longest, total = 0, lengths[0], 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        # Reads that nobody needs: with lengths 100, 90 and 40 they are 3 * 100 - 230 = 70, so row 2 starts another
+        # part.
         longest, total = max(longest, length), total + length
         if count != counts[first] or (row + 1 - first) * longest - total > _CALL:
             yield first, row
@@ -72,8 +75,8 @@ class Part(NamedTuple):
 
     Attributes:
         rows: their rows.
-        tokens: their places in each row.
-        packed: places of all tokens of these rows in the packed row.
+        tokens: their indices in each row.
+        packed: indices of all tokens of these rows in the packed row.
         write: a `CacheWrite` of these tokens alone.
     """
 
@@ -83,6 +86,8 @@ class Part(NamedTuple):
     write: CacheWrite
 
     def of(self, x: Tensor, packed: bool) -> Tensor:  # [R, width, ...] or [1, N, ...] -> [rows, tokens, ...], a view
+        # The tokens of these rows are neighbours in the packed row, equally many of each: [rows * count, ...] is cut
+        # into [rows, count, ...].
         own = x[0, self.packed].unflatten(0, (self.rows.stop - self.rows.start, -1)) if packed else x[self.rows]
         return own[:, self.tokens]
 
@@ -106,7 +111,7 @@ class CacheWrite:
         single_row: one row whose length the host knows, so that slices suffice and every position read is live.
         packing: how the model reads the rows as one without padding; None: as they are.
         counts: tokens of each row, for attention in `parts`; None: in one part, whose shapes are few.
-        cross: what the selected rows read of their sources; None without an encoder.
+        cross: keys and values of the selected rows' sources; None without an encoder.
         masks: attention masks, shared by all layers, and the biases by distance that are in them.
     """
 

@@ -229,6 +229,26 @@ def test_a_server_that_does_not_sample_is_an_error_at_a_warm_temperature(serve, 
     assert fetched([serve(samples=False)], tokenizer, tmp_path / "cold", sampling=Sampling(0.1))
 
 
+def test_rows_cycle_through_temperatures_and_the_warm_ones_must_sample(serve, tokenizer, tmp_path):
+    server, both = serve(), [Sampling(0.0), Sampling(1.0)]
+    fetched([server], tokenizer, tmp_path / "rows", sampling=both, concurrency=1)
+    assert [body["temperature"] for body in server.bodies] == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    assert "sample" in error_of(serve(samples=False), tokenizer, tmp_path / "error", sampling=both)
+
+
+def test_a_server_writes_the_chats_of_self(serve, tmp_path, target_folder):
+    server = serve()
+    flags = ["--target", str(target_folder), "--server", server.url, "--sources", "self", "--max_rows", "6"]
+    flags += ["--max_prompt_tokens", "16", "--max_new_tokens", "20", "--temperature", "0", "1"]
+    assert main(["generate", *flags, "--output", str(tmp_path / "out")]) == 0
+    rows = load_from_disk(str(tmp_path / "out" / "rows"))
+    answers = [body for body in server.bodies if body["max_tokens"] == 20]
+    assert {body["temperature"] for body in answers} == {0.0, 1.0}
+    for row in rows:
+        prompt = row["input_ids"][: row["loss_mask"].index(1)]
+        assert any(body["prompt"] == prompt for body in answers)
+
+
 def test_a_rejected_prompt_is_named(serve, tokenizer, tmp_path):
     message = error_of(serve(faults=[*PROBE, 200, 200, 400]), tokenizer, tmp_path)
     assert re.match(r"prompt [234]: ", message)

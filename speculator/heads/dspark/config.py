@@ -16,12 +16,12 @@ from speculator.target.packed import document_starts
 
 @dataclass
 class OnHost:
-    """The training targets that lay out the blocks, in CPU tensors wherever the batch is.
+    """The training targets that lay out the blocks, in CPU tensors even if the batch is on a GPU.
 
     Attributes:
-        anchors: [B, A] ascending positions in each row.
+        anchors: [B, A] positions in each row, ascending; padded with 0 in rows with fewer possible anchors.
         starts: [B, A] first position of each anchor's document.
-        labels: [B, A, G]
+        labels: [B, A, G] the G tokens after each anchor; IGNORE where nothing is predicted.
     """
 
     anchors: Tensor
@@ -72,7 +72,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
 
     @property
     def block_size(self) -> int:
-        """Slots of a block: the anchor and the masks after it."""
+        """Number of slots of a block, the anchor and the masks after it: G, or G + 1 without `sample_from_anchor`."""
         return self.n_predict + (not self.sample_from_anchor)
 
     @property
@@ -84,7 +84,8 @@ class DSparkSpeculatorConfig(AttentionConfig):
         return self.n_predict + 2
 
     def slots_per_token(self, length: int) -> float:
-        """Return the number of slots that a training row of `length` has per token."""
+        """Return the number of slots that a training row of `length` tokens has per token."""
+        # 512 anchors with blocks of 7 in a row of 2,048 tokens: 1.75 slots per token.
         return min(self.anchors, length) * self.block_size / length
 
     def activation_bytes(self, length: int) -> int:  # measured on a CPU with bfloat16 products
@@ -124,10 +125,11 @@ class DSparkSpeculatorConfig(AttentionConfig):
             order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))
             chosen = positions[order[: anchors.shape[1]]].sort().values
             anchors[row, : len(chosen)], drawn[row, : len(chosen)] = chosen, True
+        # [B, A, G]: the positions a + 1 .. a + G that each block predicts.
         rows = torch.arange(count)[:, None, None]
         positions = anchors[:, :, None] + torch.arange(1, self.n_predict + 1)
         inside = (positions <= end[rows, anchors[:, :, None]]) & drawn[:, :, None]
-        positions = positions.clamp_max(length - 1)
+        positions = positions.clamp_max(length - 1)  # a valid index, where `inside` is False
         # A draft ends at its first token without loss: 1 1 0 1 becomes 1 1 0 0.
         live = (inside & learned[rows, positions]).long().cumprod(-1).bool()
         labels = input_ids[rows, positions].masked_fill(~live, IGNORE)

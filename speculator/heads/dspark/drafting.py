@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class DSparkSource(CachedSource):
-    """Each layer's keys and values of every row's text. Those of a block come after them and are overwritten later."""
+    """Drafts with a block drafter; keeps each layer's keys and values of every row's text.
+
+    Those of a block come after the text's, and the next write replaces them.
+    """
 
     def __init__(self, head: DSparkSpeculator):
         self.head = head
@@ -30,6 +33,7 @@ class DSparkSource(CachedSource):
 
     def reserve(self, shape: Shape) -> None:
         self._levels = max(self._levels, min(shape.depth, self.head.n_predict))
+        # A step writes the pending token and its accepted path, which n-gram lookup may make longer than a block.
         if shape.depth + 1 > self._spare:
             self._spare = shape.depth + 1
             if hasattr(self, "cache"):
@@ -44,7 +48,7 @@ class DSparkSource(CachedSource):
 
     @torch.no_grad()
     def _read(self, cache: HeadCache, hidden: Tensor, counts: Tensor) -> None:  # [B, T, nD], [B]
-        """Append the text positions that hold these auxiliary hidden states, `counts` of each row."""
+        """Write the keys and values of text with these auxiliary hidden states; the first `counts` of each row stay."""
         positions = cache.lengths[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
         context = self.head.context(hidden.to(self.head.dtype))
         for index, (keys, values) in enumerate(self.head.key_values(context, positions)):
@@ -104,6 +108,7 @@ class DSparkSource(CachedSource):
     @torch.no_grad()
     def _biased(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
         """Return the logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
+        # Slots don't depend on drafted tokens, so all tokens of a level share one row of logits: [B, 1, V_d].
         logits = self._logits[:, level : level + 1].expand(-1, tokens.shape[1], -1)
         if self.head.markov_head is not None:
             logits = logits + self.head.markov_head(tokens)

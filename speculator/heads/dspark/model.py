@@ -1,6 +1,6 @@
 """DSpark (arXiv 2607.05147): a block of tokens drafted in one pass, and a bias by the token before each.
 
-With D the width, a an anchor (the newest token of the text), G the drafted tokens:
+With a the position of an anchor (the newest token of the text) and G the number of drafted tokens:
 
     c[t] = rms(fc(cat(aux_hidden at t)); hidden_norm)       for the positions t < a of the text
     h    = embed([x[a], MASK, .., MASK])                    slot j has rope position a + j
@@ -68,6 +68,7 @@ class Layer(nn.Module):
 
 
 def cut_rows(matrix: nn.Linear, rows: Tensor) -> nn.Linear:
+    """Return a copy of a matrix without bias, with only these rows (outputs)."""
     made = nn.Linear(matrix.in_features, len(rows), bias=False, device="meta")
     made.weight = nn.Parameter(matrix.weight[rows])
     return made
@@ -159,18 +160,20 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
 
     def block(self, anchors: Tensor) -> Tensor:  # [...] -> [..., block_size, D]
         """Embed the slots of blocks that begin with these tokens."""
+        # x[a] MASK MASK .., as in the table of the module; cloned, since an expanded tensor can't be written to.
         slots = anchors[..., None].expand(*anchors.shape, self.config.block_size).clone()
         slots[..., 1:].fill_(self.config.mask_token_id)
         return self.embed(slots)
 
     def confidence_logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [..., D], [...] -> [...]
-        """Predict whether the token after each of `tokens` is accepted, as a logit."""
+        """Return the logit of the chance that the token after each of `tokens` is accepted, from a slot's features."""
         if self.markov_head is not None:
             features = torch.cat([features, self.markov_head.markov_w1(tokens)], -1)
         return self.confidence_head.proj(features)[..., 0]
 
     def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
         """Select the slots that predict tokens, and apply the last norm."""
+        # All G slots with `sample_from_anchor`, else the last G of G + 1: the anchor's drafts nothing.
         return self.norm(h[..., self.config.block_size - self.n_predict :, :])
 
     # --- training: blocks at many anchors of a text
@@ -186,7 +189,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         """Compute what the output matrix reads in every slot that predicts a token."""
         device, size = tokens.device, self.config.block_size
         context, length = self.context(states), tokens.shape[1]
-        # On a GPU shapes are few: chunks, and the text that they read, are powers of two.
+        # On a GPU shapes are few: numbers of blocks in a chunk, and of positions that it reads, are powers of two.
         few = device.type not in _SCORES
         if few:
             context = nn.functional.pad(context, (0, 0, 0, -length % _LEAST_SPAN))
@@ -229,7 +232,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         starts: Tensor,  # [C]
         anchors: Tensor,  # [C]
     ) -> Tensor:  # [C, G, D]
-        """Compute the blocks at some anchors of one row."""
+        """Compute the blocks at C anchors of one row, in one attention over the text and all of the blocks."""
         count, size = len(anchors), self.config.block_size
         text_positions = torch.arange(span.start, span.stop, device=tokens.device)
         # Query rows are (block, slot) pairs, block by block. For 2 blocks of 3 slots: slots 0 1 2 0 1 2, blocks 0 0 0 1
@@ -334,9 +337,14 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         embedding: Tensor,  # [V, D]
         output: Tensor,  # [V, D]
     ) -> Tensor:  # [B, S, G, V]
-        """Compute the logits of blocks at every position 1..S, teacher-forced, with these matrices of the target."""
+        """Compute the teacher-forced logits of the block at every anchor 1..S, with the target's two matrices.
+
+        Entry [b, t, k] predicts tokens[b, t + 2 + k] from the states up to t, tokens[b, t + 1] and, with a Markov head,
+        tokens[b, t + 1 + k].
+        """
         with self.sharing(embedding, output):
             count, length = states.shape[:2]
+            # Anchor a reads the states before a, so position t of the result is the block at anchor t + 1.
             padded = nn.functional.pad(states, (0, 0, 0, tokens.shape[1] - length))
             anchors = torch.arange(1, length + 1).repeat(count)
             rows = torch.arange(count).repeat_interleave(length)

@@ -14,10 +14,10 @@ class Eagle3SpeculatorConfig(UnrolledConfig, AttentionConfig):
         sliding_window: number of positions that a token attends to, besides its own steps; None for all.
         attention_bias: q, k, v and o have a bias.
         qk_norm: RMS norm on each head's query and key, as in Qwen 3.
-        norm_before_residual: the residual is the normed g.
-        norm_before_fc: one RMS norm over all auxiliary hidden states.
-        fc_norm: one RMS norm per auxiliary layer.
-        norm_output: the next step reads the normed state.
+        norm_before_residual: the residual is the normed g (see `speculator.heads.eagle3.model`).
+        norm_before_fc: one RMS norm over all auxiliary hidden states, before they are projected.
+        fc_norm: one RMS norm per auxiliary layer instead.
+        norm_output: the next step reads the state after the final norm.
         own_embedding: the checkpoint has an embedding; else the target's is shared.
     """
 

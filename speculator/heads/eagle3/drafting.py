@@ -30,8 +30,8 @@ class DraftingCache(HeadCache):
     """Keys and values of texts and of the drafts after them, and the newest level of each draft.
 
     Attributes:
-        states: [B, f, D] g of the newest level's children.
-        seen: [B, f, n] which of the draft's n tokens each token of the newest level attends to.
+        states: [B, f, D] states of the newest level's tokens, which their children read as g (see the module `model`).
+        seen: [B, f, n] bool: which of the draft's n tokens each token of the newest level attends to.
         level: depth of the newest level; 0 after `first`.
     """
 
@@ -55,7 +55,7 @@ class DraftingCache(HeadCache):
         return self.lengths[:, None] + drafted + torch.arange(count, device=parents.device)
 
     def columns(self, more: int) -> Tensor:
-        """Return the positions of the cache that a pass reads, given the number of tokens after the text."""
+        """Return the cache positions 0, 1, ... that a pass reads, if it writes `more` tokens after the text."""
         extent = min(aligned(self.longest + more, self.lengths.device), self.keys.shape[3])
         return torch.arange(extent, device=self.lengths.device)
 
@@ -76,7 +76,7 @@ def with_own(
     positions: Tensor,  # [B, n] of a draft's tokens in the cache
     own: Tensor,  # [B, f, n] which of them each token sees
 ) -> Tensor:  # [B, f, M]
-    """Add the draft's tokens to the positions of the text that each token sees."""
+    """Return the mask `text` with the columns of the draft's tokens set to `own`."""
     # An idle row of a captured step may be longer than `longest`.
     return text.scatter(2, positions.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
 
@@ -112,7 +112,10 @@ class DraftingForm:
 
     @torch.no_grad()
     def first(self, cache: DraftingCache, aux_hidden: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
-        """Process accepted tokens; returns the logits of a draft's first token. The last token of a row is pending."""
+        """Process accepted tokens; return the logits of a draft's first token. Arguments are those of `read`.
+
+        The last valid token of each row is the pending one.
+        """
         u, residual = self.read(cache, aux_hidden, tokens, counts)
         cache.level = 0
         cache.seen = cache.lengths.new_zeros(len(aux_hidden), 1, 0, dtype=torch.bool)
@@ -126,7 +129,7 @@ class DraftingForm:
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
-        """Process a level of a draft; returns the logits of its children."""
+        """Process a level of a draft: write its keys and values, and return the logits of its children."""
         head, layer = self.head, self.head.layer
         positions = cache.begin_level(parents)
         u, residual = layer.enter(head.embed(tokens), gather_at(cache.states, parents))
@@ -136,6 +139,7 @@ class DraftingForm:
     def _level(self, cache: DraftingCache, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
         head, layer = self.head, self.head.layer
         seen = cache.visible(head.config.sliding_window)
+        # The head has one layer, 0. Positions beyond the mask's columns are free, or left from earlier drafts.
         keys, values = (x[0][:, :, : seen.shape[2]] for x in (cache.keys, cache.values))
         query = layer.self_attn.query(u, head.rope(cache.rope_position, u.dtype))
         attended = attend(query, keys, values, seen)
@@ -144,10 +148,14 @@ class DraftingForm:
 
 
 class Eagle3Source(CachedSource):
-    """Keys and values of every row, and the accepted positions that are not in them yet.
+    """Drafts with EAGLE-3; keeps keys and values of every row, and the accepted positions that are not in them yet.
 
     Position t of the cache reads x[t+1]. So what a step accepted is read when the next draft begins, with the token
     that the step sampled; and where a request reuses a prefix, the last position is read again with its new token.
+
+    Args:
+        head: the head.
+        form: its drafting form, with the methods of `DraftingForm`; default: that of EAGLE-3.
     """
 
     overlap = 1
@@ -167,7 +175,8 @@ class Eagle3Source(CachedSource):
         self._reserve(shape.depth, shape.offered)
 
     def _reserve(self, depth: int, offered: int) -> None:
-        # A row holds its text, the draft, and the positions that are read for an idle row.
+        # A row holds its text, the draft, and the positions that are read for an idle row: `_read` writes all of its
+        # columns in every row, valid or not.
         spare = max(self._spare, offered + depth + 2 + MAX_UNREAD)
         more = max(0, depth + 1 - self._width)
         if spare == self._spare and not more:
@@ -254,12 +263,14 @@ class Eagle3Source(CachedSource):
         self._part: DraftingCache = self.cache.select(0, len(pending), longest)
         self._fill_in(pending)
         result = read(self._part, self._aux_hidden[rows, :width], self._next[rows, :width], counts)
+        # A view of `_counts`, set to 0 in place: nothing is unread now.
         counts.zero_()
         self._unread = 0
         return result
 
     def _fill_in(self, following: Tensor, start: int = 0) -> None:
         """Write the token after each row's last unread position."""
+        # With 3 unread positions the last is column 2. A row without any gets it in column 0, which its count excludes.
         rows = slice(start, start + len(following))
         self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], following[:, None])
 

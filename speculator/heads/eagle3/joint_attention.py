@@ -35,7 +35,7 @@ class Block(NamedTuple):
     span: slice
 
     def select(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return this block's views of a query, keys, values, own keys and own values."""
+        """Return this block's views of the five tensors of `joint_attention`, from the query to the own values."""
         query, keys, values, own_keys, own_values = tensors
         shared = [x[self.sequence, self.span] for x in (keys, values)]
         return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
@@ -58,17 +58,19 @@ class QueryRows:
     def __init__(self, wanted: Tensor, begins: Tensor, limit: int, window: int | None):
         self.wanted, self.begins, self.limit, self.window = wanted, begins, limit, window
         length = begins.shape[1]
+        # Sequences lie end to end: with S = 100, index 107 is position 7 of sequence 1.
         self.positions, self.sequences = wanted % length, wanted // length
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
         """Scatter the rows to all positions of the batch, 0 elsewhere."""
+        # With the rows 1 and 3 of 4 positions, [a b] becomes [0 a 0 b].
         shape = list(x.shape)
         shape[dim] = self.begins.numel()
         return x if len(self.wanted) == shape[dim] else x.new_zeros(shape).index_copy(dim, self.wanted, x)
 
     @cached_property
     def bounds(self) -> Tensor:  # [documents + 1] int32
-        """First row of each document among the rows of all sequences, and the end."""
+        """Index at which each document begins among the B * S positions of the batch, and B * S at the end."""
         # A position whose document begins at itself. With documents of 3 and 5 tokens the begins are 0 0 0 3 3 3 3 3,
         # and the bounds 0, 3, 8.
         first = self.begins == torch.arange(self.begins.shape[1], device=self.begins.device)
@@ -88,6 +90,7 @@ class QueryRows:
             while start < end:
                 stop = min(start + size, end)
                 # Few different widths, so that the allocator reuses the scores of earlier blocks.
+                # From the first row's document to the last row: positions are ascending within a sequence.
                 last = at[stop - 1] + 1
                 width = min(1 << (last - first[start] - 1).bit_length(), length)
                 blocks.append(Block(slice(start, stop), sequence, slice(max(0, last - width), max(last, width))))
@@ -95,7 +98,13 @@ class QueryRows:
         return blocks
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
-        """Return a mask of the keys that rows attend to at a step: their document up to them, within the window."""
+        """Return a mask of the text's keys that rows attend to at a step: their document up to them, within the window.
+
+        Args:
+            rows: which rows.
+            span: the M positions of their sequence, as columns.
+            step: the step, i.e. how many own keys a row has.
+        """
         columns = torch.arange(span.start, span.stop, device=self.positions.device)
         positions, begins = self.positions[rows, None], self.starts[rows, None]
         if self.window is not None:
@@ -126,6 +135,7 @@ def joint_attention(
     own_keys: Tensor,  # [step, R, K, d] each row attends to its own
     own_values: Tensor,  # [step, R, K, d]
 ) -> Tensor:  # [R, H, d]
+    """Attend by one softmax over the text's keys and each row's own; `fused` uses flash attention."""
     # Else flash attention would get a negative window. The mask of the blocks then hides the whole text.
     near = rows.window is None or step < rows.window  # the window still reaches into the text
     form = FusedAttention if fused and near else BlockedAttention
@@ -195,7 +205,7 @@ class FusedAttention(torch.autograd.Function):
 
 
 def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that forward and backward pass of flash attention share."""
+    """Return positional and keyword arguments that the forward and the backward call of flash attention share."""
     longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
     # Positions to the left of t that step i still sees: with a window of 4, three at step 0 and one at step 2.
     left = None if rows.window is None else rows.window - 1 - step
@@ -205,11 +215,13 @@ def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], 
 
 def _pieces(query: Tensor) -> list[slice]:
     """Split the rows, so that the float32 copies of own keys stay small."""
+    # Rows whose queries have `_NUMBERS` elements together: H * d each.
     size = max(1, _NUMBERS // query[0].numel())
     return [slice(start, start + size) for start in range(0, len(query), size)]
 
 
 def _own_scores(query: Tensor, own_keys: Tensor) -> Tensor:  # [R, H, d], [i, R, K, d] -> [R, K, g, i]
+    # Query head h = k * g + j reads key head k, as in torch's flash attention: 8 heads on 2 key heads have g = 4.
     grouped = query.view(len(query), own_keys.shape[2], -1, query.shape[-1])
     return torch.einsum("rkgd,irkd->rkgi", grouped, own_keys) / math.sqrt(query.shape[-1])
 
@@ -223,7 +235,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 
 
 def attend_own(
-    seen: Tensor,  # [R, M]
+    seen: Tensor,  # [R, M] bool: the shared keys that each row attends to
     query: Tensor,  # [R, H, d]
     keys: Tensor,  # [M, K, d] shared by the rows
     values: Tensor,  # [M, K, d]

@@ -10,7 +10,7 @@ from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 
 
 class Layer(nn.Module):
-    """The layer, in the parts before and after attention."""
+    """The layer: `enter` gives what attention projects, and the residual; `leave` adds attention and the MLP."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__()

@@ -166,6 +166,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         u, _ = layer.enter(self.embed(tokens[:, :length]), g)
         keys, values = layer.self_attn.key_value(u, self.rope(positions, u.dtype))
 
+        # Indices into the flattened [B * S] positions: of those without a label only keys and values are computed.
         everything = torch.arange(documents.numel(), device=states.device)
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
@@ -182,6 +183,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
             return [x.to(fused or x.dtype) for x in given]
 
         keys, values = cast(keys, values)
+        # From here on, rows are the R wanted positions of all sequences, end to end: [R, D].
         g = g.flatten(0, 1)[wanted]
         # At step 0 a position's own key is among those of the text.
         own_keys, own_values = keys[0, :0, None].expand(0, len(wanted), -1, -1), values[0, :0, None]

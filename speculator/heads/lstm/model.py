@@ -53,6 +53,7 @@ class LSTMSpeculator(RecurrentHead):
 
     def start(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., D+I]
         state = super().start(hidden)
+        # [h_t, c_0]: a cell of zeros after the hidden state.
         return torch.cat([state, state.new_zeros(*state.shape[:-1], self.config.inner_dim)], dim=-1)
 
     def embedding(self, index: int) -> nn.Embedding:

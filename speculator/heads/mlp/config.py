@@ -6,7 +6,7 @@ from speculator.heads.recurrent import RecurrentConfig
 class MLPSpeculatorConfig(RecurrentConfig):
     """Shape of an `MLPSpeculator`.
 
-    With tied weights, all steps share one embedding, norm and output matrix; steps 1 and up share one projection.
+    With `tie_weights` all steps share one embedding, norm and output matrix; steps 1 and up share one projection.
     """
 
     model_type = "mlp_speculator"

@@ -52,6 +52,7 @@ class MLPSpeculator(RecurrentHead):
         return cast(nn.Embedding, self.emb[min(index, len(self.emb) - 1)])
 
     def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:
+        # Untied, every step has its own. Tied, there are two projections (step 0 and the rest) and one norm.
         proj, ln = (part[min(index, len(part) - 1)] for part in (self.proj, self.ln))
         return nn.functional.gelu(ln(proj(state) + self.alpha * token))
 

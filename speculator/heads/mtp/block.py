@@ -59,7 +59,7 @@ class MTPLayer(nn.Module):
     ) -> Tensor:  # [B, T, D]
         """Return the layer's output before its final norm."""
         z = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(state)], -1))
-        # transformers' layer has no argument for it: its attention function reads this variable.
+        # transformers' layer passes no argument of ours to its attention function, which reads this variable instead.
         running = _attend.set(attend)
         try:
             y = self.block(

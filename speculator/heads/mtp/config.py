@@ -11,6 +11,7 @@ from speculator.heads.unrolled import UnrolledConfig
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 """Fields of a model's text config that hold the number of its MTP layers, by family."""
+# Fields of the target's config that describe its files or the whole model, not the layers that a block is built of.
 _NOT_THE_BLOCKS = (
     *("transformers_version", "architectures", "_name_or_path", "dtype", "quantization_config", "id2label", "label2id"),
     *("tie_word_embeddings", "per_layer_config", *COUNTS),

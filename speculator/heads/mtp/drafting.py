@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 class MTPCache(DraftingCache):
     """Keys and values of texts in every layer; see `DraftingCache` for the draft after them.
 
-    A chain's layer i reads tokens up to i positions ahead, so its newest keys change when the text goes on. A chain
-    therefore keeps what layer 0 reads, and runs all layers again at the last positions.
+    In a chain of layers (`is_chain`), layer i reads tokens up to i positions ahead, so its newest keys change when the
+    text goes on. The cache therefore keeps what layer 0 reads, and all layers run again at the last positions.
 
     Attributes:
-        text: [B, capacity, D] and [B, capacity]: the target's state at each position, and the token after it.
-        before: of a chain, per level l >= 1, [B, 1, D]: the state that layer l reads at its first drafted position.
-        path: of a chain, states [B, f, l, D] and tokens [B, f, l] of each newest token's path.
+        text: [B, capacity, D] and [B, capacity]: the target's state at each position, and the token after it; None
+            without a chain of layers, which has no `before` and `path` either.
+        before: [B, 1, D] for each level l >= 1: the state that layer l reads at its first drafted position.
+        path: at level l, states [B, f, l, D] and tokens [B, f, l] of the paths to the f newest tokens.
     """
 
     text: tuple[Tensor, Tensor] | None = None
@@ -56,9 +57,10 @@ class PassAttention:
     """Attention of one pass: it writes its keys and values, and attends to those that a token sees.
 
     Args:
+        cache: the rows' keys and values.
         layer: number of the layer.
         written: [B, T] positions of the cache that the pass writes.
-        seen: returns the positions of the cache that each token sees within a window, [B, T, M].
+        seen: returns a mask [B, T, M] of the cache's positions that each token sees, given the sliding window or None.
     """
 
     def __init__(self, cache: MTPCache, layer: int, written: Tensor, seen: Callable[[int | None], Tensor]):
@@ -122,6 +124,7 @@ class DraftingForm:
         made: list[tuple[Tensor, Tensor]] = []
         for i in range(len(head.layers)):
             if head.is_chain:
+                # Layer i reads the state of the layer before at the same position, and the token i + 1 after it.
                 states = cache.text[0][row, positions] if i == 0 else made[-1][1]  # type: ignore[index]
                 tokens = cache.text[1][row, (positions + i).clamp_max(cache.text[1].shape[1] - 1)]  # type: ignore[index]
             embedded = head.embed(tokens)
@@ -134,7 +137,10 @@ class DraftingForm:
 
     @torch.no_grad()
     def first(self, cache: MTPCache, states: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
-        """Process accepted tokens; returns the logits of a draft's first token. The last token of a row is pending."""
+        """Process accepted tokens; return the logits of a draft's first token. Arguments are those of `read`.
+
+        The last valid token of each row is the pending one.
+        """
         made, valid = self.read(cache, states, tokens, counts)
         cache.level = 0
         cache.seen = cache.lengths.new_zeros(len(states), 1, 0, dtype=torch.bool)
@@ -155,7 +161,7 @@ class DraftingForm:
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
-        """Process a level of a draft; returns the logits of its children."""
+        """Process a level of a draft: write its keys and values, and return the logits of its children."""
         if self.head.is_chain:
             return self._next_of_chain(cache, tokens, parents)
         attend = PassAttention(cache, 0, cache.begin_level(parents), cache.visible)
@@ -164,7 +170,7 @@ class DraftingForm:
         return self.head.draft_logits(feature)
 
     def _next_of_chain(self, cache: MTPCache, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Draft with layer `level` = l: it runs at the l last positions of the text, on each token's path."""
+        """Draft with layer l = `level`, counted from 0: it runs at the l last positions of the text, for each path."""
         cache.level += 1
         head, level, count = self.head, cache.level, tokens.shape[1]
         # Layer l reads the state of layer l - 1 at the same position. After a text of T positions and the path d1 d2,
@@ -189,6 +195,7 @@ class DraftingForm:
 
         attend = PassAttention(cache, level, written, seen)
         feature, states = head.run(level, head.embed(path.flatten(1)), states.flatten(1, 2), positions, attend)
+        # [B, f * l, D] -> [B, f, l, D]: the states of each path, of which the last position gives the logits.
         cache.path = states.unflatten(1, (count, level)), path
         return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])
 

@@ -48,12 +48,12 @@ class Joint:
     """Attention of one step of training: to the text's keys of step 0, and to the row's own of later steps.
 
     Args:
-        rows: the rows of this step.
-        step: number of the step.
+        rows: the positions whose features are computed.
+        step: number of the step, from 0 on.
         kept: keys and values of the text [B, S, K, d], and of the steps 1..step-1 [step - 1, R, K, d]; none at step 0.
 
     Attributes:
-        made: keys and values of this pass, in the form of `kept`.
+        made: keys and values that this pass computed, for the `kept` of the next step.
     """
 
     made: tuple[Tensor, Tensor]
@@ -116,6 +116,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         block: Any = self.config.block
         experts = sum(weight.numel() for weight in self.parameters() if weight.ndim == 3)
         count = block.get("n_routed_experts") or block.get("num_local_experts") or block.get("num_experts") or 1
+        # Experts are tensors of three dimensions, of which a token uses `num_experts_per_tok` of `count`.
         layers = super().weights_per_token(length) + experts * (block.get("num_experts_per_tok") or 1) // count
         # The output matrix has no gradient: two products instead of three.
         return self.n_predict * (layers // len(self.layers) + 2 * self.config.output_size * self.config.emb_dim // 3)
@@ -144,7 +145,14 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     def run(
         self, index: int, embedded: Tensor, state: Tensor, positions: Tensor, attend: Any
     ) -> tuple[Tensor, Tensor]:  # [B, T, D] twice
-        """Run a layer; return what the output matrix reads, and the state that the next step reads."""
+        """Run layer `index`; return what the output matrix reads, and the state that the next step reads.
+
+        Args:
+            embedded: [B, T, D] embeddings of the tokens after `positions`.
+            state: [B, T, D] the target's hidden states, or the states of the step before.
+            positions: [B, T] positions in the text.
+            attend: the pass's attention, see `speculator.heads.mtp.block.Attend`.
+        """
         layer = self.layers[index]
         y = layer(embedded, state, self.rotary(index, embedded, positions), positions, attend)
         feature = layer.norm(y)
@@ -152,7 +160,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
 
     @torch.no_grad()
     def shapes(self) -> tuple[torch.Size, torch.Size]:
-        """Shapes [1, 1, K, d] of the keys and values of one position."""
+        """Shapes [1, 1, K, d] of the keys and values of one position, found by running the layer once."""
         found: list[torch.Size] = []
 
         def note(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -200,7 +208,9 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # DDP needs a gradient for every weight
+        # From step 1 on only positions with a label: R rows as one sequence, [1, R, D].
         rows, state = QueryRows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
+        # No own keys yet, in the shape [0, R, K, d] to which each step adds one.
         own = [x[0, :0, None].expand(0, len(wanted), -1, -1) for x in text]
         for i in range(1, self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
@@ -213,7 +223,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     def _step(
         self, index: int, step: int, rows: QueryRows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a layer; return feature, next state, keys and values."""
+        """Run a layer, to be recomputed in the backward pass; return features, next state, keys and values."""
 
         def work(embedded: Tensor, state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
             attend = Joint(rows, step, kept)
