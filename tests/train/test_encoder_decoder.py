@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import shorten_validation, tiny_head
+from conftest import shorten_validation, tiny_head, tiny_tokenizer
 from encoder_decoders import VOCAB, random_texts, save_encoder_decoder, tiny_encoder_decoder
 
 from data.onpolicy import generate_rows
@@ -63,7 +63,7 @@ def test_a_head_learns_to_draft_the_targets_answers(target, tmp_path, architectu
     torch.manual_seed(0)
     head = tiny_head(architecture=architecture, vocab_size=VOCAB)
     before = real_acceptance(target, head, Suite("train", prompts), 0, 16)["acceptance_length"]
-    settings = {"max_steps": 120, "learning_rate": 1e-2, "eval_steps": 500, "save_steps": 500, "logging_steps": 120}
+    settings = {"max_steps": 70, "learning_rate": 2e-2, "eval_steps": 500, "save_steps": 500, "logging_steps": 70}
     trainer_of(target, head, rows, tmp_path / "run", **settings).train()
     after = real_acceptance(target, head, Suite("train", prompts), 0, 16)["acceptance_length"]
     assert before < 1.5
@@ -126,6 +126,9 @@ def run(tmp_path_factory):
 def test_a_stopped_run_resumes_to_the_same_head(run, tmp_path, monkeypatch):
     """The first stage is stopped after step 6; the second one trains on answers that the target wrote."""
     assert run(tmp_path / "whole") == 0
+    config = json.loads((tmp_path / "whole/stage1/speculator/config.json").read_text())
+    longest = max(len(tiny_tokenizer()(f"def name{n}(self): return {n}")["input_ids"]) for n in range(40))
+    assert config["trained_length"] == longest + 2  # with start token and EOS; rows may have 32 tokens
     asked = iter(range(1, 100))
     monkeypatch.setattr(trainer, "stop_asked", lambda: next(asked) >= 7)
     assert run(tmp_path / "stopped") == 143
