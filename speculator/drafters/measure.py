@@ -205,7 +205,7 @@ def measure_costs(
     # The most important drafts come first, because the time may end within a round.
     for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):
         for (rows, greedy), own in costs.items():
-            drafts = (*shapes[:2], *dict.fromkeys((rows, 1)), *shapes[2:])
+            drafts: list[Shape | int] = [*shapes[:2], *dict.fromkeys((rows, 1)), *shapes[2:]]
             for what, cost in _round(engines[rows], greedy, drafts, deadline):
                 own.setdefault(what, []).append(cost)
     entries = []
