@@ -24,6 +24,7 @@ _FEATURES = {
     "input_ids": Sequence(Value("int32")),
     "loss_mask": Sequence(Value("int8")),
     "rejected": Sequence(Value("int8")),
+    "source_ids": Sequence(Value("int32")),
 }
 _POLL_SECONDS = 0.2
 
@@ -204,7 +205,7 @@ class Batches:
 
     def _save(self, rows: Iterable[dict], facts: dict[str, Any]) -> None:
         rows = iter(rows)
-        first = next(rows)  # it tells the columns; "rejected" may be missing
+        first = next(rows)  # it tells the columns; some may be missing
         features = Features({name: _FEATURES[name] for name in first})
         cache, final = self._work / "cache", self.folder / "rows"
         # From a process that was killed here: without a manifest they may be incomplete.

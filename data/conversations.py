@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from speculator.chat import DATA_DAY, RefusedError, answer_message, chat_text, chat_tokens
+from speculator.target.encoder import source_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Conversation:
     """A prompt, and what follows each answer.
 
     Attributes:
-        ids: token ids before the first answer.
+        ids: token ids before the first answer; a `Text` also has what an encoder reads for it.
         messages: of a chat, the messages that `ids` were rendered from.
         later: messages after each answer. If the first of them is the assistant's, with tool calls, it replaces the
             answer in the history, because the tool results after it belong to it.
@@ -35,7 +36,7 @@ class Conversation:
     def size(self) -> int:
         """Rough number of tokens without the answers."""
         characters = sum(len(message.get("content") or "") for turn in self.later for message in turn)
-        return len(self.ids) + characters // 4
+        return len(source_of(self.ids)) + len(self.ids) + characters // 4
 
 
 def split_at_answers(messages: list[dict], answers: int | None) -> tuple[list[dict], list[list[dict]]]:
@@ -61,11 +62,12 @@ def split_at_answers(messages: list[dict], answers: int | None) -> tuple[list[di
 
 @dataclass
 class Row:
-    """Tokens of a row, their loss mask, and marks on tokens that replaced a rejected draft token."""
+    """Tokens of a row, loss mask, marks on tokens that replaced a rejected draft token, and what an encoder reads."""
 
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
+    source: Sequence[int] = ()
 
     def add(self, ids: Sequence[int], has_loss: int, rejected: Sequence[int] = ()) -> None:
         """Append tokens with the loss mask `has_loss`, 0 or 1, and marks of rejected drafts (default: none)."""
@@ -76,6 +78,7 @@ class Row:
     def columns(self, mark_rejected: bool) -> dict[str, list[int]]:
         """Return the row for a `datasets` folder."""
         columns = {"input_ids": self.ids, "loss_mask": self.mask}
+        columns |= {"source_ids": list(self.source)} if self.source else {}
         return columns | ({"rejected": self.rejected} if mark_rejected else {})
 
 
@@ -103,7 +106,7 @@ class Answering:
         self._later = deque(conversation.later)
         self.answers = 0
         self.prompt: list[int] | None = conversation.ids
-        self.rows = [Row()]
+        self.rows = [Row(source=source_of(conversation.ids))]
         self.rows[0].add(conversation.ids, 0)
 
     def add(self, tokens: list[int], ended: bool, rejected: Sequence[int] = ()) -> None:

@@ -22,6 +22,7 @@ from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostTable, entry_from_json, entry_to_json
 from speculator.heads import Speculator
+from speculator.target.encoder import source_of
 from speculator.target.model import Target
 
 BATCH_SIZE = 16
@@ -84,7 +85,8 @@ def generate_rows(
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
         of the prompts, for a conversation one row or several (see `Answering`); with `mark_rejected` also "rejected", 1
-        on each token that replaced a rejected draft token.
+        on each token that replaced a rejected draft token. With an encoder the prompt is in "source_ids", and
+        "input_ids" begin with the decoder's start tokens.
         manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones), "answers",
         "acceptance_length", "tokens_per_second" ("speculative" and "plain", without prefill, timed one after the other
         on the same few rows) and "seconds" (all rows and processes, with prefill). An adaptive drafter adds "costs",
@@ -95,6 +97,7 @@ def generate_rows(
     """
     chats = [each if isinstance(each, Conversation) else Conversation(each) for each in prompts]
     check_prompts(target, [chat.ids for chat in chats])
+    chats = [replace(chat, ids=target.text(chat.ids)) for chat in chats]
     samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     # The longest first: rows of a batch have similar lengths, and too little memory shows in the first batch.
     order = sorted(range(len(prompts)), key=lambda row: -chats[row].size)
@@ -243,12 +246,13 @@ def record_of(
 ) -> dict[str, Any]:
     """Return the settings that determine the rows, whichever drafter or server makes them."""
     settings = [settings_of(setting) for setting in samplings]
+    prompts = [[[*source_of(chat.ids), *chat.ids], list(chat.later)] for chat in chats]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
         "seed": seed,
         "max_new_tokens": max_new_tokens,
         "rows": len(chats),
-        "prompts": hashlib.sha256(json.dumps([[chat.ids, list(chat.later)] for chat in chats]).encode()).hexdigest(),
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Pack documents into rows of equal length."""
+"""Pack documents into rows of equal length, or give each a row of its own."""
 
 from __future__ import annotations
 
@@ -48,3 +48,16 @@ def pack(
     # A text of one token has no next token to predict.
     if not emitted and len(columns["input_ids"]) > 1:
         yield columns
+
+
+def one_per_row(
+    documents: Iterable[dict[str, Any]], length: int, max_tokens: int | None = None
+) -> Iterator[dict[str, list[int]]]:
+    """Make a row of each document of an encoder-decoder target, with its "source_ids"; what exceeds `length` is cut."""
+    emitted = 0
+    for document in documents:
+        row = {name: document[name][:length] for name in ("input_ids", "loss_mask", "rejected")}
+        emitted += (size := len(row["input_ids"]))
+        if max_tokens is not None and emitted > max_tokens:
+            return
+        yield {**row, "document_ids": [0] * size, "source_ids": document["source_ids"]}

@@ -17,7 +17,8 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from data.packing import pack
+from data.packing import one_per_row, pack
+from data.rendering import Pairs
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
 from data.tally import Tally
 from data.workers import default_processes
@@ -26,7 +27,7 @@ from speculator.errors import UserError, first_line
 from speculator.files import cache_folder, make_folder, new_folder, read_json, write_text
 from speculator.terminal import Progress, log
 
-_FEATURES = Features({name: List(Value("int32")) for name in ("input_ids", "document_ids", "loss_mask", "rejected")})
+_COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
 _MANIFEST = "manifest.json"
 
@@ -41,6 +42,7 @@ class _Request:
 
     Attributes:
         limits: largest number of tokens, and of rows; None: all.
+        pairs: see `data.rendering.render`.
     """
 
     sources: Sequence[str]
@@ -50,6 +52,7 @@ class _Request:
     limits: tuple[int | None, int | None]
     max_bad_rows: float
     num_proc: int | None
+    pairs: Pairs | None = None
 
     @property
     def name(self) -> str:
@@ -65,6 +68,7 @@ class _Request:
         identity = {
             "sources": [[fingerprint(source.location), source.weight] for source in parse(self.sources)],
             "arguments": [self.split, self.length, *self.limits],
+            "pairs": self.pairs and [*self.pairs.start, self.pairs.longest],
             "special_tokens": [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id],
             "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
             "chat_template": self.tokenizer.chat_template,
@@ -83,8 +87,9 @@ def token_rows(
     max_bad_rows: float = 0.0,
     first_rows: int | None = None,
     num_proc: int | None = None,
+    pairs: Pairs | None = None,
 ) -> Dataset:
-    """Return packed rows (see `data.packing.pack`) of one split of some sources.
+    """Return packed rows (see `data.packing.pack`) of one split of some sources; with `pairs`, one row a document.
 
     The cache key covers the sources (names, weights, sizes, modification times), the arguments, the tokenizer with its
     chat template, and the code of this package. One process prepares the rows under a file lock; the others wait for
@@ -95,12 +100,13 @@ def token_rows(
             splits are small, so any share is accepted once it is above 0.
         first_rows: stop after this many rows, as soon as one token among them has loss.
         num_proc: processes that render and tokenize; the rows do not depend on it.
+        pairs: see `data.rendering.render`.
 
     Raises:
         SourceError: an unreadable source, too many bad rows, or a split without text.
     """
     limits = max_tokens, first_rows
-    rows, _ = _cached(_Request(sources, split, tokenizer, length, limits, max_bad_rows, num_proc))
+    rows, _ = _cached(_Request(sources, split, tokenizer, length, limits, max_bad_rows, num_proc, pairs))
     return rows
 
 
@@ -187,7 +193,10 @@ def _prepare(folder: Path, request: _Request) -> None:
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
     tally, name, (max_tokens, first_rows) = Tally(request.max_share), request.name, request.limits
     processes = request.num_proc or default_processes()
-    documents = token_documents(request.sources, request.split, request.tokenizer, tally=tally, processes=processes)
+    how = {"tally": tally, "processes": processes, "pairs": request.pairs}
+    documents = token_documents(request.sources, request.split, request.tokenizer, **how)
+    make, columns = (one_per_row, (*_COLUMNS, "source_ids")) if request.pairs else (pack, _COLUMNS)
+    features = Features({column: List(Value("int32")) for column in columns})
     bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=max_tokens)
 
     def counted() -> Iterator[dict[str, Any]]:
@@ -196,7 +205,7 @@ def _prepare(folder: Path, request: _Request) -> None:
             yield document
 
     def rows() -> Iterator[dict[str, list[int]]]:
-        for row in pack(counted(), request.length, max_tokens):
+        for row in make(counted(), request.length, max_tokens):
             counts["rows"] += 1
             counts["tokens"] += len(row["input_ids"])
             counts["tokens_with_loss"] += sum(row["loss_mask"])
@@ -220,7 +229,7 @@ def _prepare(folder: Path, request: _Request) -> None:
     try:
         with new_folder(folder) as scratch:
             try:
-                dataset = Dataset.from_generator(rows, features=_FEATURES, cache_dir=str(work), fingerprint=folder.name)
+                dataset = Dataset.from_generator(rows, features=features, cache_dir=str(work), fingerprint=folder.name)
             except DatasetGenerationError as error:
                 raise error.__cause__ or error from None
             dataset.save_to_disk(str(scratch))

@@ -17,6 +17,7 @@ from data.rows import RowError, SourceError
 from data.sources import interleave, streams
 from data.tally import Tally, log
 from speculator.chat import chat_tokens
+from speculator.target.training import TrainingTarget
 
 _PACKED_HEAD = 256
 Item = TypeVar("Item")
@@ -37,6 +38,12 @@ class PromptLimits:
     context: int
     new_tokens: int
     seq_length: int = sys.maxsize
+
+    @classmethod
+    def of(cls, target: TrainingTarget, new_tokens: int, seq_length: int = sys.maxsize) -> PromptLimits:
+        """Return the limits of a target's prompts. An encoder reads them, if there is one, so answers need no room."""
+        context, room = (target.encoder.longest, 0) if target.encoder else (target.context_length, new_tokens)
+        return cls(target.name, context, room, seq_length)
 
     def take(
         self, source: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
@@ -108,6 +115,8 @@ class _Cut:
         elif "prompt" in row:
             if ids := text_tokens([row["prompt"]], self.tokenizer)[0]:
                 yield Conversation(ids, ends=True)
+        elif "source_ids" in row:
+            yield Conversation(row["source_ids"], ends=True)
         elif "document_ids" in row and not packed_text:
             # The first document of a row may have begun in the row before, so only the others are cut: of the
             # document ids 0 0 0 1 1 1 2 2 these are 1 and 2.
@@ -173,6 +182,7 @@ def conversations(
     - prompt and completion: the prompt; a chat if the tokenizer has a template
     - tokens: those before the first token with loss, or `prompt_tokens` of them if the first token has loss
     - packed tokens: the same for each document that begins in the row
+    - tokens of an encoder-decoder target: the "source_ids"
 
     Weights of sources are shares of the prompts.
 

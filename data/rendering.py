@@ -10,6 +10,8 @@ server: rendering does not separate the template's own special tokens from those
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from typing import Any
@@ -21,11 +23,24 @@ from data.rows import RowError, SourceError
 from data.tally import Tally
 from data.workers import map_in_order
 from speculator.chat import DATA_DAY, RefusedError, chat_text
-from speculator.errors import UserError, first_line
-from speculator.target.gguf import located
+from speculator.errors import UserError, first_line, refuse
+from speculator.target.gguf import located, read_config
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How documents become rows of an encoder-decoder target: the encoder reads the prompt, the decoder the answer.
+
+    Attributes:
+        start: tokens with which every text of the decoder starts.
+        longest: largest number of tokens of a source, the encoder's input.
+    """
+
+    start: Sequence[int]
+    longest: int
 
 
 def load_tokenizer(
@@ -35,6 +50,9 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(**located(name, revision), trust_remote_code=trust_remote_code)
         tokenizer("a", verbose=False)
+        with suppress(OSError, ValueError):  # a folder with a tokenizer alone
+            pair = read_config(name, trust_remote_code, revision=revision).is_encoder_decoder
+            refuse((pair, "only train.py and data generate without --server make rows of an encoder-decoder model"))
     except Exception as error:  # the libraries raise many types for damaged files
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -62,8 +80,9 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     tally: Tally | None = None,
     processes: int = 1,
+    pairs: Pairs | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield documents as rows {"id", "input_ids", "loss_mask", "rejected"}.
+    """Yield documents as rows {"id", "input_ids", "loss_mask", "rejected"}, with `pairs` also "source_ids".
 
     A packed row becomes one row per document, and a chat one or several; its first row has "chat", the facts of it.
 
@@ -72,10 +91,12 @@ def render(
     Args:
         tally: counts documents that can't be rendered (default: the first one raises), and chats.
         processes: processes that render. The rows do not depend on it, but more processes read further ahead.
+        pairs: the target is an encoder-decoder model; prompts are then read without a chat template.
     """
     tally = tally or Tally()
-    documents = (as_chat(document, tokenizer) for document in documents)
-    for rendered in map_in_order(partial(_render_batch, tokenizer=tokenizer), _batches(documents), processes):
+    documents = (document if pairs else as_chat(document, tokenizer) for document in documents)
+    work = partial(_render_batch, tokenizer=tokenizer, pairs=pairs)
+    for rendered in map_in_order(work, _batches(documents), processes):
         for each in rendered:
             if isinstance(each, RowError):
                 tally.add(each)
@@ -85,16 +106,22 @@ def render(
                 yield each
 
 
-def _render_batch(batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any] | RowError]:
+def _render_batch(
+    batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, pairs: Pairs | None
+) -> list[dict[str, Any] | RowError]:
     """Return the rows of some documents, with a RowError in the place of a bad one."""
     # One call for all texts: the tokenizer then uses all cores, unless this is one of several processes.
-    tokens = iter(text_tokens([document["text"] for document in batch if "text" in document], tokenizer))
-    chats = _chats([document for document in batch if "messages" in document], tokenizer)
+    single = [] if pairs else batch
+    tokens = iter(text_tokens([document["text"] for document in single if "text" in document], tokenizer))
+    chats = _chats([document for document in single if "messages" in document], tokenizer)
     rows: list[dict[str, Any] | RowError] = []
     for document in batch:
         rendered: Any  # pairs or triples: token ids, loss mask, and maybe the marks of rejected drafts
         facts: dict[str, Any] = {}
         try:
+            if pairs:
+                rows.append(_pair(document, tokenizer, pairs))
+                continue
             if "text" in document:
                 ids = _with_eos(next(tokens), tokenizer)
                 rendered = [(ids, [1] * len(ids))]
@@ -147,9 +174,35 @@ def _completion(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     return ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt))
 
 
+def _pair(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> dict[str, Any]:
+    """Render what the encoder reads, and what the decoder writes after its start tokens."""
+    start, where = list(pairs.start), document["where"]
+    if "completion" in document:
+        (source,) = text_tokens([document["prompt"]], tokenizer)
+        written = tokenizer(text_target=document["completion"], split_special_tokens=True, verbose=False)["input_ids"]
+        # The tokenizer may have added the BOS token that the start tokens end with.
+        begun = written[: len(start) - 1] == start[1:]
+        ids = _with_eos([start[0], *written] if begun else [*start, *written], tokenizer)
+        mask = [0] * len(start) + [1] * (len(ids) - len(start))
+    elif "source_ids" in document:
+        check_tokens(document, tokenizer)
+        source, ids, mask = (document[name] for name in ("source_ids", "input_ids", "loss_mask"))
+        if ids[: len(start)] != start:
+            raise RowError(where, f"the answer does not begin with the decoder's start tokens {start}")
+    else:
+        raise RowError(where, 'an encoder-decoder target needs rows with the texts "prompt" and "completion"')
+    if not source:
+        raise RowError(where, "an empty prompt")
+    if len(source) > pairs.longest:
+        kind = f"more than {pairs.longest}, by data.seq_length or the encoder"
+        raise RowError(where, f"a prompt of {len(source)} tokens: {kind}", f"prompts of {kind}")
+    rejected = document.get("rejected") or [0] * len(ids)
+    return {"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, "source_ids": source}
+
+
 def check_tokens(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a RowError if a row has tokens that are not in the tokenizer's vocabulary."""
-    highest = max(document["input_ids"])
+    highest = max(document["input_ids"] + document.get("source_ids", []))
     if highest >= len(tokenizer):
         fault = f"token {highest}, but the tokenizer has {len(tokenizer)}"
         raise RowError(document["where"], fault, "a token outside of the tokenizer's vocabulary")
@@ -158,6 +211,8 @@ def check_tokens(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
 def _unpacked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], ...]]:
     ids, mask = document["input_ids"], document["loss_mask"]
     check_tokens(document, tokenizer)
+    if "source_ids" in document:
+        raise RowError(document["where"], '"source_ids", which only encoder-decoder targets read')
     none = [0] * len(ids)
     columns = zip(document.get("document_ids", none), ids, mask, document.get("rejected", none), strict=True)
     for _, part in groupby(columns, key=lambda column: column[0]):

@@ -1,7 +1,7 @@
 """Read the rows of a source. The keys of a row determine its format; the first match wins.
 
 {"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones; "rejected" marks tokens that
-                                            replaced a rejected draft token
+                                            replaced a rejected draft token; "source_ids" are what an encoder reads
 {"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format
 {"prompt": "...", "completion": "..."}      texts; or two lists of messages, TRL's conversational form of a chat
@@ -17,7 +17,7 @@ from typing import Any
 from speculator.chat import clean_messages, clean_tools, from_json
 from speculator.errors import UserError, check_text
 
-_TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected")
+_TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
 _ALPACA = ("system", "instruction", "input", "output")
 KEYS = (*_TOKENS, "messages", "tools", "conversations", "prompt", "completion", *_ALPACA, "text")
 """All keys that are read; other keys are ignored."""
@@ -64,7 +64,7 @@ class RowError(SourceError):
 
 def content(row: Any, where: str) -> dict[str, Any]:
     """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
-    `input_ids`, `loss_mask` and maybe `document_ids` and `rejected`.
+    `input_ids`, `loss_mask` and maybe `document_ids`, `rejected` and `source_ids`.
 
     Args:
         row: the parsed row; a key whose value is null counts as missing.
@@ -168,13 +168,13 @@ def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
     columns: dict[str, Any] = {
         "input_ids": ids,
         "loss_mask": given.get("loss_mask", [1] * len(ids) if isinstance(ids, list) else None),
-        **{name: given[name] for name in ("document_ids", "rejected") if name in given},
+        **{name: given[name] for name in _TOKENS[2:] if name in given},
     }
     for name, column in columns.items():
         invalid = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
         if invalid or (name == "input_ids" and any(isinstance(value, bool) for value in column)):
             raise RowError(where, f'"{name}" is not a list of integers >= 0')
-        if len(column) != len(ids) or not column:
+        if (len(column) != len(ids) and name != "source_ids") or not column:
             many = f'values of "{name}" for'
             raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"another number of {many} the tokens")
     for name in ("loss_mask", "rejected"):

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from data.readers import PYTHON_SOURCES, SPLITS, fingerprint, read
-from data.rendering import render
+from data.rendering import Pairs, render
 from data.rows import SourceError
 from data.tally import Tally
 
@@ -40,7 +40,7 @@ __all__ = [
 
 _FEW = 200
 """Documents below which a source may have an empty split by chance."""
-_CONTENT = ("text", "prompt", "completion", "messages", "tools", "input_ids", "loss_mask")
+_CONTENT = ("text", "prompt", "completion", "messages", "tools", "input_ids", "loss_mask", "source_ids")
 Item = TypeVar("Item")
 
 
@@ -188,6 +188,7 @@ def token_documents(
     *,
     tally: Tally | None = None,
     processes: int = 1,
+    pairs: Pairs | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the documents of one split, rendered by `data.rendering.render`.
 
@@ -197,7 +198,7 @@ def token_documents(
     parts, weights = streams(sources, split, tally)
     # The streams are read in turn, each by processes of its own.
     each = max(1, processes // len(parts))
-    rendered = [render(stream, tokenizer, tally, each) for stream in parts]
+    rendered = [render(stream, tokenizer, tally, each, pairs) for stream in parts]
     return interleave(rendered, weights, lambda document: len(document["input_ids"]))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import CompileConfig
 
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
@@ -19,6 +19,7 @@ from speculator.errors import UserError, refuse
 from speculator.heads import Speculator
 from speculator.tables import BASELINES
 from speculator.target.gguf import located
+from speculator.target.loading import auto_class
 from speculator.target.model import Target
 from speculator.terminal import Progress
 
@@ -134,7 +135,8 @@ def _assistant(draft_model: Target, length: int) -> dict:
     The assistant is loaded again, with transformers' own attention.
     """
     name = located(draft_model.name)
-    assistant = AutoModelForCausalLM.from_pretrained(**name, dtype=draft_model.dtype, trust_remote_code=False)
+    kind = auto_class(draft_model.model.config)
+    assistant = kind.from_pretrained(**name, dtype=draft_model.dtype, trust_remote_code=False)
     assistant = assistant.to(draft_model.device)
     fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
     assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)
@@ -227,7 +229,9 @@ def measure_suite(
                 given.append(answer[:-1] if answer[-1] in stop_at else answer)
             if number in cost_batches and not turn:
                 # Costs at the middle of the answers: they grow with the context.
-                halfway = [p + answer[: len(answer) // 2] for p, answer in zip(prompts, plain, strict=True)]
+                halfway = list(map(target.text, prompts))
+                for text, answer in zip(halfway, plain, strict=True):
+                    text += answer[: len(answer) // 2]
                 blocks = -(-_COST_BLOCKS // len(cost_batches))
                 for decoder in table:
                     if decoder.drafter:

@@ -14,7 +14,7 @@ from torch import Tensor
 from eval.checks import Check
 from eval.metrics import drafted_share
 from eval.recording import RecordingEngine
-from eval.timing import as_loaded
+from eval.timing import as_loaded, inputs
 from speculator import Drafter, Target, generate
 from speculator.decoding.request import Generation
 from speculator.decoding.scheduler import common_prefix
@@ -30,17 +30,15 @@ def transformers_greedy(
     Returns the new tokens, their logits [S, V], and the rounding error: the largest difference to the logits of the
     same sequence processed `width` tokens at a time, at least the precision of the largest logit.
     """
-    ids, start = (torch.tensor([each], device=target.device) for each in (prompt, target.text(prompt)))
+    given = inputs(target, [prompt])
     # With an encoder the prompt is its source, and transformers continues the decoder's first tokens.
-    source = {"input_ids": ids} if target.encoder else {}
+    source = {"input_ids": given["input_ids"]} if target.encoder else {}
     name = "decoder_input_ids" if target.encoder else "input_ids"
+    start = given[name]
     eos = sorted(target.eos_token_ids) or None  # `as_loaded` drops the generation config
     with as_loaded(target):
         output = target.model.generate(
-            **source,
-            **{name: start},
-            attention_mask=torch.ones_like(ids),
-            decoder_start_token_id=int(start[0, 0]) if source else None,
+            **given,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             use_cache=True,
@@ -51,13 +49,13 @@ def transformers_greedy(
         )
         logits = torch.cat(output.logits)
         text = output.sequences[:, :-1]
-        given = target.model(**source, **{name: start}, use_cache=True)
+        read = target.model(**source, **{name: start}, use_cache=True)
         # The new tokens again, `width` at a time as a verification reads them: only the rounding can differ.
-        again = [given.logits[0, -1:]]
+        again = [read.logits[0, -1:]]
         for begin in range(start.shape[1], text.shape[1], width):
-            cache = {target.cache_name: given[target.cache_name], name: text[:, begin : begin + width]}
-            given = target.model(**source, use_cache=True, **cache)
-            again.append(given.logits[0])
+            cache = {target.cache_name: read[target.cache_name], name: text[:, begin : begin + width]}
+            read = target.model(**source, use_cache=True, **cache)
+            again.append(read.logits[0])
     difference = (torch.cat(again).double() - logits.double()).abs().max().item()
     precision = torch.finfo(target.dtype).eps * logits.abs().max().item()
     return output.sequences[0, start.shape[1] :].tolist(), logits, max(difference, precision)

@@ -239,6 +239,7 @@ def evaluate(
             "num_speculative_tokens": chains[0],
             "draft_model": draft_model.name if draft_model else None,
             "as": server,
+            "chat_template": bool(target.tokenizer and target.tokenizer.chat_template),
             "trained_length": head.config.trained_length,
             "peak_memory": memory_kind(target.device),
         },

@@ -72,7 +72,7 @@ def load_suite(
     """
     if not source:
         raise UserError("--suite is empty; give a .jsonl or .txt file, a hub dataset or python-sources")
-    tokenizer, limits = target.tokenizer, PromptLimits(target.name, target.context_length, max_new_tokens)
+    tokenizer, limits = target.tokenizer, PromptLimits.of(target, max_new_tokens)
     if source == PYTHON_SOURCES or _is_document(source):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
     rows = list(raw_rows(source))
@@ -80,12 +80,15 @@ def load_suite(
         raise UserError(f"--suite {source}: no rows in it")
     if _is_text(rows[0][1]):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
-    chat = not raw and tokenizer.chat_template is not None
+    chat = not raw and tokenizer.chat_template is not None and not target.encoder
     conversations = _interleave(_prompt(where, row, chat) for where, row in rows)
     taken, left_out = limits.take(
         source, ((conversation.tokens(tokenizer), conversation) for conversation in conversations), max_prompts
     )
-    return Suite(Path(source).name, [ids for ids, _ in taken], [conversation for _, conversation in taken], left_out)
+    prompts, kept = [ids for ids, _ in taken], [conversation for _, conversation in taken]
+    turns = target.encoder and any(conversation.later for conversation in kept)
+    refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
+    return Suite(Path(source).name, prompts, kept, left_out, ends=target.encoder is not None)
 
 
 def _is_document(source: str) -> bool:
@@ -222,6 +225,7 @@ def check_rows(rows: int, count: int) -> None:
 
 def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
     """Raise a UserError for sequences that have no decoding to time, or that exceed the target's context."""
+    prompt_tokens = len(target.encoder.prefix) if target.encoder else prompt_tokens
     if max_new_tokens < 2:
         raise UserError("max_new_tokens must be >= 2, because the first new token comes from the prefill")
     if prompt_tokens + max_new_tokens > target.context_length:

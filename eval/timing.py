@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from speculator.decoding.cuda_graphs import Captured, capturable
@@ -122,7 +124,7 @@ def time_ours(
             len(prompts),
             generation.prefill_seconds,
             generation.decode_seconds,
-            [len(prompt) for prompt in prompts],
+            [len(target.text(prompt)) for prompt in prompts],
             generation.steps,
             peak_memory(target.device),
         )
@@ -157,6 +159,21 @@ def as_loaded(target: Target) -> Iterator[None]:
         target.model.generation_config = settings
 
 
+def inputs(target: Target, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return prompts, padded with token 0, as transformers' generate takes them; with an encoder they are sources."""
+    rows = [torch.tensor(prompt, device=target.device) for prompt in prompts]
+    # On the left, as transformers wants it: all rows then sample at the last column. Encoders sample nothing.
+    pad = partial(pad_sequence, batch_first=True, padding_side="right" if target.encoder else "left")
+    given = {"input_ids": pad(rows), "attention_mask": pad([torch.ones_like(row) for row in rows])}
+    if not target.encoder:
+        return given
+    start = target.encoder.prefix
+    # Left to itself, it makes a cache with as many layers as T5's encoder has.
+    cache = EncoderDecoderCache(DynamicCache(config=target.config), DynamicCache())
+    text = torch.tensor([start] * len(rows), device=target.device)
+    return {**given, "decoder_input_ids": text, "decoder_start_token_id": start[0], "past_key_values": cache}
+
+
 def time_transformers(
     target: Target,
     prompts: list[list[int]],
@@ -174,10 +191,10 @@ def time_transformers(
         stop_at: tokens that end a completion.
         kwargs: further arguments of `generate`, such as an assistant model.
     """
-    width = max(map(len, prompts))
-    # On the left, as transformers wants it: all rows then sample at the last column.
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    given = inputs(target, prompts)
+    width = given.get("decoder_input_ids", given["input_ids"]).shape[1]
+    if "cache_implementation" in kwargs:
+        given.pop("past_key_values", None)
     how: dict[str, Any] = {"do_sample": False}
     if not sampling.greedy:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
@@ -190,13 +207,12 @@ def time_transformers(
         synchronize()
         started = time.perf_counter()
         output = target.model.generate(
-            ids,
-            attention_mask=mask,
             max_new_tokens=count,
             use_cache=True,
             pad_token_id=0,
             streamer=streamer,
             **how,
+            **given,
             **kwargs,
         )
         synchronize()

@@ -81,7 +81,7 @@ def _trace(
     target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int, stops: bool
 ) -> list[TracedStep]:
     engine = RecordingEngine(target, decoder.drafter, decoder.rule)
-    sequence, steps = list(prompt), []
+    sequence, steps = list(target.text(prompt)), []
 
     def on_step(new: list[int], accepted: int) -> None:
         step = TracedStep()

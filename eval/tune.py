@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,7 @@ def write_tuning(
     }
     answers = generate(target, None, prompts, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos).tokens
     trees = {kind: [best_tree(own, nodes) for nodes in _TREE_SIZES] for kind, own in ranks.items()}
-    tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(prompts, answers, strict=True))))
+    tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(map(target.text, prompts), answers, strict=True))))
     tuning, rows = _with_costs(target, head, tuning)
     content = {
         "schema": 3,
@@ -168,7 +169,7 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
     """Acceptance rate of the first looked-up token after matches of 1, 2, ... tokens, in (prompt, answer) pairs."""
     hits, tried = [0.1] * _LOOKUP_SIZES, [0.3] * _LOOKUP_SIZES  # a weak prior: mostly wrong
     for prompt, answer in texts:
-        drafter, text = NgramDrafter(1), list(prompt)
+        drafter, text = NgramDrafter(1), copy(prompt)
         for token in answer:
             # `size` is the length of the match that ends the text so far, `path` what followed it before.
             ((size, path),) = drafter.look([text])

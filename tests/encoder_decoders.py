@@ -1,8 +1,12 @@
 """Tiny random encoder-decoder models, by how their decoders know positions."""
 
 import copy
+from pathlib import Path
 
 import torch
+import transformers
+from conftest import tiny_tokenizer
+from packaging.version import Version
 from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
@@ -38,6 +42,8 @@ BY_DISTANCE = {
     "switch": SwitchTransformersConfig(**_T5, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
 }
 """A bias on the scores, by distance."""
+if Version(transformers.__version__) < Version("5.19"):
+    del BY_DISTANCE["umt5"]  # its decoder is not causal with sdpa: earlier logits depend on later tokens
 BY_TABLE = {
     "bart": BartConfig(**_BART),
     "mbart": MBartConfig(**_BART),
@@ -55,10 +61,12 @@ BY_ARGUMENT = {
 CONFIGS = BY_DISTANCE | BY_TABLE | BY_ARGUMENT
 
 
-def tiny_encoder_decoder(family: str, dtype: torch.dtype = torch.float32):
+def tiny_encoder_decoder(family: str, dtype: torch.dtype = torch.float32, **changes):
     """Make a random model whose distributions are far from uniform, and whose source matters."""
     torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(copy.deepcopy(CONFIGS[family])).to(dtype)
+    config = copy.deepcopy(CONFIGS[family])
+    config.update(changes)
+    model = AutoModelForSeq2SeqLM.from_config(config).to(dtype)
     for name, weight in model.named_parameters():
         if weight.ndim == 2 and family in BY_TABLE:
             weight.data *= 4
@@ -70,6 +78,15 @@ def tiny_encoder_decoder(family: str, dtype: torch.dtype = torch.float32):
             bias, others = "relative_attention_bias" in name, 4 if family in BY_ARGUMENT else 1
             weight.data *= 8 if bias else 0.1 * others if embedding else 3 if mixed else others
     return model.eval()
+
+
+def save_encoder_decoder(folder: Path, family: str = "t5", start: int = 299, **changes) -> Path:
+    """Save such a model with a tokenizer whose token 0 ends texts."""
+    ids = {"eos_token_id": 0, "pad_token_id": 0, "decoder_start_token_id": start}
+    model = tiny_encoder_decoder(family, vocab_size=300, **ids, **changes)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def random_texts(*lengths: int, seed: int = 1) -> list[list[int]]:

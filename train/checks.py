@@ -17,10 +17,11 @@ from data.sources import parse
 from speculator.checkpoints import shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
+from speculator.heads.recurrent import RecurrentHead
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
 from train.config import GenerateConfig, RunConfig, StageConfig
-from train.initialise import check_options, head_config, parameters, start_of
+from train.initialise import check_options, head_class, head_config, parameters, start_of
 
 _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token have to be among them
 
@@ -120,9 +121,9 @@ def _stage(name: str, stage: StageConfig) -> None:
 
 
 def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
-    """Raise a UserError for an encoder-decoder model, which only drafters without a head decode."""
+    """Raise a UserError for an encoder-decoder model."""
     if target.is_encoder_decoder:
-        raise UserError(f"{name}: heads can't be trained for encoder-decoder targets yet; other drafters decode them")
+        raise UserError(f"{name} is an encoder-decoder model, which --plan, --dry_run and target.server don't know")
 
 
 def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
@@ -138,6 +139,17 @@ def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
 def fits_target(config: RunConfig, target: TrainingTarget) -> None:
     """Raise a UserError if the head or a length does not fit the target, or if training it would not fit the memory."""
     head = config.speculator
+    if target.encoder:
+        refuse(
+            (
+                not issubclass(head_class(head), RecurrentHead),
+                f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only",
+            ),
+            (
+                names_self(config.data.sources),
+                f"{target.name} can't write the source {SELF}: its encoder needs prompts",
+            ),
+        )
     head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
     start = start_of(config)
     if start is not None and not head.warm_start:
@@ -208,7 +220,8 @@ def rows(
     """
     for made in (train_rows, validation_rows):
         tables = made.with_format("arrow").iter(batch_size=1000)
-        highest = max(compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in tables)
+        read = [name for name in ("input_ids", "source_ids") if name in made.column_names]
+        highest = max(compute.max(table[name].combine_chunks().flatten()).as_py() for table in tables for name in read)
         if highest >= target.vocab_size:
             raise UserError(
                 f"the rows hold token {highest}, but {target.name} has only 0..{target.vocab_size - 1}: "

@@ -104,7 +104,7 @@ class DataConfig:
     """Hub dataset ids, local .jsonl, .json, .parquet or .txt files (also .gz), folders, python-sources, or self (text
     that the target writes); each may end in @weight."""
     seq_length: NonNegativeInt = 256
-    """Tokens per row; 0 takes the target's context, at most 4,096."""
+    """Tokens per row; 0 takes the target's context, at most 4,096. With an encoder, the most tokens of a prompt too."""
     max_tokens: PositiveInt | None = None
     """Maximum number of training tokens (default: all)."""
     raw: bool = False

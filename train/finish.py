@@ -65,7 +65,8 @@ def summary(config: RunConfig) -> str:
     if not (folder / "eval" / "report.json").exists():  # the target only trains
         return "\n".join(commands_for_server(folder / "speculator", config.target.name_or_path))
     report = json.loads((folder / "eval" / "report.json").read_text())
-    trial = "--chat" if any(row.get("chat") for row in report["suites"]) else '--prompt "..."'
+    chat = any(row.get("chat") for row in report["suites"]) and report["settings"].get("chat_template", True)
+    trial = "--chat" if chat else '--prompt "..."'
     lines = [
         *headlines(report),
         f"head:   {folder / 'speculator'}",

@@ -81,7 +81,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
         "base_model_name_or_path": config.target.name_or_path,
         "base_model_adapter": config.target.adapter,
         "base_model_fingerprint": target.fingerprint,
-        "trained_length": config.data.seq_length,
+        "trained_length": 0 if target.encoder else config.data.seq_length,  # pairs may be much shorter
         "training_data": config.data.sources,
     }
     where = start_of(config)
@@ -99,7 +99,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
         copy_weights(head, start, options, where)
     elif head.config.starts_from_target(options.initialise == "target"):
         head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
-    return bind(head, target)
+    return for_rows(head, target, rows) if target.encoder else bind(head, target)
 
 
 def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:

@@ -13,6 +13,7 @@ from data.conversations import Conversation
 from data.magpie import only_self
 from data.prepare import token_rows
 from data.prompts import PromptLimits, conversations
+from data.rendering import Pairs
 from data.tally import Tally
 from eval.suites import Suite, from_text
 from speculator.chat import set_template_variables
@@ -71,7 +72,7 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
     if isinstance(target, ServerTarget):
         target.check(*needed_of_server(asked, target.config, target.context_length), state.num_processes)
     config, read = asked, with_self_written(asked, target)
-    if shorten:
+    if shorten and not target.encoder:  # whose rows are as long as their documents
         read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train")))
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=read.data.seq_length))
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
@@ -105,15 +106,16 @@ def load_target(config: RunConfig) -> TrainingTarget:
     else:
         with loading(name):
             target = InProcessTarget.load(name, **given)
-        checks.check_is_decoder(name, target.model.config)
     set_template_variables(target.tokenizer, variables)
-    if config.data.raw:
+    if config.data.raw or target.encoder:  # a source is the prompt as it is
         target.tokenizer.chat_template = None
     if isinstance(target, ServerTarget) or config.target.parallel in SHARDED:
         return target
     try:
         return Target.of(target)
     except UserError as error:
+        if target.encoder:  # no server drafts for it either
+            raise
         checks.check_writes_no_text(config, str(error))
         log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
         return target
@@ -121,16 +123,19 @@ def load_target(config: RunConfig) -> TrainingTarget:
 
 def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Dataset:
     """Return the packed rows of one split; of validation only as many as are evaluated."""
+    length, encoder = config.data.seq_length, target.encoder
+    pairs = Pairs(encoder.prefix, min(encoder.longest, length)) if encoder else None
     with reporting_full_disk(cache_folder()):
         return token_rows(
             config.data.sources,
             split,
             target.tokenizer,
-            config.data.seq_length,
+            length,
             max_tokens=config.data.max_tokens if split == "train" else None,
             max_bad_rows=config.data.max_bad_rows,
             first_rows=config.eval.validation_rows if split == "validation" else None,
             num_proc=config.data.num_proc,
+            pairs=pairs,
         )
 
 
@@ -144,7 +149,7 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
         config.eval.prompt_tokens,
         count,
         split=split,
-        limits=PromptLimits(target.name, target.context_length, config.eval.max_new_tokens),
+        limits=PromptLimits.of(target, config.eval.max_new_tokens),
         tally=tally,
     )
     if split == "held-out":
@@ -163,7 +168,7 @@ def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversati
         settings.max_rows,
         turns=None if settings.turns == "all" else settings.turns,
         per_text=_PROMPTS_PER_TEXT,
-        limits=PromptLimits(target.name, target.context_length, settings.max_new_tokens, config.data.seq_length),
+        limits=PromptLimits.of(target, settings.max_new_tokens, config.data.seq_length),
         tally=Tally(max_share=1.0 if config.data.max_bad_rows else 0.0),
     )
     return found

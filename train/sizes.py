@@ -82,8 +82,8 @@ def expected_rows(config: RunConfig) -> int | None:
 
 
 def count_of_tokens(packed: datasets.Dataset) -> int:
-    """Count the tokens of packed rows, which are all of one length."""
-    return len(packed) * len(packed[0]["input_ids"])
+    """Count the tokens of rows."""
+    return len(packed.with_format("arrow")["input_ids"].combine_chunks().flatten())
 
 
 def log_sizes(asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:

@@ -40,9 +40,9 @@ _LOADERS = 2
 class Collator:
     """Pads rows to tensors and adds the head's training targets, of which the Trainer counts `labels`.
 
-    Rows have "input_ids" and may have "loss_mask", "document_ids" and "rejected". Padding is on the right, where causal
-    attention hides it and the loss mask excludes it. A batch has "input_ids" and "document_ids" [B, L], the targets by
-    name and, if configured, "token_weights" [B, L] and `DOCUMENTS`.
+    Rows have "input_ids" and may have "loss_mask", "document_ids", "rejected" and "source_ids", the encoder's input.
+    Padding is on the right, where causal attention hides it and the loss mask excludes it. A batch has "input_ids" and
+    "document_ids" [B, L], the targets by name and, if configured, "token_weights" [B, L], `SOURCES` and `DOCUMENTS`.
 
     Args:
         config: config of the head.
@@ -73,13 +73,17 @@ class Collator:
         batch = {"input_ids": input_ids, "document_ids": documents, **targets}
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
+        if SOURCES in rows[0]:
+            # The encoder reads each source alone. Arrays, since lists would be searched for tensors to move.
+            batch[SOURCES] = [array("i", row[SOURCES]) for row in rows]
         if self.for_servers:
             batch[DOCUMENTS] = Documents(rows)
         return batch
 
 
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", DOCUMENTS, STATES)
+SOURCES = "source_ids"
+_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -168,7 +172,9 @@ class SpeculatorTrainer(Trainer):
             if self.look_ahead is not None:
                 hidden, states = self.look_ahead.take(inputs)
             else:
-                hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
+                hidden, states = self.target.training_states(
+                    input_ids, inputs["document_ids"], self._aux_layers, inputs.get(SOURCES, ())
+                )
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(

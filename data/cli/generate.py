@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code, arguments.raw)
         set_template_variables(tokenizer, arguments.chat_template_kwargs)
         context = _context_length(arguments)
-        prompts = _prompts(arguments, tokenizer, context)
+        prompts = _prompts(arguments, tokenizer, PromptLimits(arguments.target, context, arguments.max_new_tokens))
         fetch_rows(
             arguments.server,
             arguments.target,
@@ -121,7 +121,8 @@ def run(arguments: argparse.Namespace) -> None:
         )
     else:
         target = model_flags.load_target(arguments)
-        if arguments.raw:
+        refuse((target.encoder and arguments.sources == [SELF], f"--sources {SELF}: {target.name} needs prompts"))
+        if arguments.raw or target.encoder:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
         drafter: HeadDrafter | None = None
@@ -136,7 +137,8 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.sources == [SELF]:
             _write_chats(arguments, target, drafter, **how)
         else:
-            prompts = _prompts(arguments, target.tokenizer, target.context_length)
+            limits = PromptLimits.of(target, arguments.max_new_tokens)
+            prompts = _prompts(arguments, target.tokenizer, limits)
             generate_rows(target, drafter, prompts, arguments.output, **how)
     if processes.is_main_process:
         print(printable(_line(arguments.output)), file=sys.stderr)
@@ -208,8 +210,9 @@ def _context_length(arguments: argparse.Namespace) -> int:
         return sys.maxsize
 
 
-def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> list[Conversation]:
-    limits = PromptLimits(arguments.target, context, arguments.max_new_tokens)
+def _prompts(
+    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
+) -> list[Conversation]:
     if arguments.sources:
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
         found, _ = conversations(
@@ -227,8 +230,13 @@ def _prompts(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
         tally.warn(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
         return found
-    rows = [replace(prompt, today=DATA_DAY) for _, prompt in read_prompts(arguments.prompts)]
-    if tokenizer.chat_template is None and any(row.chat for row in rows):
+    bare = tokenizer.chat_template is None
+    # Without a template, a prompt with its completion is a text as well.
+    rows = [
+        replace(prompt, today=DATA_DAY, chat=prompt.chat and not (bare and isinstance(row.get("prompt"), str)))
+        for row, prompt in read_prompts(arguments.prompts)
+    ]
+    if bare and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
     chosen, _ = limits.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
     return [Conversation(ids, row.messages if row.chat else None) for ids, row in chosen]

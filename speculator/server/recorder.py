@@ -17,6 +17,7 @@ from filelock import FileLock
 from speculator.decoding.request import Request, rejection_marks
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_json, write_bytes, write_text
+from speculator.target.encoder import source_of
 from speculator.target.model import Target
 
 SHARD_ROWS = 256
@@ -31,8 +32,8 @@ class Recorder:
         FOLDER/rows/NUMBER.jsonl.gz   shards, the newest with the highest number: 256 rows, or those of a minute
 
     A row has the columns of `speculator data generate`: "input_ids" (prompt and completion), "loss_mask" (1 on the
-    completion) and "rejected" (1 on tokens that replaced a rejected draft token). Nothing else is kept. A shard appears
-    with its last row, so a kill loses only the rows since the last shard.
+    completion) and "rejected" (1 on tokens that replaced a rejected draft token); with an encoder, "source_ids" are the
+    prompt. Nothing else is kept. A shard appears with its last row, so a kill loses only the rows since the last shard.
 
     Args:
         folder: created if it does not exist. Only one server at a time records to it.
@@ -85,6 +86,7 @@ class Recorder:
                     "input_ids": [*request.prompt, *new],
                     "loss_mask": [0] * prompt + [1] * len(new),
                     "rejected": [0] * prompt + marks,
+                    **({"source_ids": source} if (source := source_of(request.prompt)) else {}),
                 }
             )
         if len(self._rows) >= SHARD_ROWS or time.monotonic() - self._written > _SHARD_SECONDS:

@@ -120,7 +120,6 @@ class InProcessTarget(ModelHere):
     Attributes:
         original_attention: the attention implementation that the model came with, for `set_attn_implementation`.
         document_attention: attention and layout that read several documents in a row exactly; None if none does.
-        encoder: the encoder of an encoder-decoder model (`hidden` runs its decoder); else None.
         aux_layers: the auxiliary hidden states between its layers.
 
     Raises:
@@ -140,7 +139,6 @@ class InProcessTarget(ModelHere):
             # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.context_length = context_length(self.config, self.name)
-        self.encoder: Encoder | None = None
         if model.config.is_encoder_decoder:
             longest = context_length(model.get_encoder().config, self.name)
             self.encoder = Encoder(model, self.original_attention, self.name, longest)
@@ -215,10 +213,14 @@ class InProcessTarget(ModelHere):
         self.aux_layers.check(wanted, self.name)
 
     def training_states(
-        self, tokens: Tensor, documents: Tensor | None, aux_layers: Sequence[int]
+        self,
+        tokens: Tensor,
+        documents: Tensor | None,
+        aux_layers: Sequence[int],
+        sources: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         with self.aux_layers.recorded(aux_layers) as states:
-            hidden = self.hidden(tokens, documents)
+            hidden = self.hidden(tokens, documents, sources)
         return hidden, states(hidden)
 
     @torch.no_grad()
@@ -233,7 +235,6 @@ class InProcessTarget(ModelHere):
         With an encoder, a row is one document of the decoder, and has a source.
         """
         if self.encoder:
-            refuse((not sources, f"{self.name}: heads can't be trained for encoder-decoder models yet"))
             given = self.encoder.arguments(tokens, sources)
             with using_attention(self.model, self.original_attention):
                 return self._body(**given, use_cache=False).last_hidden_state

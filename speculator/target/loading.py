@@ -58,6 +58,8 @@ def read_target(
                 check_folder(Path(name))
             tokenizer = AutoTokenizer.from_pretrained(**where)
             config = AutoConfig.from_pretrained(**where)
+            sharded = isinstance(placement, Group) and config.is_encoder_decoder
+            refuse((sharded, "an encoder-decoder model can't be sharded over processes"))
             if isinstance(placement, Group):
                 if placement.parallel == "tp":
                     check_heads(name, config.get_text_config(), placement.size)
@@ -95,11 +97,15 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of transformers that loads a checkpoint; most multimodal ones have no class for causal LMs.
 
     Raises:
-        UserError: an encoder-decoder model that does not read and write text.
+        UserError: an encoder-decoder model that does not read and write text, or T5Gemma 2.
     """
     if config.is_encoder_decoder:  # first: BART's kind has a class for causal LMs too, whose cross attention is random
         text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-        refuse((not text, "an encoder-decoder model must read text and write text"))
+        merged = config.model_type == "t5gemma2"
+        refuse(
+            (not text, "an encoder-decoder model must read text and write text"),
+            (merged, "T5Gemma 2 merges cross attention with self attention, which decoding does not support"),
+        )
         return AutoModelForSeq2SeqLM
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForCausalLM if causal else AutoModelForMultimodalLM

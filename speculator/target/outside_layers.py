@@ -55,6 +55,7 @@ def read_outside_layers(
         where |= {"revision": revision} if revision else {}
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
         whole = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        refuse((whole.is_encoder_decoder, "servers give no hidden states of encoder-decoder models"))
         config = whole.get_text_config()
         stored = config.dtype or whole.dtype or torch.float32
         kind = stored if dtype == "auto" else getattr(torch, dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from speculator.chat import end_token
+from speculator.target.encoder import Encoder
 
 
 class TrainingTarget(ABC):
@@ -24,6 +25,7 @@ class TrainingTarget(ABC):
         tokenizer: its tokenizer; None in tests.
         fingerprint: see `speculator.target.fingerprint`.
         context_length: longest row, in tokens.
+        encoder: the encoder of an encoder-decoder model, whose decoder has the hidden states; else None.
     """
 
     name: str
@@ -31,6 +33,7 @@ class TrainingTarget(ABC):
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
     context_length: int
+    encoder: Encoder | None = None
 
     @property
     @abstractmethod
@@ -53,6 +56,7 @@ class TrainingTarget(ABC):
         tokens: Tensor,  # [B, S]
         documents: Tensor,  # [B, S] the same number throughout a document, see `speculator.target.packed`
         aux_layers: Sequence[int],  # ascending
+        sources: Sequence[Sequence[int]] = (),  # B of them, see `InProcessTarget.hidden`
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         """Return the hidden states after the final norm, and the auxiliary ones, concatenated.
 

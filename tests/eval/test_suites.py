@@ -35,7 +35,7 @@ FORMATS = [
 class Model:
     """The attributes of a target that a suite needs."""
 
-    name, context_length = "tiny", 128
+    name, context_length, encoder = "tiny", 128, None
 
     def __init__(self, chat: bool = False):
         self.tokenizer = tiny_tokenizer()

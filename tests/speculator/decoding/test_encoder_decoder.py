@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_head, tiny_model
-from encoder_decoders import VOCAB, random_texts, tiny_encoder_decoder
+from encoder_decoders import CONFIGS, VOCAB, random_texts, tiny_encoder_decoder
 from enumeration import distance_of_runs, joint_distribution
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -18,6 +18,7 @@ from speculator.target.encoder import Text
 
 _SOURCES = random_texts(9, 3, 14, 5, 7, 9, 2, 11)
 _COUNTS = [16, 5, 9, 16, 1, 12, 16, 7]
+_FAMILIES = ("t5", "flan", "umt5", "bart", "marian", "t5gemma")
 _SHAPES = {"chain": 3, "tree": FixedTree([(0,), (1,), (0, 0), (0, 1)])}
 
 
@@ -39,7 +40,7 @@ def nearly(family: str) -> Target:
     return Target(small, tokenizer=None)
 
 
-@pytest.fixture(scope="module", params=["t5", "flan", "umt5", "bart", "marian", "t5gemma"])
+@pytest.fixture(scope="module", params=[name for name in _FAMILIES if name in CONFIGS])
 def case(request):
     """A target, every kind of drafter for it, and its texts by transformers."""
     model = tiny_encoder_decoder(request.param)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from encoder_decoders import tiny_encoder_decoder
 from serving_here import serving, until
 
 from data.sources import documents, token_documents
-from speculator import Target, UserError
+from speculator import Engine, Target, UserError
 from speculator.server import recorder as recording
 from speculator.server.recorder import Recorder
 
@@ -45,6 +46,17 @@ def test_a_row_has_the_tokens_and_where_drafts_were_rejected_and_nothing_else(ch
     written = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")}
     assert written <= {"lock", "manifest.json", "rows", "rows/00000000.jsonl.gz"}
     assert "somebody" not in (tmp_path / "out" / "manifest.json").read_text()
+
+
+def test_what_an_encoder_reads_is_kept_apart(tmp_path):
+    target = Target(tiny_encoder_decoder("t5"), tokenizer=None)
+    recorder, engine = Recorder(tmp_path / "out", target, 1.0, 1e9), Engine(target, None, slots=1)
+    request = engine.submit([5, 6, 7], max_new_tokens=4)
+    engine.run()
+    recorder.add([request])
+    recorder.close()
+    (row,) = rows_in(tmp_path / "out")
+    assert (row["source_ids"], row["input_ids"]) == ([5, 6, 7], [0, *request.tokens])
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.soak)])

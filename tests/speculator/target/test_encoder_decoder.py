@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import tiny_tokenizer
 from encoder_decoders import BY_ARGUMENT, CONFIGS, random_texts, tiny_encoder_decoder
-from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration, WhisperConfig
+from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration, T5Gemma2Config, WhisperConfig
 
 from speculator import Target, UserError
 from speculator.decoding.draft import Draft
@@ -130,9 +130,10 @@ def test_a_model_loads_with_its_cross_attention(tmp_path):
     assert gap(logits[0], own_logits(model, _SOURCES[0], _TEXTS[0])) < 1e-3
 
 
-def test_an_encoder_of_something_else_than_text_is_refused_in_one_line():
-    with pytest.raises(UserError, match="read text") as error:
-        auto_class(WhisperConfig())
+@pytest.mark.parametrize(("config", "reason"), [(WhisperConfig, "read text"), (T5Gemma2Config, "merges")])
+def test_unfit_encoder_decoder_models_are_refused_in_one_line(config, reason):
+    with pytest.raises(UserError, match=reason) as error:
+        auto_class(config())
     assert "\n" not in str(error.value)
 
 
