@@ -34,6 +34,8 @@ LONG = (
     "code",
     "glm-4.5-air-mtp",
     "smollm2-135m-eagle3",
+    "mlp",
+    "smollm2-135m-dspark",
     "smollm2-135m-mlp",
 )  # the other recipes have every phase and architecture
 RECIPES = [

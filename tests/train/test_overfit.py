@@ -57,7 +57,7 @@ def overfit(
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
     batch = TrainingBatch(row, documents, hidden, states(hidden), targets)
     optimiser = torch.optim.AdamW(head.parameters(), lr=5e-3, weight_decay=0.0)
-    for _ in range(300):
+    for _ in range(200):
         optimiser.zero_grad()
         total, count = head(batch, loss)["objective"]
         (total * head.n_predict / count).backward()
