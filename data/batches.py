@@ -162,6 +162,12 @@ class Batches:
             acquire(self._lock, f"{self.folder}: another run is writing it")
         return self._work
 
+    def undo_begin(self) -> None:
+        """Remove the folder, in which nothing has been made."""
+        self._lock.release()
+        shutil.rmtree(self._work)
+        self.folder.rmdir()
+
     def finish(self, summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
         """Wait for all batches, then write the rows in the order of the prompts, and the manifest.
 

@@ -155,7 +155,12 @@ def self_rows(
 
             chats = [Conversation(each) for each in prompts]
             options["concurrency"] = max(batch_size, CONCURRENCY)
-            generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, **options)
+            try:
+                generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, **options)
+            except UserError:
+                if not passes and not output.exists():  # no server answered
+                    work.undo_begin()
+                raise
         else:
             assert isinstance(target, Target)
             options |= {"batch_size": batch_size, "mark_rejected": marked, "title": what}

@@ -84,7 +84,9 @@ def run(arguments: argparse.Namespace) -> None:
         try:
             model = client.models.list().data[0]
             context = getattr(model, "max_model_len", None) or sys.maxsize
-            known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context)
+            known: Any = SimpleNamespace(
+                tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None
+            )
             sources = arguments.suite or [PYTHON_SOURCES]
             suites = [suite_of(arguments, source, known, arguments.raw) for source in sources]
             rows = []

@@ -65,7 +65,7 @@ COMMANDS = [
             "--prompts PROMPTS --turns 2": "--turns",
             "--sources self --prompt_tokens 9 --max_bad_rows 0": "--prompt_tokens, --max_bad_rows",
             "--sources self x.jsonl": "--sources self",
-            "--sources self --server http://127.0.0.1:9": "--server",
+            "--sources self --max_prompt_tokens 9 --server http://127.0.0.1:9": "no server at",
             "--sources self --max_prompt_tokens 0": "--max_prompt_tokens",
             "--sources self --prompt_top_p 2": "--prompt_top_p",
             "--sources self --target NO_TEMPLATE --turns 2 --max_prompt_tokens 9": "no chat template",
