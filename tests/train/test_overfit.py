@@ -69,6 +69,11 @@ def overfit(
     return made.acceptance_length
 
 
+def quick(*names: str) -> list:
+    """Every architecture; those without a name here run in `make soak`."""
+    return [pytest.param(name, marks=[pytest.mark.soak] * (name not in names)) for name in ARCHITECTURES]
+
+
 SHAPES = [
     pytest.param(None, id="chain"),
     pytest.param(Tree((2, 2, 1), nodes=6), id="tree", marks=pytest.mark.soak),
@@ -81,15 +86,13 @@ def test_an_overfit_head_drafts_the_whole_text(architecture, shape):
     assert overfit(architecture, shift=0, shape=shape) == 4.0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", quick("mlp", "eagle3", "dspark"))
 def test_labels_off_by_one_are_detected(architecture):
     assert overfit(architecture, shift=1) < 2.0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=[pytest.mark.soak] * (name == "mtp")) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("architecture", quick("mlp", "eagle3"))
 def test_a_draft_vocabulary_with_all_tokens_of_the_text_loses_nothing(architecture, shape):
     assert overfit(architecture, shift=0, shape=shape, pruned=True) == 4.0
 

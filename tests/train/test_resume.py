@@ -188,7 +188,7 @@ def mtp_folder(tmp_path_factory) -> Path:
         pytest.param((ATTENTION, "target_folder"), id="eagle3"),
         pytest.param((BLOCK, "target_folder"), id="dspark"),
         pytest.param((ATTENTION, "hybrid_folder"), id="hybrid", marks=RECURRENT_RUNS),
-        pytest.param((MTP, "mtp_folder"), id="mtp"),
+        pytest.param((MTP, "mtp_folder"), id="mtp", marks=pytest.mark.soak),
     ],
 )
 def attention(request, run, tmp_path_factory) -> tuple[Path, dict]:

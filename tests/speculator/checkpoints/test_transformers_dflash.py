@@ -58,8 +58,7 @@ def test_options_without_a_counterpart_in_transformers_are_refused(target, tmp_p
 
 
 @DECODES
-@pytest.mark.parametrize("n_predict", [1, 4])
-@pytest.mark.parametrize("rope", ["default", "llama3"])
+@pytest.mark.parametrize(("rope", "n_predict"), [("default", 1), ("llama3", 4)])
 def test_transformers_drafts_and_writes_what_we_do(target, tmp_path, monkeypatch, n_predict, rope):
     from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator as Generator
 

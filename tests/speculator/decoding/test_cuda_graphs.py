@@ -74,7 +74,20 @@ def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, monke
             assert Double.made >= (1 if name == "adaptive-attention" else 2)  # its shapes take turns
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = (
+    "none",
+    "head-tree",
+    "model-chain",
+    "attention-tree",
+    "block-chain",
+    "ngram",
+    "hybrid-attention-fixed-tree",
+    "adaptive-attention",
+)
+"""Drafters of every kind; the others run in `make soak`, and those of the test above always."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in QUICK)) for name in NAMES])
 def test_steps_of_one_bucket_launch_the_same(name, monkeypatch):
     """Operations, shapes and host numbers must be equal, or a replay would be wrong."""
     capturing(monkeypatch, Comparison)

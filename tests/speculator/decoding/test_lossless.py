@@ -74,7 +74,7 @@ FEW = ["none", "head-tree", "attention-tree", "block-tree", "exit-tree", "hybrid
 @pytest.mark.parametrize(
     ("family", "names"),
     [
-        *((family, GREEDY if family in ("llama", "gemma4") else FEW) for family in CONFIGS),
+        *((family, GREEDY if family == "llama" else FEW) for family in CONFIGS),
         ("llama", ["mtp-tree", "adaptive-mtp"]),
         *(pytest.param(family, GREEDY, marks=pytest.mark.soak) for family in CONFIGS),
     ],
