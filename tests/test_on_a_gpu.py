@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_block_head, tiny_head, tiny_model, tiny_tokenizer
 from drafters import make_drafter
 from make_believe_gpu import gpu
-from replays import PROMPTS, SAMPLINGS, capturing, texts
+from replays import PROMPTS, capturing, texts
 from serving_here import serving
 from transformers import TrainingArguments
 
