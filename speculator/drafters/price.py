@@ -236,7 +236,8 @@ class Chooser:
             tokens = rows * choice.shape.nodes if choice else 0
             return Plan((rows + sum(gains[choice])) / cost(choice, tokens), choice, none, tokens)
 
-        best = max(map(by_head, gains), key=lambda step: step.rate)
+        plain, *heads = map(by_head, gains)
+        best = max([plain, *heads], key=lambda step: step.rate)
         if any(runs):
             most = rows * LONGEST_PATH
             slope = (cost(None, most) - cost(None, 0)) / most if self._packed else 0.0
@@ -246,7 +247,7 @@ class Chooser:
                 best = max([best, *steps], key=lambda step: step.rate)
         if all(best.lengths):
             best.choice = None
-        if best.rate < _MARGIN * (plain := by_head(None)).rate:
+        if best.rate < _MARGIN * plain.rate:
             best = plain
         if not best.choice and choices and self._without_head >= _PROBE_STEPS[0]:
             # A head that never drafts is never observed. Trying it costs `loss` of a step, so it is tried every loss /
