@@ -212,12 +212,11 @@ class _Server(Connection):
             texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
             if texts[0] != texts[1]:
                 return
-        if not warm:
-            return
-        raise UserError(
-            f"{self.url} returns the same text for two seeds: it does not sample at temperature "
-            f"{self._sampling(row).temperature:g}"
-        )
+        if warm:
+            raise UserError(
+                f"{self.url} returns the same text for two seeds: it does not sample at temperature "
+                f"{self._sampling(row).temperature:g}"
+            )
 
     def _sampling(self, row: int) -> Sampling:
         return self._samplings[row % len(self._samplings)]

@@ -66,6 +66,7 @@ def self_rows(
     sampling: Sampling | Sequence[Sampling] = ON_POLICY,
     max_new_tokens: int = 256,
     batch_size: int = BATCH_SIZE,
+    concurrency: int | None = None,
     seed: int = 0,
     progress: bool = True,
     mark_rejected: bool = False,
@@ -86,7 +87,8 @@ def self_rows(
         max_prompt_tokens: largest length of a user turn; without a chat template the length of every prompt.
         sampling: sampling of the answers; the rows cycle through several.
         max_new_tokens: largest length of an answer; a longer answer ends its chat.
-        batch_size: rows decoded together; a server gets at least `data.client.CONCURRENCY` requests at a time.
+        batch_size: rows decoded together.
+        concurrency: concurrent requests to each server (default: `data.client.CONCURRENCY`).
         seed, progress, mark_rejected: see `generate_rows`.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
@@ -151,10 +153,10 @@ def self_rows(
             "progress": progress,
         }
         if isinstance(target, ServerTarget):
-            from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
+            from data.client import fetch_rows  # imports openai, for a second
 
             chats = [Conversation(each) for each in prompts]
-            options["concurrency"] = max(batch_size, CONCURRENCY)
+            options |= {"concurrency": concurrency} if concurrency else {}
             try:
                 generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, **options)
             except UserError:

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
         set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
         if arguments.raw:
             target.tokenizer.chat_template = None
-        _write_chats(arguments, target, None, batch_size=arguments.batch_size or CONCURRENCY, **how)
+        _write_chats(arguments, target, None, concurrency=arguments.batch_size, **how)
     elif arguments.server is not None:
         tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code, arguments.raw)
         set_template_variables(tokenizer, arguments.chat_template_kwargs)

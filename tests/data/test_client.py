@@ -237,12 +237,14 @@ def test_rows_cycle_through_temperatures_and_the_warm_ones_must_sample(serve, to
 
 
 def test_a_server_writes_the_chats_of_self(serve, tmp_path, target_folder):
-    server = serve()
+    server = serve(delay=0.02)
     flags = ["--target", str(target_folder), "--server", server.url, "--sources", "self", "--max_rows", "6"]
+    flags += ["--batch_size", "3"]
     flags += ["--max_prompt_tokens", "16", "--max_new_tokens", "20", "--temperature", "0", "1"]
     assert main(["generate", *flags, "--output", str(tmp_path / "out")]) == 0
     rows = load_from_disk(str(tmp_path / "out" / "rows"))
     answers = [body for body in server.bodies if body["max_tokens"] == 20]
+    assert server.most == 3
     assert {body["temperature"] for body in answers} == {0.0, 1.0}
     for row in rows:
         prompt = row["input_ids"][: row["loss_mask"].index(1)]
