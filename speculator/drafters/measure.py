@@ -189,7 +189,7 @@ def measure_costs(
 ) -> list[CostEntry]:
     """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
 
-    Each of the drafts, and lookup paths in all rows and in one, take turns. Before each of these steps comes one
+    Each of the drafts, and lookup paths in all rows, in half of them and in one, take turns. Before each of these steps comes one
     without a draft, and only the two are compared: the speed of a machine changes within seconds.
 
     Args:
@@ -205,7 +205,7 @@ def measure_costs(
     # The most important drafts come first, because the time may end within a round.
     for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):
         for (rows, greedy), own in costs.items():
-            drafts: list[Shape | int] = [*shapes[:2], *dict.fromkeys((rows, 1)), *shapes[2:]]
+            drafts: list[Shape | int] = [*shapes[:2], *dict.fromkeys((rows, 1, max(1, rows // 2))), *shapes[2:]]
             for what, cost in _round(engines[rows], greedy, drafts, deadline):
                 own.setdefault(what, []).append(cost)
     entries = []
@@ -246,7 +246,11 @@ def _round(
         return took if Captured.prepared == prepared else None
 
     for what in drafts:
-        rows.memory.paths.put([[0] * LONGEST_PATH] * what if isinstance(what, int) else [])
+        if isinstance(what, int):
+            # Spread over the rows, as found paths are: neighbours of unequal lengths attend apart. Two paths in 8 rows
+            # are in rows 2 and 6.
+            own = {(2 * i + 1) * slots // (2 * what) for i in range(what)}
+            rows.memory.paths.put([[0] * LONGEST_PATH * (row in own) for row in range(slots)])
         plain, drafted = step(_NOTHING), step(_PATHS if isinstance(what, int) else what)
         if plain and drafted:
             yield what, drafted / plain
