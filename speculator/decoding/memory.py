@@ -19,20 +19,16 @@ if TYPE_CHECKING:
 
 Sequences = Sequence[Sequence[int]]
 """Prompt and new tokens of each row, on the host. A request's list stays the same object and grows."""
-_ALL = 2**31
-"""More tokens than any draft has."""
 
 
 class LookupPaths:
     """Paths that n-gram lookup found for the rows of a step, in a device tensor that stays in place for captured steps.
 
-    For rows without a path it has how many tokens of another draft they verify.
-
     Args:
         most: the most tokens of a path.
     """
 
-    _table: Tensor  # [slots, 2 + most] each row's limit, length of its path, and the path's tokens
+    _table: Tensor  # [slots, 1 + most] length of each row's path, and its tokens
 
     def __init__(self, most: int):
         self.most, self._longest = most, 0
@@ -40,33 +36,21 @@ class LookupPaths:
     def open(self, slots: int, device: torch.device) -> LookupPaths:
         """Return a copy with an empty path for each of `slots` rows."""
         opened = copy(self)
-        opened._table = torch.zeros(slots, 2 + self.most, dtype=torch.long, device=device)
+        opened._table = torch.zeros(slots, 1 + self.most, dtype=torch.long, device=device)
         return opened
 
-    def put(self, found: Sequence[Sequence[int]], limits: Sequence[int] | None = None) -> None:
-        """Set the paths of the first rows, each cut to `most` tokens; other rows get none.
-
-        Args:
-            found: paths.
-            limits: the most tokens of another draft that each row verifies; None: all.
-        """
-        rows = len(self._table)
-        paths = [*(list(path[: self.most]) for path in found), *([] for _ in range(rows - len(found)))]
-        limits = [_ALL] * rows if limits is None else [*limits, *[_ALL] * (rows - len(limits))]
-        padded = ([len(path), *path, *[0] * (self.most - len(path))] for path in paths)
-        self._table.copy_(torch.tensor([[limit, *path] for limit, path in zip(limits, padded, strict=True)]))
+    def put(self, found: Sequence[Sequence[int]]) -> None:
+        """Set the paths of the first rows, each cut to `most` tokens; other rows get none."""
+        paths = [*(list(path[: self.most]) for path in found), *([] for _ in range(len(self._table) - len(found)))]
+        self._table.copy_(torch.tensor([[len(path), *path, *[0] * (self.most - len(path))] for path in paths]))
         # The form of a captured step can't depend on what was found.
         captured = self._table.device.type in cuda_graphs.DEVICES
         self._longest = self.most if captured else max(map(len, paths))
 
-    def limits(self, rows: int) -> Tensor:  # [rows]
-        """Return the most tokens of another draft that each of the first `rows` rows verifies."""
-        return self._table[:rows, 0]
-
     def first(self, rows: int, most: int) -> tuple[Tensor, Tensor]:  # [rows, W], [rows]
         """Return the paths of the first `rows` rows, at most `most` tokens each, padded with 0, and their lengths."""
         width = min(most, self._longest)
-        return self._table[:rows, 2 : 2 + width], self._table[:rows, 1].clamp(max=width)
+        return self._table[:rows, 1 : 1 + width], self._table[:rows, 0].clamp(max=width)
 
 
 class Memory:

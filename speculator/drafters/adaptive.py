@@ -23,8 +23,6 @@ from speculator.heads import Speculator
 class PathOrDraft:
     """Shape in which each row drafts the path that n-gram lookup found for it, or without one the draft of `inner`.
 
-    A row verifies at most as many tokens of the draft as `LookupPaths` has for it.
-
     Args:
         length: the most tokens of a path; 0: no draft.
         inner: shape of the head's draft; None: nothing, and the head takes no part.
@@ -53,7 +51,7 @@ class PathOrDraft:
             fill = width - paths.shape[1], width - drafts.shape[1]
             return torch.where(is_path, pad(paths, (0, fill[0])), pad(drafts, (0, fill[1])))
 
-        lengths = torch.where(is_path[:, 0], counts, draft.lengths.minimum(source.paths.limits(len(pending))))
+        lengths = torch.where(is_path[:, 0], counts, draft.lengths)
         if draft.parents is None:
             return Draft(chosen(path, draft.tokens), lengths, ragged=True)
         # In a path each token follows the one before it: -1, 0, 1, ...
@@ -109,14 +107,13 @@ class AdaptiveDrafter(HeadDrafter):
         plan = self._chooser.choose(requests, found)
         self._chosen = plan, all(request.sampling.greedy for request in requests)
         # Not `PathOrDraft`, which on a GPU has room for the longest path in every row of a captured step.
-        shape = plan.choice.shape if plan.choice else self._plain
-        if not any(plan.paths) and min(plan.drafts) == shape.nodes:
-            return shape
-        self.memory.paths.put([path[:n] for (_, path), n in zip(found, plan.paths, strict=True)], plan.drafts)
+        if not any(plan.lengths):
+            return plan.choice.shape if plan.choice else self._plain
+        self.memory.paths.put([path[:length] for (_, path), length in zip(found, plan.lengths, strict=True)])
         return self._with_paths[plan.choice]
 
     def observe(self, seconds: float) -> None:
         learn = getattr(self.cost, "observe", None)
         if learn:
             plan, greedy = self._chosen
-            learn(plan.choice.shape if plan.choice else None, plan.tokens, greedy, len(plan.paths), seconds)
+            learn(plan.choice.shape if plan.choice else None, plan.tokens, greedy, len(plan.lengths), seconds)

@@ -35,7 +35,7 @@ BLOCK = 5
 """Steps of one kind in a row when drafting and verification are measured; the first is not counted."""
 _ROUNDS = 5  # steps with each draft when whole steps are measured
 _CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
-_PROMPT = 64  # tokens of the rows' prompt: with fewer, attention and so a plain step cost less than in most texts
+_PROMPT = 256  # tokens of the rows' prompt: attention and so drafted tokens cost more after long texts
 _PATHS, _NOTHING = PathOrDraft(LONGEST_PATH), PathOrDraft(0)
 
 

@@ -1,11 +1,11 @@
 """Choose the next step's draft by the price of a verified token: one rule for one row and for many.
 
-The head drafts one shape for all rows, or nothing. Each row verifies as much of its draft as is worth it. A row may
-also draft the path that n-gram lookup found for it, in place of the head's draft. A step that verifies B drafted
-tokens, those of all rows together, costs C(shape, B) plain steps. If its tokens per cost are Θ, one more token is worth
-its cost if its chance of being accepted is at least the price Θ dC/dB: 0.06 at 1.5 tokens per plain step and 0.04 plain
-steps per verified token. A row takes the path if what is worth it there gains more than the head's draft. The step with
-the most expected tokens per cost is taken, if that is 3% more than a plain step's.
+The head drafts one shape for all rows, or nothing. A row may draft the path that n-gram lookup found for it in place of
+the head's draft. A step that verifies B drafted tokens, those of all rows together, costs C(shape, B) plain steps. If
+its tokens per cost are Θ, one more token is worth its cost if its chance of being accepted is at least the price
+Θ dC/dB: 0.06 at 1.5 tokens per plain step and 0.04 plain steps per verified token. A row takes as much of its path as
+is worth it, if that gains more than the head's draft. The step with the most expected tokens per cost is taken,
+if that is 3% more than a plain step's.
 
 Tuning measures how often drafts are accepted on one text. On another text we assume that the log-odds of all depths are
 shifted by the same amount. For the head this is an exponential average of each request, which starts at the average
@@ -95,14 +95,14 @@ class Choice:
     def __post_init__(self):
         self.logits = {kind: tuple(map(_logit, rates)) for kind, rates in self.acceptance.items()}
 
-    def chances(self, greedy: Greedy, shift: float = 0.0) -> tuple[float, ...]:
-        """Return the chance that all tokens up to depth 1, 2, ... are accepted, with all log-odds moved by `shift`."""
-        return _chances(self.logits[greedy], round(shift / _GRID))
+    def accepted(self, greedy: Greedy, shift: float = 0.0) -> float:
+        """Return the expected accepted tokens of a row's draft, with all log-odds moved by `shift`."""
+        return _accepted(self.logits[greedy], round(shift / _GRID))
 
 
 @lru_cache(4096)
-def _chances(logits: tuple[float, ...], shift: int) -> tuple[float, ...]:
-    return tuple(accumulate((_chance(logit + shift * _GRID) for logit in logits), mul))
+def _accepted(logits: tuple[float, ...], shift: int) -> float:
+    return sum(accumulate((_chance(logit + shift * _GRID) for logit in logits), mul))
 
 
 def _logit(chance: float) -> float:
@@ -123,7 +123,7 @@ def expected_tokens(acceptance: Sequence[float]) -> float:
 def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape:
     """Return the shape with the most tokens per second at the measured acceptance rates."""
     rates = {
-        choice.shape: (1 + sum(choice.chances(greedy))) / cost(choice.shape, rows * choice.shape.nodes, greedy, rows)
+        choice.shape: (1 + choice.accepted(greedy)) / cost(choice.shape, rows * choice.shape.nodes, greedy, rows)
         for choice in choices
         if greedy in choice.acceptance
     }
@@ -137,15 +137,13 @@ class Plan:
     Attributes:
         rate: expected tokens of all rows over the cost in plain steps.
         choice: what the head drafts; None: nothing.
-        paths: tokens of each row's lookup path that are drafted in place of the head's draft.
-        drafts: tokens of the head's draft that each row verifies; 0 where it drafts its path.
+        lengths: tokens of each row's lookup path that are drafted in place of the head's draft.
         tokens: drafted tokens that all rows verify.
     """
 
     rate: float
     choice: Choice | None
-    paths: list[int]
-    drafts: list[int]
+    lengths: list[int]
     tokens: int
 
 
@@ -195,16 +193,17 @@ class Chooser:
             found: matched tokens (0: none) and path of the n-gram lookup of each request.
         """
         self._learn()
-        shifts = [self._shift(request) for request in requests]
         logits = [self._logits[min(size, len(self._logits)) - 1] if size else 0.0 for size, _ in found]
+        shifts = [self._shift(request) for request in requests]
         step = self._best(requests, found, logits, shifts)
         self._without_head = 0 if step.choice else self._without_head + 1
         self._with_draft = self._with_draft + 1 if step.tokens else 0
-        choices = [step.choice if length else None for length in step.drafts]
-        paths = [path for _, path in found]
-        sizes = ((len(request.steps), len(request.sequence)) for request in requests)
-        rows = (_Row(*size, *row) for size, *row in zip(sizes, paths, logits, choices, shifts, strict=True))
-        self._rows = dict(zip(requests, rows, strict=True))
+        self._rows = {
+            request: _Row(len(request.steps), len(request.sequence), path, logit, None if length else step.choice, shift)
+            for request, (_, path), logit, length, shift in zip(
+                requests, found, logits, step.lengths, shifts, strict=True
+            )
+        }
         return step
 
     def _shift(self, request: Request) -> Shift:
@@ -222,64 +221,60 @@ class Chooser:
         greedy, none = all(kinds), [0] * rows
         choices = [choice for choice in self._choices if all(kind in choice.logits for kind in kinds)]
         values = [shift.optimistic for shift in shifts]
-        drafts: dict[Choice | None, list[tuple[float, ...]]] = {None: [()] * rows}
-        drafts |= {choice: list(map(choice.chances, kinds, values)) for choice in choices}
+        gains: dict[Choice | None, list[float]] = {None: [0.0] * rows}
+        gains |= {choice: list(map(choice.accepted, kinds, values)) for choice in choices}
 
         @cache  # here and below: of many rows, many are alike
         def chances(kind: Greedy, logit: float, length: int) -> tuple[float, ...]:
             return tuple(accumulate([_chance(logit + self._lookup[kind].value)] * length, mul))
 
         lengths = (min(len(path), LONGEST_PATH) for _, path in found)
-        paths = list(map(chances, kinds, logits, lengths))
+        runs = list(map(chances, kinds, logits, lengths))
 
-        def plan(choice: Choice | None, own: list[int], by_head: list[int], accepted: float) -> Plan:
-            choice = choice if any(by_head) else None
-            nodes, tokens = choice.shape.nodes if choice else 0, sum(own) + sum(by_head)
-            if (choice and choice.shape.depth < nodes) or not self._packed:  # rows of trees are as long as the longest
-                tokens = rows * max(nodes, max(own) if self._packed else LONGEST_PATH * any(own))
-            cost = self._cost(choice.shape if choice else None, tokens, greedy, rows)
-            return Plan((rows + accepted) / cost, choice, own, by_head, tokens)
-
-        def whole(choice: Choice | None) -> Plan:
-            """Return the plan in which every row drafts what the head drafts."""
-            return plan(choice, none, [choice.shape.nodes if choice else 0] * rows, sum(map(sum, drafts[choice])))
+        def cost(choice: Choice | None, tokens: int) -> float:
+            return self._cost(choice.shape if choice else None, tokens, greedy, rows)
 
         def priced(choice: Choice | None, price: float) -> Plan:
-            """Return the plan of a choice in which rows verify only the tokens that are worth this price."""
+            """Return the plan of a choice in which rows take their paths at this price."""
             nodes = choice.shape.nodes if choice else 0
-            ragged = self._packed and choice and choice.shape.depth == nodes
-
-            def worth(chances: tuple[float, ...]) -> int:
-                # Chances fall along a path, so it is cut at the first token below the price: 0.8 0.64 0.51 at a price
-                # of 0.6 keeps two tokens.
-                return next((n for n, chance in enumerate(chances) if chance < price), len(chances))
 
             @cache
-            def row(draft: tuple[float, ...], path: tuple[float, ...]) -> tuple[int, int, float]:
-                length = worth(path)
-                by_head, kept = (worth(draft), draft[: worth(draft)]) if ragged else (nodes, draft)
-                gain, own = sum(kept), sum(path[:length])
-                return (length, 0, own) if own - price * length > gain - price * by_head else (0, by_head, gain)
+            def row(gain: float, run: tuple[float, ...]) -> tuple[int, float]:  # tokens of its path, accepted tokens
+                # Chances fall along a path, so it is cut at the first token below the price: 0.8 0.64 0.51 at a price
+                # of 0.6 keeps two tokens.
+                length = next((n for n, chance in enumerate(run) if chance < price), len(run))
+                own = sum(run[:length])
+                return (length, own) if own - price * length > gain - price * nodes else (0, gain)
 
-            own, by_head, accepted = zip(*map(row, drafts[choice], paths), strict=True)
-            return plan(choice, list(own), list(by_head), sum(accepted))
+            taken = list(map(row, gains[choice], runs))
+            lengths, expected = [length for length, _ in taken], rows + sum(gain for _, gain in taken)
+            tokens = sum(length or nodes for length in lengths)
+            if (choice and choice.shape.depth < nodes) or not self._packed:  # rows of trees are as long as the longest
+                longest = max(lengths) if self._packed else LONGEST_PATH * any(lengths)
+                tokens = rows * max(nodes, longest)
+            return Plan(expected / cost(None if all(lengths) else choice, tokens), choice, lengths, tokens)
 
-        plain, *heads = map(whole, drafts)
+        def by_head(choice: Choice | None) -> Plan:
+            tokens = rows * choice.shape.nodes if choice else 0
+            return Plan((rows + sum(gains[choice])) / cost(choice, tokens), choice, none, tokens)
+
+        plain, *heads = map(by_head, gains)
         best = max([plain, *heads], key=lambda step: step.rate)
-        if any(paths) or (self._packed and rows > 1):
+        if any(runs):
             most = rows * LONGEST_PATH
-            slope = (self._cost(None, most, greedy, rows) - self._cost(None, 0, greedy, rows)) / most
-            # The price follows from the rate, and the rate from the price: the second round has settled. Where every
-            # row is as long as the longest, a token costs nothing.
+            slope = (cost(None, most) - cost(None, 0)) / most if self._packed else 0.0
+            # The price follows from the rate, and the rate from the price: the second round has settled.
             for _ in range(2):
-                price = best.rate * slope if self._packed else 0.0
-                best = max([best, *(priced(choice, price) for choice in drafts)], key=lambda step: step.rate)
+                steps = [priced(choice, best.rate * slope) for choice in gains]
+                best = max([best, *steps], key=lambda step: step.rate)
+        if all(best.lengths):
+            best.choice = None
         if best.rate < _MARGIN * plain.rate:
             best = plain
         if not best.choice and choices and self._without_head >= _PROBE_STEPS[0]:
             # A head that never drafts is never observed. Trying it costs `loss` of a step, so it is tried every loss /
             # 1% steps: a head at 0.8 of the best rate after 20 steps, one at 0.3 after 70.
-            probe = whole(min(choices, key=lambda choice: choice.shape.nodes))
+            probe = by_head(min(choices, key=lambda choice: choice.shape.nodes))
             loss = 1 - probe.rate / best.rate
             if self._without_head >= min(_PROBE_STEPS[1], loss / _PROBE_SHARE):
                 return probe
@@ -293,9 +288,8 @@ class Chooser:
             if len(request.steps) == row.steps:
                 continue
             step, head, lookup = request.steps[-1], *(by[request.sampling.greedy] for by in (self._head, self._lookup))
-            if row.choice:
-                seen = min(step.accepted + 1, step.drafted)  # the last accepted token, and the first that was not
-                for depth, logit in enumerate(row.choice.logits[request.sampling.greedy][:seen]):
+            if row.choice and step.drafted:
+                for depth, logit in enumerate(row.choice.logits[request.sampling.greedy][: step.accepted + 1]):
                     for shift in (head, row.shift):
                         shift.observe(logit, depth < step.accepted)
             # The tokens that agreed, and the first that did not: what comes after it was never tested.

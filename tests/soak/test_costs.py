@@ -29,22 +29,18 @@ def models():
 
 def plans(drafter, rows: int) -> dict[str, Plan]:
     chains = {choice.shape.nodes: choice for choice in drafter.choices}
-    none, every = [0] * rows, [LONGEST_PATH] * rows
-    one = [LONGEST_PATH * (row == rows // 2) for row in range(rows)]  # a row in the middle, as most are
-
-    def plan(choice, paths: list[int], drafts: list[int]) -> Plan:
-        return Plan(1, choice, paths, drafts, sum(paths) + sum(drafts))
-
+    # In a row in the middle, as most are: its neighbours on both sides attend apart from it.
+    one, every = [LONGEST_PATH * (row == rows // 2) for row in range(rows)], [LONGEST_PATH] * rows
     made = {
-        "plain": plan(None, none, none),
-        "a path in one row": plan(None, one, none),
-        "paths in all rows": plan(None, every, none),
-        **{f"chains of {n}": plan(choice, none, [n] * rows) for n, choice in chains.items()},
+        "plain": Plan(1, None, [0] * rows, 0),
+        "a path in one row": Plan(1, None, one, LONGEST_PATH),
+        "paths in all rows": Plan(1, None, every, LONGEST_PATH * rows),
+        **{f"chains of {n}": Plan(1, choice, [0] * rows, n * rows) for n, choice in chains.items()},
     }
     if rows > 1:
-        made["paths in every second row"] = plan(None, [LONGEST_PATH * (row % 2) for row in range(rows)], none)
-        made["chains of 2 and a path"] = plan(chains[2], one, [2 * (not n) for n in one])
-        made["chains of 2, 1 and 0 tokens"] = plan(chains[2], none, [row % 3 for row in range(rows)])
+        second = [LONGEST_PATH * (row % 2) for row in range(rows)]
+        made["paths in every second row"] = Plan(1, None, second, sum(second))
+        made["chains of 2 and a path"] = Plan(1, chains[2], one, LONGEST_PATH + 2 * (rows - 1))
     return made
 
 
