@@ -189,8 +189,8 @@ def measure_costs(
 ) -> list[CostEntry]:
     """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
 
-    Each of the drafts, and lookup paths in all rows, in half of them and in one, take turns. Before each of these steps comes one
-    without a draft, and only the two are compared: the speed of a machine changes within seconds.
+    Each of the drafts, and lookup paths in all rows, in half of them and in one, take turns. Before each of these steps
+    comes one without a draft, and only the two are compared: the speed of a machine changes within seconds.
 
     Args:
         shapes: drafts, the most important first.

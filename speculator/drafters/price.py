@@ -57,7 +57,8 @@ class Shift:
     """
 
     def __init__(self, variance: float, forgets: float = _FORGETS, mean: Shift | None = None):
-        self.value, self._variance = mean.value if mean else 0.0, variance
+        self.value: float = mean.value if mean else 0.0
+        self._variance = variance
         self._first_variance, self._forgets, self._mean = variance, forgets, mean
 
     def observe(self, logit: float, accepted: bool) -> None:
@@ -198,12 +199,11 @@ class Chooser:
         step = self._best(requests, found, logits, shifts)
         self._without_head = 0 if step.choice else self._without_head + 1
         self._with_draft = self._with_draft + 1 if step.tokens else 0
-        self._rows = {
-            request: _Row(len(request.steps), len(request.sequence), path, logit, None if length else step.choice, shift)
-            for request, (_, path), logit, length, shift in zip(
-                requests, found, logits, step.lengths, shifts, strict=True
-            )
-        }
+        rows = {}
+        for request, (_, path), logit, length, shift in zip(requests, found, logits, step.lengths, shifts, strict=True):
+            choice = None if length else step.choice
+            rows[request] = _Row(len(request.steps), len(request.sequence), path, logit, choice, shift)
+        self._rows = rows
         return step
 
     def _shift(self, request: Request) -> Shift:
