@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import yaml
@@ -84,6 +84,14 @@ def command(target_folder, text_file, tmp_path_factory):
 
 
 def run(built) -> subprocess.CompletedProcess:
+    """Run the command; one process is forked from one that has imported torch."""
+    argv, environment = built
+    if argv[1] == "train.py":
+        return forked.run(argv[2:], environment)
+    return as_typed(built)
+
+
+def as_typed(built) -> subprocess.CompletedProcess:
     argv, environment = built
     return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -109,7 +117,7 @@ def refused(monkeypatch, capfd):
 @pytest.fixture(scope="module")
 def finished(command, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    done = run(command(folder))
+    done = as_typed(command(folder))
     assert done.returncode == 0, done.stderr
     (folder / "wandb" / "said").write_text(done.stderr + done.stdout)
     return folder
@@ -301,17 +309,16 @@ def test_another_config_in_the_same_folder_is_refused_by_key(finished, command, 
 def kill_when(built, moment) -> None:
     """Start a run and kill it, with no chance to tidy up, as soon as `moment` says so."""
     argv, environment = built
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(argv, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+    with tempfile.NamedTemporaryFile("r") as said:
+        process = forked.start(argv[2:], environment, os.devnull, said.name)
         deadline = time.monotonic() + 240
         while not moment():
-            if process.poll() is not None:
-                said.seek(0)
+            if not process.is_alive():
                 pytest.fail(f"the run ended before it could be killed: {said.read()}")
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
 
 
 def test_a_run_killed_in_each_stage_and_while_generating_has_a_bit_identical_result(finished, command, tmp_path):
