@@ -1,6 +1,6 @@
 """Measure how much each part of the training recipe contributes, on the embedded target.
 
-    python -m benchmarks.study [--table recipes|architectures|blocks] [--steps 1200] [--seeds 3] --output runs/study
+    python -m benchmarks.study [--table recipes|architectures|blocks|weights] [--steps 1200] [--seeds 3] --output runs/study
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of a grid for
 seed 0 on validation prompts; the table shows held-out prompts over all seeds. The target's hidden states are computed
@@ -115,7 +115,11 @@ BLOCKS = [
     block_drafter("DSpark, 2 layers, rank 0", DSPARK, rank=0),
     block_drafter("DSpark, 2 layers, D-PACE", dataclasses.replace(DSPARK, head_decay=1.0, d_pace=0.5)),
 ]
-TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS}
+WEIGHTS = [
+    Arm("EAGLE-3, KL", KL, rates=(2.5e-3,), shape={"architecture": "eagle3"}),
+    Arm("EAGLE-3, KL, D-PACE", dataclasses.replace(KL, d_pace=0.5), rates=(2.5e-3,), shape={"architecture": "eagle3"}),
+]
+TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS, "weights": WEIGHTS}
 LONGER = {
     "recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6]),
     "blocks": (BLOCKS[0], BLOCKS[2], BLOCKS[4]),

@@ -168,7 +168,7 @@ async def _fetch(
 
 
 class _Server(Connection):
-    """A server that continues prompts. The arguments are those of `fetch_rows`."""
+    """A server that continues prompts. `base` is its URL without /v1; the other arguments are those of `fetch_rows`."""
 
     def __init__(
         self,

@@ -70,7 +70,11 @@ class Row:
     source: Sequence[int] = ()
 
     def add(self, ids: Sequence[int], has_loss: int, rejected: Sequence[int] = ()) -> None:
-        """Append tokens with the loss mask `has_loss`, 0 or 1, and marks of rejected drafts (default: none)."""
+        """Append tokens; `has_loss` (0 or 1) is the loss mask of all of them.
+
+        Args:
+            rejected: per token, 1 if it replaced a rejected draft token, else 0 (default: all 0).
+        """
         self.ids += ids
         self.mask += [has_loss] * len(ids)
         self.rejected += rejected or [0] * len(ids)

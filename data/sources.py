@@ -205,10 +205,14 @@ def token_documents(
 def streams(
     sources: Sequence[str], split: str | None, tally: Tally | None
 ) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
-    """Return one stream of documents, or one per source if they have weights, and a weight for each stream.
+    """Return the streams of documents, and a weight for each: one stream per source if they have weights, else one.
 
-    The first source that has a document keeps it, however the sources are mixed. To know the first one, all sources but
-    the last are read twice.
+    Of equal documents in several sources, only the first source's is kept, in the order of `sources`. Weighted sources
+    are interleaved, so to find duplicates all of them but the last are read twice.
+
+    Args:
+        sources: locations, with or without weights (see the module's docstring).
+        split, tally: see `documents`.
     """
     parsed = parse(sources)
     weights = [source.weight for source in parsed if source.weight is not None]

@@ -117,7 +117,10 @@ def compare(
 
 
 def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
-    """Tokens per second of the new head, less those of the old one."""
+    """Return the new head's tokens per second minus the old one's; rates are total tokens over total seconds.
+
+    A sample is one prompt's (old tokens, old seconds, new tokens, new seconds).
+    """
     old, old_seconds, new, new_seconds = (math.fsum(column) for column in zip(*samples, strict=True))
     return new / new_seconds - old / old_seconds
 

@@ -181,9 +181,10 @@ def evaluate(
     Args:
         output: the report's folder.
         speculator_name: name of the head in the report.
-        lengths: numbers of speculative tokens of the head's chains (default: all the head's).
-        tuned_in: the head's folder; without `lengths`, adaptive drafting is measured too, and if the folder has a
-            decoding.json, the head's fixed draft is the one that it predicts to be fastest.
+        lengths: values of `num_speculative_tokens` at which to measure chains of the head (default: its `n_predict`).
+        tuned_in: the head's folder. Without `lengths`, and with server "ours", adaptive drafting is measured too
+            (unless a `rule` is given). If the folder has a decoding.json, the head's fixed draft is then the one that
+            the file predicts to be fastest.
         baselines: names from `eval.decoders.OPTIONAL`.
         repeats: timings per batch, of which the median counts.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).

@@ -74,10 +74,10 @@ def sampled_checks(
 def coupled_checks(
     target: Target, drafter: Drafter, prompts: list[list[int]], temperatures: list[float], count: int, seed: int = 0
 ) -> list[Check]:
-    """Under `match`: compare texts of `count` tokens, decoded with drafts alone and in one batch, with plain decoding.
+    """Under `match`: compare completions drafted one by one, and all in one batch, with those of plain decoding.
 
-    Texts may differ after near-ties of the two best scores. The tolerance is that of the greedy checks, at each
-    temperature, with the rounding error of the first prompt's greedy completion.
+    Each has `count` tokens. They may differ after a near-tie of the two best sampling scores (see `_scores`). The
+    tolerance is 4 times the rounding error of the first prompt's greedy completion, over the temperature.
     """
     _, _, rounding = transformers_greedy(target, prompts[0], count, drafter.nodes + 1)
     checks = []
@@ -104,7 +104,7 @@ def coupled_checks(
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tensor:  # [S, V] -> [S, V]
-    """Return the scores (logits plus noise) from which the target chose its tokens, the first at position `start`."""
+    """Return the scores (scaled logits plus noise) from which the target chose its tokens, from position `start` on."""
     # The noise of position `start` + i belongs to row i: the first new token follows a prompt of `start` tokens.
     begin = torch.tensor([start], device=logits.device)
     noise = Noise(RowSampling([sampling], logits.device), begin, logits.shape[-1], len(logits) - 1, coupled=True)

@@ -43,8 +43,9 @@ def _settings(config: RunConfig) -> dict[str, Any]:
 def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     """Raise a UserError unless the folder is new, or holds this run, finished or not.
 
-    A run stays the same if `report_to` changes, or stage 2 before it begins. Another number of processes needs a
-    `gradient_accumulation_steps` that keeps the rows per optimiser step.
+    Another run may be there with `overwrite_output_dir`. A run stays the same if `report_to` changes, or stage 2 before
+    its text is generated. Another number of processes needs a `gradient_accumulation_steps` that keeps the rows per
+    optimiser step.
     """
     record = folder / _RECORD
     if not record.exists():

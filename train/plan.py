@@ -163,7 +163,7 @@ class Plan:
         return stored if here and isinstance(stored, torch.dtype) else torch.float32
 
     def length(self, stage: str) -> int:
-        """Return the number of tokens of a stage's training rows."""
+        """Return the number of tokens in each training row of a stage."""
         return self.config.data.seq_length if stage == "stage1" else self.generated["generating"].length
 
     # ---- memory

@@ -45,11 +45,11 @@ class Pace(TrainerCallback):
         self._steps.__exit__()
 
     def figures(self, state: Any, processes: int) -> dict[str, float]:
-        """Return figures of the steps since the last call.
+        """Return figures of the optimiser steps since the last call; "seconds_left" is an estimate from the start on.
 
-        "step_over_target" is the time of the steps over that of the target's part in them, "tokens_per_second" is that
-        of all processes, "seconds_left" includes evaluations at their rate so far, and "mfu", in 0..1, is there only
-        with `token_at_peak`. `state` is the Trainer's.
+        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all processes.
+        "seconds_left": evaluations and checkpoints included, at their rate so far. "mfu": in 0..1, only if the
+        device's peak is known. `state` is the Trainer's.
         """
         seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
         done = max(state.global_step - self._first, 1)

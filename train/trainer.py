@@ -301,11 +301,10 @@ class SpeculatorTrainer(Trainer):
         self.accelerator.wait_for_everyone()
 
     def _since_log(self) -> dict[str, Any]:
-        """Return what the next log line will contain so far, over all processes, for the checkpoint.
+        """Return the sums since the last log line, over all processes, for the checkpoint.
 
-        "loss" is the Trainer's sum since the last log line, "step" that line's, and "sums" are `Metric`s by name.
-
-        A run that resumes from it, on any number of processes, logs the same lines.
+        They are "loss" (the Trainer's summed loss), "step" (the step of the last log line) and "sums" (each `Metric`'s
+        total and count, by name). A run that resumes from them logs the same lines, on any number of processes.
         """
         # The Trainer adds up a loss in each process and averages them at the next log line; sums and counts are added
         # instead.

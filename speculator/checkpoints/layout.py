@@ -158,7 +158,8 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
 def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> None:
     """Write a head in this layout, read it back, and compare config, tensors, weights and logits.
 
-    The folder appears only if all of them agree. `expand_tied` writes tied tensors under every position's name.
+    The folder appears only if all of them agree. `expand_tied` writes a tied tensor once for each draft step that uses
+    it, under that step's name.
     """
     folder = Path(folder).resolve()
     config: Any = head.config

@@ -357,7 +357,10 @@ def _check(head: MTPSpeculator, stored: Stored) -> None:
 
 
 def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
-    """Return the head's tensors by stored names, in the dtype and the form of experts of the stored ones."""
+    """Return the head's tensors under the checkpoint's names, with its dtypes, quantisation and layout of experts.
+
+    Raises a UserError for a tensor that the checkpoint lacks or has in another shape.
+    """
     made: dict[str, Tensor] = {}
     buffers = dict(head.named_buffers())
     added = None if stored.layers else stored.dtype

@@ -246,9 +246,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Advance every decoding row by one verification step. Returns whether anything is left to do.
+        """Admit waiting requests, prefill one chunk, and advance every decoding row by one verification step.
 
-        Host work is here; `decode_rows` is the device's part, which CUDA graphs can replay.
+        Returns whether anything is left to do. Host work is here; `decode_rows` is the device's part, which CUDA graphs
+        can replay.
         """
         started = time.perf_counter()
         self.rows.admit(self.waiting)  # slots of finished requests become free, and go to waiting ones

@@ -161,8 +161,13 @@ class Scheduler:
     ) -> tuple[Slot, Sequence[int], int] | None:
         """Find the prompt in flight that shares the longest prefix, if copying it saves enough.
 
+        It does if the prefix is computed already, or if waiting for it saves more than half of the tokens left to
+        compute.
+
         Args:
             num_computed: tokens that the request can take from a free slot instead.
+            hashes: hashes of the prompt's prefixes of whole blocks, the shortest first.
+            overlap: see `admit`.
 
         Returns:
             The prompt's slot, its sequence and the number of tokens to copy; None if no prompt shares enough.

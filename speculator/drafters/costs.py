@@ -118,9 +118,14 @@ class CostTable:
         return self._known[key]
 
     def observe(self, shape: Shape | None, tokens: int, greedy: bool, rows: int, seconds: float) -> None:
-        """Compare a step's seconds with its cost; correct the costs if they contradict each other for several steps.
+        """Record a step's time, and correct the costs if they are wrong by 30% or more over several steps.
 
-        The correction is for steps of about as many rows, see `_alike`.
+        Only a step with a draft and the neighbouring step without one are compared: the ratio of their times with
+        that of their costs. A correction holds for similar numbers of rows, see `_alike`.
+
+        Args:
+            shape, tokens, greedy, rows: see `__call__`.
+            seconds: measured time of the step.
         """
         if not self._learns:
             return

@@ -155,7 +155,8 @@ class _Row:
     Attributes:
         steps, length: number of its verification steps, and of its tokens (prompt included).
         path: token ids that n-gram lookup found, verified or not.
-        logit: measured log-odds of acceptance, the same for each of them.
+        logit: log-odds that a path token is accepted, as tuning measured them for the length of the match; equal for
+            all tokens of the path.
         choice: shape that the head drafted for the row; None: the row drafted its path, or nothing.
         shift: how much more often the head is right on this text than on the one that was measured.
     """

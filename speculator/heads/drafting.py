@@ -47,7 +47,7 @@ class CachedSource(LogitsSource):
     def read_prompts(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
-        """Do what `Memory.prefill` says, padded to the widest row."""
+        """Process a chunk of prompts in one pass, padded to the longest. Arguments as those of `Memory.prefill`."""
         raise NotImplementedError
 
     def grow(self, capacity: int) -> None:

@@ -121,14 +121,15 @@ class KVCache(Cache):
     Args:
         layers: forms of each layer's keys and values, see `forms`.
         rows: B, the number of rows.
-        capacity: positions per row: the longest text, plus the tokens that a pass writes after it.
+        capacity: positions per row: tokens of the longest sequence, plus those that one pass writes after it.
         device: device of the lengths.
         states: forms of each layer's states, see `speculator.target.recurrent.state_forms`.
         cross: keys and values of the rows' sources; None without an encoder.
 
     Attributes:
         recurrent: the recurrent layers, by their numbers. Their rows can't be shortened, only cleared.
-        stacks: buffers [n, B, H, capacity, Dh] by form, so that a path of all layers moves at once.
+        stacks: by form, one buffer [n, B, H, capacity, Dh] for the n keys or values of this form in all layers, so that
+            `gather` moves an accepted path in all layers at once.
         lengths: [B] committed tokens of each row, updated in place.
         selected: [R] lengths of the selected rows, a view.
         longest: upper bound of the selected lengths, known to the host; it decides how many positions are read.
@@ -209,7 +210,10 @@ class KVCache(Cache):
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors that a step changes in place, free positions aside; trial steps save and restore them."""
+        """Tensors to save before a trial step and restore after it: the lengths, and the states of recurrent layers.
+
+        Keys and values are not among them: a trial step writes only free positions.
+        """
         return [self.lengths, *(state for layer in self.recurrent.values() for state in layer.states)]
 
     @contextmanager
@@ -220,7 +224,8 @@ class KVCache(Cache):
 
         Args:
             width: tokens per row.
-            tree: structure of the tokens, which are its verify positions from `base` on; None for a chain.
+            tree: a draft's structure; None for a chain. The tokens are consecutive ones of it, from number `base` on
+                (number 0 is the pending token, i + 1 is draft token i).
             base: tokens that earlier passes wrote and did not commit.
             counts: tokens of each row that will be committed, if known; the others are padding. The model reads them
                 as one row without padding, unless it has recurrent layers, whose state runs through a row.

@@ -126,7 +126,8 @@ class Target(InProcessTarget):
         accepted, so their positions don't matter.
 
         Args:
-            tree: structure of the tokens, which are its verify positions from `base` on; None for a chain.
+            tree: a draft's structure; None for a chain. `tokens` are T consecutive ones of it, from number `base` on
+                (number 0 is the pending token, i + 1 is draft token i).
             base: tokens per row that earlier calls wrote and did not commit.
             counts: tokens of each row that will be committed: the others are padding. None if that is not known yet.
         """

@@ -260,7 +260,10 @@ def _no_source(target: InProcessTarget, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3] -> [2, 3, V]
-    """Compute the logits of three tokens that follow each row, with a wrong token next to the second one."""
+    """Compute the logits of three tokens that follow each row, with a wrong sibling of the second token in the tree.
+
+    The logits must be those of the three tokens as a chain: no token may see the wrong one.
+    """
     # Verify positions: 0 pending, 1 wrong, 2 right, 3 last. Tokens 0 and 1 hang on the pending one, and token 2 on
     # token 1, the right one; a token that sees the wrong one, or counts positions along the cache, gets other logits.
     tree = TokenTree()

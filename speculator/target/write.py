@@ -138,7 +138,10 @@ class CacheWrite:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Parts that attend in one call each, so that short rows don't pay for long ones; empty if one call will do."""
+        """Parts that attend in one call each, so that short rows don't pay for long ones.
+
+        Empty if one call will do without packing, or if attention is not cut into parts.
+        """
         if self.counts is None or (len(self.counts) == 1 and self.width <= _BLOCK):
             return []
         parts, lengths, base = [], self.lengths.tolist(), self.block.shape[1] - self.width

@@ -166,7 +166,12 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         return self.embed(slots)
 
     def confidence_logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [..., D], [...] -> [...]
-        """Return the logit of the chance that the token after each of `tokens` is accepted, from a slot's features."""
+        """Return the logit of the probability that the target accepts the token drafted after each of `tokens`.
+
+        Args:
+            features: final states of the block positions that draft these tokens.
+            tokens: the token before each drafted one.
+        """
         if self.markov_head is not None:
             features = torch.cat([features, self.markov_head.markov_w1(tokens)], -1)
         return self.confidence_head.proj(features)[..., 0]

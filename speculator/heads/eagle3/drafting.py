@@ -148,14 +148,15 @@ class DraftingForm:
 
 
 class Eagle3Source(CachedSource):
-    """Drafts with EAGLE-3; keeps keys and values of every row, and the accepted positions that are not in them yet.
+    """Drafts with EAGLE-3. Keeps each row's keys and values, and the accepted positions that it has not read yet.
 
-    Position t of the cache reads x[t+1]. So what a step accepted is read when the next draft begins, with the token
-    that the step sampled; and where a request reuses a prefix, the last position is read again with its new token.
+    Cache position t reads the target's states at t and the token x[t+1]. The last position that a step accepts needs
+    the token which that step samples, so the accepted positions are read when the next draft begins. If a request
+    reuses a prefix, the prefix's last position is read again, with the new request's next token.
 
     Args:
         head: the head.
-        form: its drafting form, with the methods of `DraftingForm`; default: that of EAGLE-3.
+        form: computes the head token by token, with the methods of `DraftingForm` (default: EAGLE-3's).
     """
 
     overlap = 1

@@ -22,7 +22,7 @@ from speculator.heads.recurrent import BiasedRMSNorm, RecurrentHead
 
 
 class MLPSpeculator(RecurrentHead):
-    """N steps that draft one token each; the output matrix reads the whole state."""
+    """A chain of N MLPs that draft one token each; the output matrix reads the whole state (the LSTM's: half of it)."""
 
     config_class = MLPSpeculatorConfig
 

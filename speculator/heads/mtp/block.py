@@ -1,4 +1,4 @@
-"""The decoder layer of the target's own family, and the attention that it runs in."""
+"""MTP layers: a decoder layer of the target's own family, with attention by a given function (`Attend`)."""
 
 from __future__ import annotations
 
