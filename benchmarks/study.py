@@ -1,6 +1,6 @@
 """Measure how much each part of the training recipe contributes, on the embedded target.
 
-    python -m benchmarks.study [--table recipes|architectures|blocks|weights] [--steps 1200] [--seeds 3] --output runs/study
+    python -m benchmarks.study [--table recipes|architectures|blocks|weights] [--steps N] [--seeds N] --output OUT
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of a grid for
 seed 0 on validation prompts; the table shows held-out prompts over all seeds. The target's hidden states are computed

@@ -230,10 +230,12 @@ def _round(
     if time.perf_counter() > deadline:
         return
     # One prompt for all rows: the first row's keys and values are copied.
-    prompt = [7 * i % size for i in range(min(_PROMPT, engine.target.context_length // 4))]
+    # Recurrent states can't be copied, so every row computes its prompt, and attention is a smaller part of a step.
+    length = _PROMPT // 4 if engine.target.recurrent else _PROMPT
+    prompt = [7 * i % size for i in range(min(length, engine.target.context_length // 4))]
     requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for _ in range(slots)]
     rows.admit(engine.waiting)
-    while engine.scheduler.prefilling:
+    while engine.scheduler.prefilling and time.perf_counter() < deadline:
         engine.prefill()
 
     def step(shape: Shape) -> float | None:

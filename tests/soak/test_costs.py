@@ -48,8 +48,9 @@ def costs(target, drafter, rows: int, temperature: float) -> dict[str, tuple[flo
     """Predicted and measured cost of a step by what it drafts."""
     engine = Engine(target, drafter, slots=rows)
     for row in range(rows):
-        engine.submit([row + 1, 2, 3, 4, 5, 6, 7, 8], Sampling(temperature, seed=row), max_new_tokens=10_000)
-    engine.step()
+        engine.submit([row + 1, *range(2, 257)], Sampling(temperature, seed=row), max_new_tokens=10_000)
+    while engine.waiting or engine.scheduler.prefilling:
+        engine.step()
     own, taken = engine.drafter, plans(drafter, rows)
     seconds: dict[str, list[float]] = {name: [] for name in taken}
     own._ngrams.look = lambda texts: [(1, [5] * LONGEST_PATH)] * len(texts)

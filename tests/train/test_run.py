@@ -1,4 +1,4 @@
-"""The command as users type it: a real run of a tiny target, killed, damaged, repeated, on two processes."""
+"""The command as users type it and as `forked` starts it: a real run of a tiny target, killed, damaged, repeated."""
 
 import json
 import os
@@ -312,13 +312,15 @@ def kill_when(built, moment) -> None:
     with tempfile.NamedTemporaryFile("r") as said:
         process = forked.start(argv[2:], environment, os.devnull, said.name)
         deadline = time.monotonic() + 240
-        while not moment():
-            if not process.is_alive():
-                pytest.fail(f"the run ended before it could be killed: {said.read()}")
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.kill()
-        process.join()
+        try:
+            while not moment():
+                if not process.is_alive():
+                    pytest.fail(f"the run ended before it could be killed: {said.read()}")
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            process.kill()
+            process.join()
 
 
 def test_a_run_killed_in_each_stage_and_while_generating_has_a_bit_identical_result(finished, command, tmp_path):
