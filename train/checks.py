@@ -46,6 +46,8 @@ def settings(config: RunConfig) -> None:
             raise UserError(f"stage2.generate.num_speculative_tokens must be in 0..{deepest}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: prompt_tokens + max_new_tokens must be at least {head.n_predict + 2}")
+    if config.shard_optimizer and "muon" in {config.stage1.optimizer, config.stage2.optimizer}:
+        raise UserError("shard_optimizer splits AdamW's moments; it needs stage1.optimizer and stage2.optimizer adamw")
     if 0 < config.data.seq_length < head.n_predict + 2:
         raise UserError(f"data.seq_length must be at least {head.n_predict + 2} for n_predict {head.n_predict}")
     if [source.location for source in parse(config.data.sources)].count(SELF) > 1:

@@ -154,6 +154,9 @@ class StageConfig:
     """Rows per process and forward pass."""
     gradient_accumulation_steps: PositiveInt = 1
     """Forward passes per optimiser step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon (torch.optim.Muon) for the matrices inside the head and adamw for embeddings, output matrix, norms
+    and biases, at the same learning rate."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases have none."""
     adam_beta2: float = 0.95

@@ -29,6 +29,7 @@ from train.config import HERE, RunConfig, StageConfig
 from train.gpus import Place, place_of
 from train.initialise import head_config
 from train.losses import chunk_tokens
+from train.muon import takes_muon
 from train.sharded_adam import largest_share
 from train.sizes import expected_rows, with_steps
 
@@ -177,11 +178,17 @@ class Plan:
             target -= self.table * self.size // self.shards if self.config.target.parallel == "tp" else 0
         shared = self.place.processes if self.config.shard_optimizer else 1
         always = Counter({"target's weights": target})
-        trained = [weight.numel() for weight in self.head_module.parameters() if weight.requires_grad]
-        # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more.
-        moments = 8 * largest_share(trained, shared)  # whole tensors
-        training = Counter({"head's weights and gradients": 8 * self.trained, "moments": moments})
-        needs = {name: always + training + self._micro_batch(name) for name in self.stages}
+        trained = [weight for weight in self.head_module.parameters() if weight.requires_grad]
+        # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more. Muon has one moment.
+        moments = 8 * largest_share([weight.numel() for weight in trained], shared)  # whole tensors
+        saved = 4 * sum(weight.numel() for weight in trained if takes_muon(weight, self.head))
+        needs = {
+            name: always
+            + Counter({"head's weights and gradients": 8 * self.trained})
+            + Counter({"moments": moments - saved * (stage.optimizer == "muon")})
+            + self._micro_batch(name)
+            for name, stage in self.stages.items()
+        }
         frozen = Counter({"head's weights and gradients": self.size * self.trained})
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own

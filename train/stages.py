@@ -71,7 +71,7 @@ def train_stage(
     # `max_steps`, `learning_rate`, `lr_scheduler_type`, `warmup_steps`, `per_device_train_batch_size`,
     # `gradient_accumulation_steps`, `weight_decay`, `adam_beta2`, `max_grad_norm`, `bf16`, `logging_steps`,
     # `eval_steps`, `save_steps`. A new field with such a name needs no other line.
-    ours = {"epochs", "save_total_limit", "patience", "rejected_token_weight"}
+    ours = {"epochs", "save_total_limit", "patience", "rejected_token_weight", "optimizer"}
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
     # KV cache positions of a process that decodes its share of the prompts at once, as the plan counts them; chats may
@@ -97,6 +97,7 @@ def train_stage(
         patience=settings.patience,
         title=name.replace("stage", "stage "),
         shard_optimizer=config.shard_optimizer,
+        muon=settings.optimizer == "muon",
         args=arguments(
             metric=metric,
             output_dir=str(folder),

@@ -30,6 +30,7 @@ from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.look_ahead import DOCUMENTS, STATES, Documents, LookAhead, LookAheadLoader
 from train.losses import ChunkedLoss, compiling_pays, summarise
+from train.muon import MuonAndAdamW
 from train.progress import Pace, ProgressLine
 from train.sharded_adam import ShardedAdam
 
@@ -102,6 +103,7 @@ class SpeculatorTrainer(Trainer):
         keep: number of checkpoints to keep, the best among them; None keeps all.
         patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
+        muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
         title: title of the progress bar.
     """
 
@@ -115,10 +117,11 @@ class SpeculatorTrainer(Trainer):
         keep: int | None = None,
         patience: int | None = None,
         shard_optimizer: bool = False,
+        muon: bool = False,
         title: str = "training",
         **kwargs: Any,
     ):
-        self.shard_optimizer = shard_optimizer
+        self.shard_optimizer, self.muon = shard_optimizer, muon
         super().__init__(**kwargs)
         if self.accelerator.ddp_handler is not None:  # gradients lie in the buckets that are reduced, not beside them
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -148,6 +151,8 @@ class SpeculatorTrainer(Trainer):
         self.optimizer = super().create_optimizer(*args, **kwargs)
         if self.shard_optimizer and self.args.world_size > 1:
             self.optimizer = ShardedAdam(self.optimizer)
+        elif self.muon:
+            self.optimizer = MuonAndAdamW(self.optimizer, self.model.config)
         return self.optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

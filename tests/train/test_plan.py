@@ -143,6 +143,16 @@ def test_a_process_holds_only_two_matrices_of_a_target_in_servers():
     assert "per token 15.0 GFLOP and 32.0 KiB of states" in str(served)
 
 
+def test_muon_keeps_one_moment_of_the_matrices_inside_a_head(target_folder):
+    def moments(*flags: str) -> int:
+        return planning.plan(config_of(target_folder, "--plan", "H100", *flags), processes=1).memory()["stage1"][
+            "moments"
+        ]
+
+    whole, muon = moments(), moments("--stage1.optimizer", "muon")
+    assert whole / 2 < muon < whole
+
+
 def test_the_fullest_process_counts_when_moments_are_shared_as_whole_tensors():
     assert largest_share([6, 5, 4, 3], 2) == 9
     assert largest_share([8, 1, 1], 2) == 8

@@ -164,6 +164,8 @@ BLOCK = ATTENTION | {
     "speculator.architecture": "dspark",
     "speculator.options": "{aux_layers: [0, 1], num_hidden_layers: 1, markov_rank: 8, anchors: 20}",
     "loss.total_variation": 1.8,
+    "stage1.optimizer": "muon",
+    "stage2.optimizer": "muon",
 }
 
 

@@ -1,0 +1,62 @@
+"""Muon for the matrices inside a head and AdamW for all else, as one optimiser.
+
+Muon replaces a matrix's step by the nearest matrix whose singular values are all 1. An embedding or an output matrix
+has a row for each token, most of which have no gradient in a step, so these stay with AdamW, as do norms and biases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim import Muon as TorchMuon
+
+from speculator.heads.base import SpeculatorConfig
+
+
+def takes_muon(weight: nn.Parameter, config: SpeculatorConfig) -> bool:
+    """Return whether a weight of a head is a matrix without a side of the vocabulary's length."""
+    return weight.ndim == 2 and not {config.vocab_size, config.draft_vocab_size} & set(weight.shape)
+
+
+class MuonAndAdamW(Optimizer):
+    """Two optimisers as one, made from an AdamW that has taken no step yet.
+
+    Muon's step is scaled to the size of AdamW's (`match_rms_adamw`), so both have the same learning rate.
+
+    Args:
+        whole: AdamW over all weights.
+        config: the head's.
+    """
+
+    def __init__(self, whole: Optimizer, config: SpeculatorConfig):
+        settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas", "eps", "fused")}
+        inside: list[dict[str, Any]] = []
+        rest: list[dict[str, Any]] = []
+        for group in whole.param_groups:
+            for part, wanted in ((inside, True), (rest, False)):
+                weights = [weight for weight in group["params"] if takes_muon(weight, config) is wanted]
+                part.extend([{"params": weights, "weight_decay": group["weight_decay"]}] if weights else [])
+        muon = [TorchMuon(inside, lr=settings["lr"], adjust_lr_fn="match_rms_adamw")] if inside else []
+        self.parts: list[Optimizer] = [*muon, AdamW(rest, **settings)]
+        super().__init__([weight for group in whole.param_groups for weight in group["params"]], settings)
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        # The learning rate's schedule and `zero_grad` work on `param_groups`, the parts' steps on their own groups, so
+        # they have to be the same objects. Loading a state makes new ones.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all weights; the Trainer gives no closure."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
