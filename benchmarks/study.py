@@ -1,6 +1,6 @@
 """Measure how much each part of the training recipe contributes, on the embedded target.
 
-    python -m benchmarks.study [--table recipes|architectures|blocks|weights] [--steps N] [--seeds N] --output OUT
+    python -m benchmarks.study [--table recipes|architectures|blocks|knobs] [--steps N] [--seeds N] --output OUT
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of a grid for
 seed 0 on validation prompts; the table shows held-out prompts over all seeds. The target's hidden states are computed
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.optim import AdamW, Optimizer
 from transformers import TrainingArguments, get_cosine_schedule_with_warmup, set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -41,6 +42,7 @@ from speculator.target.model import Target
 from train.checks import own_sampling
 from train.config import GenerateConfig, HeadOptions, LossConfig, RunConfig
 from train.initialise import new_head
+from train.muon import MuonAndAdamW
 from train.trainer import Collator, SpeculatorTrainer
 
 SOURCES = ["python-sources"]
@@ -72,6 +74,7 @@ class Arm:
     loss: LossConfig
     initialise: Literal["random", "target"] = "random"
     bf16_weights: bool = False
+    muon: bool = False
     weight_decay: float = 0.0
     rates: tuple[float, ...] = RATES
     on_policy: float = 0.0
@@ -115,11 +118,14 @@ BLOCKS = [
     block_drafter("DSpark, 2 layers, rank 0", DSPARK, rank=0),
     block_drafter("DSpark, 2 layers, D-PACE", dataclasses.replace(DSPARK, head_decay=1.0, d_pace=0.5)),
 ]
-WEIGHTS = [
-    Arm("EAGLE-3, KL", KL, rates=(2.5e-3,), shape={"architecture": "eagle3"}),
-    Arm("EAGLE-3, KL, D-PACE", dataclasses.replace(KL, d_pace=0.5), rates=(2.5e-3,), shape={"architecture": "eagle3"}),
+EAGLE3: dict[str, Any] = {"rates": (1.25e-3, 2.5e-3, 5e-3), "shape": {"architecture": "eagle3"}}
+KNOBS = [
+    Arm("EAGLE-3, KL", KL, **EAGLE3),
+    Arm("D-PACE", dataclasses.replace(KL, d_pace=0.5), **EAGLE3),
+    Arm("Muon", KL, muon=True, **EAGLE3),
+    Arm("Muon, D-PACE", dataclasses.replace(KL, d_pace=0.5), muon=True, **EAGLE3),
 ]
-TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS, "weights": WEIGHTS}
+TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS, "knobs": KNOBS}
 LONGER = {
     "recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6]),
     "blocks": (BLOCKS[0], BLOCKS[2], BLOCKS[4]),
@@ -137,7 +143,7 @@ class Independent(MLPSpeculator):
         return torch.nn.functional.gelu(self.ln[index](self.proj[index](state)))
 
 
-class BF16AdamW(torch.optim.AdamW):
+class BF16AdamW(AdamW):
     """AdamW with weights, gradients and moments in bfloat16, as in the published recipe; products stay in float32."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any):
@@ -202,7 +208,9 @@ def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: CachedTarget,
     set_seed(seed)
     steps = len(rows)
     settings = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": arm.weight_decay}
-    optimiser = (BF16AdamW if arm.bf16_weights else torch.optim.AdamW)(list(head.parameters()), **settings)
+    optimiser: Optimizer = (BF16AdamW if arm.bf16_weights else AdamW)(list(head.parameters()), **settings)
+    if arm.muon:
+        optimiser = MuonAndAdamW(optimiser, head.config)
     arguments = TrainingArguments(
         output_dir="unused", max_steps=steps, per_device_train_batch_size=1, lr_scheduler_type="cosine",
         warmup_steps=steps // 20, learning_rate=rate, max_grad_norm=1.0, seed=seed, use_cpu=True,
