@@ -17,7 +17,7 @@ def test_the_head_of_a_chat_model_loads_and_drafts():
     head = load_any(HEAD)
     assert isinstance(head, Eagle3Speculator)
     assert head.config.base_model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert sum(file.stat().st_size for file in HEAD.iterdir()) < 24e6
+    assert sum(file.stat().st_size for file in HEAD.iterdir()) < 26e6
     head.share_embedding(torch.randn(head.config.vocab_size, head.config.emb_dim))
     aux_hidden, tokens = torch.randn(1, 5, 3 * head.config.emb_dim), torch.arange(9)[None]
     logits = head.float().logits(aux_hidden, tokens)
