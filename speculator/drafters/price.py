@@ -13,7 +13,8 @@ over all requests and drifts back to it; for lookup one average over all request
 with the text in every step, the head only where it drafts. A head whose average is too low by chance would therefore
 stay unused, so its choice adds a quarter of a standard error to the average.
 
-The choice is made before anything of the step is drafted.
+All averages are kept for greedy and sampled requests separately. A head that has not drafted for long is tried for a
+step, and after 128 steps with drafts one is plain. The choice is made before anything of the step is drafted.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class _Routes:
                 job.requests[output.index].cancel()
 
     def _close(self, job: Job, writer: CompletionWriter, began: float, recorded: bool) -> None:
-        """Cancel what is unfinished, count the answers, and record them if they are whole."""
+        """Cancel what is unfinished, count the answers and the request's seconds, record whole answers if wanted."""
         job.cancel()
         self.metrics.request_seconds.observe(time.monotonic() - began)
         for request in job.requests:
