@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
 from torch.optim import Muon as TorchMuon
+from torch.optim import Optimizer
 
 from speculator.heads.base import SpeculatorConfig
 
@@ -21,26 +21,25 @@ def takes_muon(weight: nn.Parameter, config: SpeculatorConfig) -> bool:
 
 
 class MuonAndAdamW(Optimizer):
-    """Two optimisers as one, made from an AdamW that has taken no step yet.
+    """Muon beside a given AdamW that has taken no step yet, and that keeps the other weights.
 
     Muon's step is scaled to the size of AdamW's (`match_rms_adamw`), so both have the same learning rate.
 
     Args:
-        whole: AdamW over all weights.
+        whole: AdamW over all weights of the head.
         config: the head's.
     """
 
     def __init__(self, whole: Optimizer, config: SpeculatorConfig):
-        settings = {name: value for name, value in whole.defaults.items() if name in ("lr", "betas", "eps", "fused")}
         inside: list[dict[str, Any]] = []
-        rest: list[dict[str, Any]] = []
+        weights = [weight for group in whole.param_groups for weight in group["params"]]
         for group in whole.param_groups:
-            for part, wanted in ((inside, True), (rest, False)):
-                weights = [weight for weight in group["params"] if takes_muon(weight, config) is wanted]
-                part.extend([{"params": weights, "weight_decay": group["weight_decay"]}] if weights else [])
-        muon = [TorchMuon(inside, lr=settings["lr"], adjust_lr_fn="match_rms_adamw")] if inside else []
-        self.parts: list[Optimizer] = [*muon, AdamW(rest, **settings)]
-        super().__init__([weight for group in whole.param_groups for weight in group["params"]], settings)
+            taken = [weight for weight in group["params"] if takes_muon(weight, config)]
+            group["params"] = [weight for weight in group["params"] if not takes_muon(weight, config)]
+            inside += [{"params": taken, "weight_decay": group["weight_decay"]}] if taken else []
+        muon = TorchMuon(inside, lr=whole.defaults["lr"], adjust_lr_fn="match_rms_adamw")
+        self.parts: list[Optimizer] = [muon, whole]
+        super().__init__(weights, whole.defaults)
         self._share_groups()
 
     def _share_groups(self) -> None:

@@ -182,13 +182,11 @@ class Plan:
         # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more. Muon has one moment.
         moments = 8 * largest_share([weight.numel() for weight in trained], shared)  # whole tensors
         saved = 4 * sum(weight.numel() for weight in trained if takes_muon(weight, self.head))
-        needs = {
-            name: always
-            + Counter({"head's weights and gradients": 8 * self.trained})
-            + Counter({"moments": moments - saved * (stage.optimizer == "muon")})
-            + self._micro_batch(name)
-            for name, stage in self.stages.items()
-        }
+        needs = {}
+        for name, stage in self.stages.items():
+            held = moments - saved if stage.optimizer == "muon" else moments
+            training = Counter({"head's weights and gradients": 8 * self.trained, "moments": held})
+            needs[name] = always + training + self._micro_batch(name)
         frozen = Counter({"head's weights and gradients": self.size * self.trained})
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own
