@@ -150,5 +150,6 @@ def _line(error: Exception) -> str | None:
         return f"can't write: {full}"
     # torch has no class of its own for a CPU without memory.
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "can't allocate memory" in str(error):
-        return f"out of memory: {first_line(error)}"
+        # torch adds the memory of every process on the GPU, and advice about its allocator: a paragraph.
+        return "out of memory: " + ". ".join(first_line(error).split(". ")[:3])
     return None

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -169,6 +170,8 @@ def quiet_libraries() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    # torch's notes to its own developers, on a GPU: how a softmax was compiled, and that a mode of it may change.
+    warnings.filterwarnings("ignore", r"\s*(Online softmax is disabled|Synchronization debug mode)", UserWarning)
     if (datasets := sys.modules.get("datasets")) is not None:
         datasets.disable_progress_bars()
     (enable_progress_bars if sys.stderr.isatty() else disable_progress_bars)()

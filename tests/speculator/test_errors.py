@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 import speculator
@@ -18,6 +19,11 @@ def raising(error: BaseException):
     return work
 
 
+FULL = (
+    "CUDA out of memory. Tried to allocate 11.25 GiB. GPU 0 has a total capacity of 79.18 GiB of which 4.19 GiB is free"
+)
+
+
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -28,6 +34,7 @@ def raising(error: BaseException):
         (SafetensorError("I/O error: No space left on device (os error 28)"), 2, "it: can't write: No space"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 2, "it: out of memory: "),
         (MemoryError(), 2, "it: out of memory: MemoryError\n"),
+        (torch.OutOfMemoryError(f"{FULL}. Process 1147 has 32.30 GiB"), 2, f"it: out of memory: {FULL}\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
