@@ -1,6 +1,6 @@
 """Measure how much each part of the training recipe contributes, on the embedded target.
 
-    python -m benchmarks.study [--table recipes|architectures|blocks|knobs] [--steps N] [--seeds N] --output OUT
+    python -m benchmarks.study [--table recipes|architectures|blocks|knobs|text] [--steps N] [--seeds N] --output OUT
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of a grid for
 seed 0 on validation prompts; the table shows held-out prompts over all seeds. The target's hidden states are computed
@@ -68,7 +68,11 @@ D_PACE = LossConfig(cross_entropy=1.0, kl=0.0, d_pace=0.5)
 
 @dataclass(frozen=True)
 class Arm:
-    """One row of a table. `on_policy` is the share of the budget spent on the target's own text at the end."""
+    """One row of a table.
+
+    `on_policy` is the share of the budget spent on the target's own text at the end, and `passes` says how often a row
+    of the other text is read.
+    """
 
     name: str
     loss: LossConfig
@@ -78,6 +82,7 @@ class Arm:
     weight_decay: float = 0.0
     rates: tuple[float, ...] = RATES
     on_policy: float = 0.0
+    passes: int = 1
     shape: dict[str, Any] = field(default_factory=dict)
 
 
@@ -125,7 +130,11 @@ KNOBS = [
     Arm("Muon", KL, muon=True, **EAGLE3),
     Arm("Muon, D-PACE", dataclasses.replace(KL, d_pace=0.5), muon=True, **EAGLE3),
 ]
-TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS, "knobs": KNOBS}
+AMOUNTS = [
+    Arm(f"Muon, read {passes} times", KL, muon=True, passes=passes, rates=(5e-3,), shape={"architecture": "eagle3"})
+    for passes in (16, 8, 4, 2, 1)
+]
+TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS, "knobs": KNOBS, "text": AMOUNTS}
 LONGER = {
     "recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6]),
     "blocks": (BLOCKS[0], BLOCKS[2], BLOCKS[4]),
@@ -266,7 +275,7 @@ class Study:
     def _trained(self, arm: Arm, rate: float, seed: int, steps: int) -> Speculator:
         """Train a head on text, then at half the rate on the target's own text."""
         own = round(arm.on_policy * steps)
-        text = self.text.select(range(steps - own))
+        text = self.text.select([row % ((steps - own) // arm.passes) for row in range(steps - own)])
         head = train(arm, rate, seed, text, self.cached, fresh_head(arm, seed, self.target, text))
         return train(arm, rate / 2, seed, self._own_text(own), self.cached, head.train()) if own else head
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from serving.processes import process_group
 
+from speculator import Target
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -32,6 +34,20 @@ def requested():
     """Skip unless `make serving` runs the tests, before other fixtures train heads."""
     if not os.environ.get("SPECULATOR_SERVING"):
         pytest.skip("runs in `make serving` only")
+
+
+@pytest.fixture(scope="session")
+def smollm2(requested, tmp_path_factory) -> Path:
+    """Folder of SmolLM2 in float32 and safetensors."""
+    name = os.environ["REFERENCE_TARGET"]
+    try:
+        target = Target.load(name, dtype="float32")
+    except Exception as error:
+        pytest.skip(f"{name} is not on this machine: {error}")
+    made = tmp_path_factory.mktemp("smollm2")
+    target.model.save_pretrained(made)
+    target.tokenizer.save_pretrained(made)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -63,20 +63,6 @@ RUN = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(requested, tmp_path_factory) -> Path:
-    """SmolLM2 in float32 and safetensors."""
-    name = os.environ["REFERENCE_TARGET"]
-    try:
-        target = Target.load(name, dtype="float32")
-    except Exception as error:
-        pytest.skip(f"{name} is not on this machine: {error}")
-    made = tmp_path_factory.mktemp("smollm2")
-    target.model.save_pretrained(made)
-    target.tokenizer.save_pretrained(made)
-    return made
-
-
 @pytest.fixture
 def vllm(start_in):
     """`vllm(words)` starts the server of a `vllm serve` line, with the connector for CPUs; returns it and its URL."""
@@ -129,13 +115,13 @@ def line_of(folder: Path, layers: list[int], longest: int, storage: Path, capsys
 
 
 @pytest.mark.parametrize("kinds", [("mlp",), ("eagle3",), ("dspark",)], ids=" ".join)
-def test_ten_steps_are_those_of_the_target_here(kinds, folder, vllm, storage, tmp_path, report, capsys):
-    local = Target.load(str(folder), dtype="float32")
+def test_ten_steps_are_those_of_the_target_here(kinds, smollm2, vllm, storage, tmp_path, report, capsys):
+    local = Target.load(str(smollm2), dtype="float32")
     texts = held_out(PYTHON_SOURCES, local.tokenizer, LENGTH, 16).prompts
     rows = [{"input_ids": text, "document_ids": [0] * (20 + i) + [1] * (44 - i)} for i, text in enumerate(texts)]
     layers = [30] if kinds == ("mlp",) else [2, 15, 27, 30]
-    _, url = vllm(line_of(folder, layers, LENGTH, storage, capsys))
-    target = ServerTarget.connect(str(folder), [url], dtype="float32")
+    _, url = vllm(line_of(smollm2, layers, LENGTH, storage, capsys))
+    target = ServerTarget.connect(str(smollm2), [url], dtype="float32")
     target.check(layers[:-1], LENGTH)
     for kind in kinds:
         found = {}
@@ -161,10 +147,10 @@ def test_ten_steps_are_those_of_the_target_here(kinds, folder, vllm, storage, tm
 
 
 def test_a_head_trained_with_a_server_accepts_in_vllm_what_its_counters_say(
-    folder, vllm, storage, tmp_path, report, capsys
+    smollm2, vllm, storage, tmp_path, report, capsys
 ):
-    process, url = vllm(line_of(folder, [2, 15, 27, 30], 160, storage, capsys))
-    flags = {**RUN, "config": "tests/plain.yaml", "target.name_or_path": folder, "target.dtype": "float32"}
+    process, url = vllm(line_of(smollm2, [2, 15, 27, 30], 160, storage, capsys))
+    flags = {**RUN, "config": "tests/plain.yaml", "target.name_or_path": smollm2, "target.dtype": "float32"}
     flags |= {"target.server": url, "output_dir": tmp_path / "run"}
     command = [sys.executable, "train.py", *(w for name, value in flags.items() for w in (f"--{name}", str(value)))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

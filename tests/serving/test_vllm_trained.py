@@ -1,9 +1,9 @@
-"""A head trained by train.py has the same acceptance per position in vLLM 0.32 and in our decoder."""
+"""Trained heads draft and accept the same in vLLM 0.32 and in our decoder."""
 
 import copy
 from itertools import pairwise
 
-from serving.shared import TARGET, our_steps, per_position, vllm_runs
+from serving.shared import TARGET, our_steps, own_steps, per_position, vllm_runs
 
 from data.sources import PYTHON_SOURCES
 from eval.metrics import paired_bootstrap
@@ -14,6 +14,13 @@ from speculator.tables import shown
 
 SOURCES = ("train", "data", "eval")
 PROMPTS, NEW, LENGTH = 40, 96, 3
+EXAMPLE = TARGET.parent / "smollm2_135m_instruct"
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Write a Python function that reverses a list.",
+    "A shop sells 12 apples for 3 dollars. How much are 40 apples?",
+    "Write a short story about the keeper of a lighthouse.",
+)
 SETTINGS = {  # changes to configs/quickstart.yaml
     "speculator.architecture": "eagle3",
     "speculator.n_predict": LENGTH,
@@ -74,3 +81,31 @@ def test_acceptance_per_position_equals_ours(tmp_path, run_in, report, train):
     wrong = copy.deepcopy(head)
     wrong.config.norm_output = False
     assert not within(rates(counted(our_steps(target, wrong, LENGTH, prompts, [NEW] * PROMPTS))), intervals)
+
+
+def test_the_head_of_the_examples_drafts_the_same_tokens(tmp_path, run_in, report, smollm2):
+    flags = ["--speculator", str(EXAMPLE), "--format", "eagle3", "--output", str(tmp_path / "head")]
+    assert main(["export", *flags]) == 0
+    target = Target.load(str(smollm2), dtype="float32")
+    head = load_head(EXAMPLE, target)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    template = target.tokenizer.apply_chat_template
+    prompts = [list(template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats]
+    runs = [[{"prompt": prompt, "max_new_tokens": NEW}] for prompt in prompts]
+    speculative = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": LENGTH}
+    engine = {"max_model_len": 512, "max_num_seqs": 1, "enable_prefix_caching": False}
+    made = vllm_runs(run_in, tmp_path, runs, speculative, engine=engine, target=str(smollm2))
+    same = drafted = 0
+    for prompt, theirs in zip(prompts, made, strict=True):
+        ours, _, text = own_steps(target, head, LENGTH, prompt, NEW)
+        assert theirs["texts"] == [text]
+        # The text may end inside the last step; vLLM may draft once more then.
+        assert abs(len(ours) - len(theirs["drafts"])) <= 1
+        pairs = [
+            pair
+            for mine, (*_, its) in zip(ours, theirs["drafts"], strict=False)
+            for pair in zip(mine, its, strict=True)
+        ]
+        same, drafted = same + sum(a == b for a, b in pairs), drafted + len(pairs)
+    report(f"the head of the examples: {len(prompts)} texts identical, {same} of {drafted} drafted tokens equal")
+    assert same == drafted > 0
