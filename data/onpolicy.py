@@ -20,7 +20,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
-from speculator.drafters.costs import CostTable, entry_from_json, entry_to_json
+from speculator.drafters.costs import CostTable, entries_from_json
 from speculator.heads import Speculator
 from speculator.target.encoder import source_of
 from speculator.target.model import Target
@@ -117,9 +117,9 @@ def generate_rows(
         # A resumed run drafts by the costs that the first one measured, so its rows are those of an uninterrupted one.
         stored = wait_for_record(Path(folder)) or {}
         cost: Any = drafter.cost  # a `CostTable`
-        notes = {"costs": stored.get("costs") or [entry_to_json(entry) for entry in cost.entries]}
-        table = CostTable([entry_from_json(entry) for entry in notes["costs"]], learns=False)
-        drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table)
+        notes = {"costs": stored.get("costs") or list(map(asdict, cost.entries))}
+        table = CostTable(entries_from_json(notes["costs"]), learns=False)
+        drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table, packed=drafter.packed)
         if mark_rejected:
             shape = drafter.fastest(all(each.greedy for each in samplings), slots)
             drafter = HeadDrafter(drafter.head, shape)

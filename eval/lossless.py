@@ -102,7 +102,7 @@ def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | 
     def alone(shape: Shape | None, tokens: int, greedy: bool, rows: int) -> float:
         return tuned.cost(shape, round(tokens / rows), greedy, 1)
 
-    return AdaptiveDrafter(tuned.head, tuned.choices, tuned.lookup, alone)
+    return AdaptiveDrafter(tuned.head, tuned.choices, tuned.lookup, alone, packed=tuned.packed)
 
 
 def table(checks: Sequence[Check]) -> str:

@@ -8,10 +8,9 @@ are printed. Measured speedups come from `speculator eval`.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head, model_flags
 from speculator.checkpoints.hub import is_hub_id
-from speculator.drafters.costs import CostTable, entry_to_json
+from speculator.drafters.costs import CostTable
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.measure import StepSeconds, measure_costs, timed_steps
 from speculator.drafters.price import expected_tokens
@@ -95,7 +94,7 @@ def write_tuning(
     tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(map(target.text, prompts), answers, strict=True))))
     tuning, rows = _with_costs(target, head, tuning)
     content = {
-        "schema": 3,
+        "schema": 4,
         "target": target.name,
         **measured_on(target),
         "suite": suite.name,
@@ -103,7 +102,7 @@ def write_tuning(
         "acceptance": tuning.ranks,
         "trees": tuning.trees,
         "lookup": tuning.lookup,
-        "costs": [entry_to_json(entry) for entry in tuning.costs],
+        "costs": list(map(asdict, tuning.costs)),
     }
     write_json(output, content)
     return rows
@@ -157,7 +156,7 @@ def table(rows: list[dict]) -> str:
             f"{row['temperature']:g}",
             row["draft"],
             f"{row['tokens']:.2f}",
-            *(f"{row[name]:.2f}" if math.isfinite(row["cost"]) else "not timed" for name in ("cost", "speedup")),
+            *(f"{row[name]:.2f}" for name in ("cost", "speedup")),
             "best" * row["best"],
         )
         for row in rows

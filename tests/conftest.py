@@ -306,16 +306,15 @@ DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": Fals
 def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:
     """Write a `decoding.json` as if measured here in float32, with the given keys replaced."""
     ranks = [[0.6, 0.1], [0.5, 0.1], *[[0.4, 0.1]] * (n_predict - 2)]
-    drafts = [{"chain": 1, "cost": 1.2}, {"chain": 3, "cost": 1.5}]
     costs = [
-        {"rows": rows, "greedy": greedy, "verify": [[0, 1.0], [8 * rows, 1.4]], "drafts": drafts}
+        {"rows": rows, "greedy": greedy, "head": 0.05, "level": 0.1, "token": 0.05 / rows}
         for rows in (1, 8)
         for greedy in (True, False)
     ]
     trees: dict[str, list] = {"greedy": [], "sampled": []}
     figures = {"acceptance": {"greedy": ranks, "sampled": ranks}, "trees": trees, "lookup": [0.2, 0.4], "costs": costs}
     here = {"processor": processor(), "dtype": "float32"}
-    (folder / TUNED).write_text(json.dumps({"schema": 3, **here, **figures, **changes}))
+    (folder / TUNED).write_text(json.dumps({"schema": 4, **here, **figures, **changes}))
 
 
 class ScriptedLookup(NgramDrafter):

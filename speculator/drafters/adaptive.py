@@ -68,14 +68,22 @@ class AdaptiveDrafter(HeadDrafter):
         choices: shapes that the head can draft, with their acceptance rates.
         lookup, cost: see `Chooser`. A `CostTable` is corrected by the time of the steps.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
+        packed: see `Chooser`; False for targets with recurrent layers. Never true on a device of CUDA graphs.
     """
 
     name = "adaptive"
 
     def __init__(
-        self, head: Speculator, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, memory: int = 0
+        self,
+        head: Speculator,
+        choices: Sequence[Choice],
+        lookup: Sequence[float],
+        cost: StepCost,
+        memory: int = 0,
+        packed: bool = True,
     ):
         self.choices, self.lookup, self.cost, self._history = choices, lookup, cost, memory
+        self.packed = packed and head.device.type not in cuda_graphs.DEVICES
         self._plain = PathOrDraft(0)
         self._with_paths = {
             choice: PathOrDraft(LONGEST_PATH, choice.shape if choice else None) for choice in (None, *choices)
@@ -95,7 +103,7 @@ class AdaptiveDrafter(HeadDrafter):
         return self._nodes
 
     def forget(self) -> None:
-        self._chooser = Chooser(self.choices, self.lookup, self.cost, self.head.device.type not in cuda_graphs.DEVICES)
+        self._chooser = Chooser(self.choices, self.lookup, self.cost, self.packed)
         self._ngrams = NgramDrafter(LONGEST_PATH, memory=self._history)
 
     def fastest(self, greedy: bool, rows: int) -> Shape:

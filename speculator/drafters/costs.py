@@ -1,4 +1,4 @@
-"""Cost table of decoding steps: seconds of a step over those of a plain step, interpolated between measurements.
+"""Cost table of decoding steps: seconds of a step over those of a plain step, fitted to measurements.
 
 Adaptive drafting reads it before every step. `speculator.drafters.measure` makes its entries; `decoding.json` has them.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 import statistics
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from math import inf
+from dataclasses import dataclass
 from typing import Any
 
-from speculator.decoding.drafter import Shape
-from speculator.drafters.fixed_tree import FixedTree
-from speculator.drafters.shapes import Chain
+import torch
 
+from speculator.decoding.drafter import Shape
+from speculator.errors import UserError
+
+_REWEIGHTINGS, _EXACT = 20, 0.01
+"""Of least squares, until they give the least absolute errors; errors below 0.01 plain steps count as squares."""
 _log = logging.getLogger(__name__)
 _CONTRADICTION, _PAIRS = 1.3, 8
 """Ratio of a step's time to its cost that contradicts it, and pairs of steps after which that is believed."""
@@ -26,60 +26,68 @@ _CONTRADICTION, _PAIRS = 1.3, 8
 
 @dataclass
 class CostEntry:
-    """Measured costs of a step of `rows` rows, in units of a plain step.
+    """What a step of `rows` rows costs more than a plain one, in units of a plain step.
 
     Attributes:
         rows: number of rows that decode.
         greedy: measured at temperature 0, else at 1.
-        drafts: by shape, the cost of a step in which every row has this draft of the head.
-        verify: cost of a step in which the head drafts nothing, by the number of lookup tokens in all rows together.
+        head: added if the head drafts, however little.
+        level: added for each level that the head drafts.
+        token: added for each drafted token that the target verifies, in all rows together.
     """
 
     rows: int
     greedy: bool
-    drafts: dict[Shape, float]
-    verify: dict[int, float] = field(default_factory=dict)
+    head: float
+    level: float
+    token: float
 
-    def __post_init__(self):
-        chains = {s.nodes: cost for s, cost in self.drafts.items() if isinstance(s, Chain)}
-        # Not measured: at most what chains of as many tokens cost.
-        verify = self.verify if len(self.verify) > 1 else {self.rows * n: cost for n, cost in chains.items()}
-        self._verify, self._chains = _rising({0: 1.0} | self.verify | verify), _rising({0: 1.0} | chains)
-        self._trees = {s.paths: cost for s, cost in self.drafts.items() if isinstance(s, FixedTree)}
-
-    def of(self, shape: Shape | None, tokens: float) -> float:
-        """Return the cost of a step in plain steps, interpolated; infinite for a tree that was not measured.
+    def of(self, levels: int, tokens: float) -> float:
+        """Return the cost of a step in plain steps.
 
         Args:
-            shape: what the head drafts; None: nothing.
+            levels: levels that the head drafts; 0: it drafts nothing.
             tokens: drafted tokens that all rows together verify. A row may verify a lookup path in place of the draft.
         """
-        # The measured step verified `rows * shape.nodes` tokens. What it cost is kept, and the difference in verified
-        # tokens is added: a chain of 2 in 2 rows, of which one verifies a path of 8, has 10 tokens in place of 4.
-        verified = _interpolate(self._verify, tokens)
-        if shape is None:
-            return verified
-        if isinstance(shape, FixedTree):
-            own = self._trees.get(shape.paths, inf)
-        else:
-            own = _interpolate(self._chains, shape.nodes)
-        return own + verified - _interpolate(self._verify, self.rows * shape.nodes)
+        return 1 + self.head * (levels > 0) + self.level * levels + self.token * tokens
 
 
-def _rising(points: dict[int, float]) -> list[tuple[int, float]]:
-    """Return the points (x, cost) in order, each at least as high as those before; noise may have made it lower."""
-    # The costs 1, 1.3, 1.2, 1.5 become 1, 1.3, 1.3, 1.5.
-    return list(zip(sorted(points), accumulate((points[x] for x in sorted(points)), max), strict=True))
+def entries_from_json(read: Sequence[dict[str, Any]]) -> list[CostEntry]:
+    """Undo `dataclasses.asdict` of each entry. Raises UserError on anything else, such as costs in an older form."""
+    try:
+        entries = [CostEntry(**entry) for entry in read]
+        for entry in entries:
+            entry.of(1, 1)
+    except TypeError:
+        raise UserError("the recorded step costs were written by another version: start in a new folder") from None
+    return entries
 
 
-def _interpolate(points: list[tuple[int, float]], x: float) -> float:
-    """Return the value at x of the line through the two points around it, or through the last two."""
-    if len(points) == 1:
-        return points[0][1]
-    # Index of the right one of the two points: at least 1, and the last point for an x beyond all.
-    at = min(max(1, bisect_left(points, (x,))), len(points) - 1)
-    (a, low), (b, high) = points[at - 1 : at + 1]
-    return low + (high - low) * (x - a) / (b - a)
+def fitted(rows: int, greedy: bool, steps: Sequence[tuple[int, int, float]]) -> CostEntry:
+    """Fit an entry to measured steps, by the least sum of absolute errors; no parameter is negative.
+
+    A median for each draft would leave it a noise of its own, and the choice would fall on drafts that were measured
+    too cheap.
+
+    Args:
+        steps: levels and tokens (see `CostEntry.of`) and measured cost of each step; at least one.
+    """
+    sizes, costs = [(levels > 0, levels, tokens) for levels, tokens, _ in steps], [cost - 1 for *_, cost in steps]
+    x, y = torch.tensor(sizes, dtype=torch.double), torch.tensor(costs, dtype=torch.double)
+    # In like units, so that costs of a single draft are shared out evenly.
+    scale = x.amax(0).clamp_min(1)
+    found, weights = torch.zeros(3, dtype=torch.double), torch.ones_like(y)
+    for _ in range(_REWEIGHTINGS):
+        found, left = torch.zeros_like(found), [0, 1, 2]
+        while left:
+            solution = torch.linalg.lstsq(weights[:, None] * (x / scale)[:, left], weights * y, driver="gelsd").solution
+            if solution.min() >= 0:
+                found[left] = solution
+                break
+            left.pop(int(solution.argmin()))
+        # Squares divided by the last error are absolute errors.
+        weights = (x / scale @ found - y).abs().clamp_min(_EXACT).rsqrt()
+    return CostEntry(rows, greedy, *(found / scale).tolist())
 
 
 class CostTable:
@@ -92,7 +100,7 @@ class CostTable:
 
     def __init__(self, entries: Sequence[CostEntry], learns: bool = True):
         self.entries, self._learns = sorted(entries, key=lambda entry: entry.rows), learns
-        self._known: dict[tuple[Shape | None, int, bool, int], float] = {}
+        self._known: dict[tuple[int, int, bool, int], float] = {}
         self._factors: dict[tuple[bool, int], float] = {}
         self._before: dict[tuple[bool, int], tuple[bool, float, float]] = {}
         self._ratios: dict[tuple[bool, int], deque[float]] = {}
@@ -101,20 +109,21 @@ class CostTable:
         """Return the cost of a step, in plain steps of as many rows, interpolated between numbers of rows.
 
         Args:
-            shape, tokens: see `CostEntry.of`.
+            shape: what the head drafts; None: nothing.
+            tokens: see `CostEntry.of`.
             greedy: all rows are at temperature 0.
             rows: number of rows that decode.
         """
-        key = (shape, tokens, greedy, rows)
+        levels = shape.levels if shape else 0
+        key = (levels, tokens, greedy, rows)
         if key not in self._known:
             entries = [entry for entry in self.entries if entry.greedy == greedy] or self.entries
             more = next((entry for entry in entries if entry.rows >= rows), entries[-1])
             less = next((entry for entry in reversed(entries) if entry.rows <= rows), more)
             # Each entry answers for as many tokens per row: for 6 rows with 12 tokens, that of 4 rows is asked about 8.
-            low, high = (entry.of(shape, tokens / rows * entry.rows) for entry in (less, more))
+            low, high = (entry.of(levels, tokens / rows * entry.rows) for entry in (less, more))
             share = (rows - less.rows) / (more.rows - less.rows) if less.rows < rows < more.rows else 1.0
-            cost = high if high == inf else low + (high - low) * share
-            self._known[key] = 1 + (cost - 1) * self._factors.get(_alike(greedy, rows), 1.0)
+            self._known[key] = 1 + (low + (high - low) * share - 1) * self._factors.get(_alike(greedy, rows), 1.0)
         return self._known[key]
 
     def observe(self, shape: Shape | None, tokens: int, greedy: bool, rows: int, seconds: float) -> None:
@@ -157,32 +166,3 @@ class CostTable:
 def _alike(greedy: bool, rows: int) -> tuple[bool, int]:
     """Return a key of the steps that are corrected together: those of 1, 2, 3 to 4, 5 to 8, ... rows."""
     return greedy, (rows - 1).bit_length()
-
-
-def entry_to_json(entry: CostEntry) -> dict[str, Any]:
-    """Return an entry as JSON values, for decoding.json."""
-    drafts = [{**shape_to_json(shape), "cost": cost} for shape, cost in entry.drafts.items()]
-    return {
-        "rows": entry.rows,
-        "greedy": entry.greedy,
-        "verify": list(map(list, entry.verify.items())),
-        "drafts": drafts,
-    }
-
-
-def entry_from_json(read: dict[str, Any]) -> CostEntry:
-    """Undo `entry_to_json`. Raises KeyError, TypeError or UserError on anything else."""
-    drafts = {shape_from_json(step): step["cost"] for step in read["drafts"]}
-    return CostEntry(read["rows"], read["greedy"], drafts, dict(read["verify"]))
-
-
-def shape_to_json(shape: Shape) -> dict[str, Any]:
-    """Return a chain or a fixed tree as JSON values: {"chain": length} or {"tree": paths}."""
-    if isinstance(shape, FixedTree):
-        return {"tree": [list(path) for path in shape.paths]}
-    return {"chain": shape.nodes}
-
-
-def shape_from_json(read: dict[str, Any]) -> Shape:
-    """Undo `shape_to_json`."""
-    return FixedTree(read["tree"]) if "tree" in read else Chain(read["chain"])

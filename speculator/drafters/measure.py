@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from speculator.decoding.cuda_graphs import Captured, capturable
+from speculator.decoding.cuda_graphs import DEVICES, Captured, capturable
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Shape
 from speculator.decoding.engine import Engine, Verified
@@ -25,7 +25,7 @@ from speculator.decoding.sampling import Noise, Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.adaptive import PathOrDraft
-from speculator.drafters.costs import CostEntry
+from speculator.drafters.costs import CostEntry, fitted
 from speculator.drafters.price import LONGEST_PATH
 from speculator.heads import Speculator
 from speculator.target.model import Target
@@ -190,7 +190,8 @@ def measure_costs(
     """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
 
     Each of the drafts, and lookup paths in all rows, in half of them and in one, take turns. Before each of these steps
-    comes one without a draft, and only the two are compared: the speed of a machine changes within seconds.
+    comes one without a draft, and only the two are compared: the speed of a machine changes within seconds. Where rows
+    are padded to the longest, a path in one row costs as much as paths in all, and only these are measured.
 
     Args:
         shapes: drafts, the most important first.
@@ -201,20 +202,16 @@ def measure_costs(
     drafter = HeadDrafter(head, max((*shapes, _PATHS), key=lambda shape: shape.nodes))
     drafter.memory.paths = LookupPaths(LONGEST_PATH)
     engines = {rows: Engine(target, drafter, slots=rows) for rows, _ in sizes}
-    costs: dict[tuple[int, bool], dict[Shape | int, list[float]]] = {size: {} for size in sizes}
+    packed = not target.recurrent and target.device.type not in DEVICES
+    steps: dict[tuple[int, bool], list[tuple[int, int, float]]] = {size: [] for size in sizes}
     # The most important drafts come first, because the time may end within a round.
     for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):
-        for (rows, greedy), own in costs.items():
-            drafts: list[Shape | int] = [*shapes[:2], *dict.fromkeys((rows, 1, max(1, rows // 2))), *shapes[2:]]
-            for what, cost in _round(engines[rows], greedy, drafts, deadline):
-                own.setdefault(what, []).append(cost)
-    entries = []
-    for (rows, greedy), own in costs.items():
-        medians = {what: statistics.median(each) for what, each in own.items()}
-        heads = {what: cost for what, cost in medians.items() if not isinstance(what, int)}
-        verify = {what * LONGEST_PATH: cost for what, cost in medians.items() if isinstance(what, int)}
-        entries += [CostEntry(rows, greedy, heads, verify)] if medians else []
-    return entries
+        for (rows, greedy), own in steps.items():
+            paths = dict.fromkeys((rows, 1, max(1, rows // 2)) if packed else (rows,))
+            for what, cost in _round(engines[rows], greedy, [*shapes[:2], *paths, *shapes[2:]], deadline):
+                levels, tokens = (0, LONGEST_PATH * what) if isinstance(what, int) else (what.levels, rows * what.nodes)
+                own.append((levels, tokens, cost))
+    return [fitted(*size, own) for size, own in steps.items() if own]
 
 
 def _round(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from speculator.decoding import cuda_graphs
 from speculator.decoding.drafter import Shape
 from speculator.device import dtype_name, hardware, processor
 from speculator.drafters.adaptive import AdaptiveDrafter
-from speculator.drafters.costs import CostEntry, CostTable, entry_from_json, entry_to_json, shape_to_json
+from speculator.drafters.costs import CostEntry, CostTable, entries_from_json
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.measure import measure_costs
 from speculator.drafters.price import Choice
@@ -36,6 +36,8 @@ SECONDS = 6.0
 """Time limit of measuring costs when decoding starts."""
 _LONGEST_CHAIN, _WHOLE_CHAIN = 12, 0.05
 """Limits of chains deeper than the head was trained for: tokens, and the chance that all of them are accepted."""
+_TYPICAL = CostEntry(1, True, head=0.0, level=0.1, token=0.02)
+"""Assumed costs, for a target that is too slow to be measured in time."""
 _NOT_SHAPE = ("base_model", "trained_length", "training_data", "dtype", "transformers_version", "architectures")
 """Beginnings of the names in a head's config that step costs do not depend on."""
 
@@ -74,7 +76,7 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
         return None
     try:
         read = read_json(file)
-        costs = [entry_from_json(entry) for entry in read["costs"]]
+        costs = entries_from_json(read["costs"])
         tuning = Tuning(
             read["acceptance"],
             read["trees"],
@@ -83,7 +85,7 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
             {name: read[name] for name in ("processor", "dtype")},
         )
         choices_of(head, tuning)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError):
         raise UserError(f"{file} was not written by this version's `eval tune`: tune again, or delete it") from None
     if {len(ranks) for ranks in tuning.ranks.values()} != {head.n_predict}:
         raise UserError(f"{file} was written for a head of another depth: tune again, or delete it")
@@ -117,12 +119,12 @@ def adaptive_drafter(
     choices, entries = choices_of(head, tuning), tuning.costs
     if not entries or tuning.machine != measured_on(target):
         shapes = shapes_to_measure(head, choices)
-        entries = _costs_here(head, target, shapes, temperatures, batch_size) or entries or [_typical(shapes)]
+        entries = _costs_here(head, target, shapes, temperatures, batch_size) or entries or [_TYPICAL]
     table = CostTable(entries)
     # Every shape is a CUDA graph of its own, for each number of rows and kind of sampling: keep to the measured ones.
     if head.device.type in cuda_graphs.DEVICES:
         choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
-    return AdaptiveDrafter(head, choices, tuning.lookup, table, memory)
+    return AdaptiveDrafter(head, choices, tuning.lookup, table, memory, not target.recurrent)
 
 
 def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
@@ -158,7 +160,7 @@ def rates_by_depth(tree: FixedTree, ranks: Ranks) -> list[float]:
 
 
 def shapes_to_measure(head: Speculator, choices: Sequence[Choice]) -> list[Shape]:
-    """Return the drafts to time, the most important first; the costs of other chains are interpolated."""
+    """Return the drafts to time, the most important first; the costs of other drafts follow from theirs."""
     longest = max(choice.shape.nodes for choice in choices if not _is_tree(choice))
     lengths = dict.fromkeys((head.n_predict, 1, min(2, longest), longest))
     return [*map(Chain, lengths), *(choice.shape for choice in choices if _is_tree(choice))]
@@ -182,24 +184,18 @@ def _costs_here(
     machine = measured_on(target)
     shape = {name: value for name, value in sorted(head.config.to_dict().items()) if not name.startswith(_NOT_SHAPE)}
     facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"
-    facts += (
-        f"{torch.__version__} {code_digest(Path(__file__).parents[1])} {[shape_to_json(shape) for shape in shapes]}"
-    )
+    sizes_of = [(shape.levels, shape.nodes) for shape in shapes]
+    facts += f"{torch.__version__} {code_digest(Path(__file__).parents[1])} {sizes_of}"
     name = f"{machine['processor']} {machine['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     with cached_object("costs", name) as stored:
         with suppress(KeyError, TypeError, ValueError, UserError):  # damaged
-            return [entry_from_json(entry) for entry in stored["entries"]]
+            return entries_from_json(stored["entries"])
         log(f"measuring which drafts are fastest on this machine: {SECONDS:g} s at most, and only once")
         entries = measure_costs(target, head, shapes, sizes, SECONDS)
-        stored["entries"] = [entry_to_json(entry) for entry in entries]
-        return [entry_from_json(entry) for entry in stored["entries"]]
+        stored["entries"] = [asdict(entry) for entry in entries]
+        return entries
 
 
 def code_digest(folder: Path) -> str:
     """Return a digest of all Python files of a folder: costs measured by other code may be wrong."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.rglob("*.py")))).hexdigest()
-
-
-def _typical(shapes: Sequence[Shape]) -> CostEntry:
-    """Return assumed costs, for a target that is too slow to be measured in time."""
-    return CostEntry(1, True, {shape: 1 + 0.1 * shape.levels + 0.02 * shape.nodes for shape in shapes})

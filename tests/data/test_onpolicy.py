@@ -19,7 +19,7 @@ from kills import Killed, killed_at
 from data import batches, onpolicy
 from data.__main__ import main
 from data.onpolicy import generate_rows
-from speculator import Chain, Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
+from speculator import Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
 from speculator.decoding.request import rejection_marks
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable
@@ -160,28 +160,27 @@ def test_a_run_killed_at_any_write_resumes_to_the_same_rows(target, tmp_path, mo
     assert moments > 2 * (4 + 2)  # four pieces, the rows, the manifest
 
 
-def adaptive(*costs: float) -> AdaptiveDrafter:
-    """An adaptive drafter to whom chains of 1, 2 and 3 cost this much."""
+def adaptive(head_cost: float, level_cost: float) -> AdaptiveDrafter:
+    """An adaptive drafter whose head costs this much, and this much for each level."""
     head = tiny_head()
-    drafts = {Chain(n): cost for n, cost in enumerate(costs, start=1)}
-    table = CostTable([CostEntry(2, False, drafts, {0: 1.0, 16: 9.0})])
+    table = CostTable([CostEntry(2, False, head_cost, level_cost, 0.02)])
     return AdaptiveDrafter(head, choices_of(head, untuned(head)), [0.1], table)
 
 
 def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path, monkeypatch):
     monkeypatch.setattr(onpolicy, "_PIECE", 1)
-    expected = made(target, tmp_path / "whole", drafter=adaptive(1.1, 1.2, 1.2))
+    expected = made(target, tmp_path / "whole", drafter=adaptive(0.1, 0.05))
     with killed_at(batches.Batches, "write", call=2):
-        made(target, tmp_path / "cut", drafter=adaptive(1.1, 1.2, 1.2))
-    assert made(target, tmp_path / "cut", drafter=adaptive(1.1, 5.0, 9.0)) == expected
-    assert made(target, tmp_path / "other", drafter=adaptive(1.1, 5.0, 9.0)) == expected, "no draft changes the rows"
+        made(target, tmp_path / "cut", drafter=adaptive(0.1, 0.05))
+    assert made(target, tmp_path / "cut", drafter=adaptive(0.1, 4.0)) == expected
+    assert made(target, tmp_path / "other", drafter=adaptive(0.1, 4.0)) == expected, "no draft changes the rows"
     record = json.loads((tmp_path / "cut" / "manifest.json").read_text())
     assert record["drafter"].startswith("head, adaptive")
     assert record["costs"] == json.loads((tmp_path / "whole" / "manifest.json").read_text())["costs"]
 
 
 def test_keeping_rejected_tokens_makes_an_adaptive_drafter_always_draft(target, tmp_path):
-    rows = made(target, tmp_path, drafter=adaptive(9.0, 9.0, 9.0), mark_rejected=True)
+    rows = made(target, tmp_path, drafter=adaptive(8.0, 0.0), mark_rejected=True)
     assert sum(sum(row["rejected"]) for row in rows) > 0
 
 

@@ -195,8 +195,7 @@ def test_adaptive_drafting_of_a_tuned_head_is_checked_too(folders, tmp_path, cap
     """Drafts of the head and of lookup cost nearly nothing, so both are used."""
     head = tmp_path / "head"
     shutil.copytree(folders / "head", head)
-    cheap = {"verify": [[0, 1.0], [8, 1.01]], "drafts": [{"chain": 3, "cost": 1.01}]}
-    write_tuning(head, costs=[{"rows": 1, "greedy": True, **cheap}])
+    write_tuning(head, costs=[{"rows": 1, "greedy": True, "head": 0.01, "level": 0.0, "token": 0.001}])
     assert command(folders, "--speculator", str(head), "--output", str(tmp_path / "checks.json")) == 0
     checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
     names = [check["name"] for check in checks]

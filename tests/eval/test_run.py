@@ -46,13 +46,9 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
 
 
 def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick):
-    cheap_tree = {"tree": [[0], [1], [0, 0]], "cost": 1.01}
-    steps = {
-        "verify": [[0, 1.0], [8, 1.4]],
-        "drafts": [{"chain": 1, "cost": 1.5}, {"chain": 3, "cost": 2.5}, cheap_tree],
-    }
-    costs = [{"rows": 1, "greedy": greedy, **steps} for greedy in (True, False)]
-    write_tuning(tmp_path, trees={"greedy": [cheap_tree["tree"]], "sampled": []}, costs=costs)
+    # Chains of 1 and 2 and the tree yield 1.6, 1.9 and 2 tokens, and cost 1.28, 1.56 and 1.56 plain steps.
+    costs = [{"rows": 1, "greedy": greedy, "head": 0.0, "level": 0.28, "token": 0.0} for greedy in (True, False)]
+    write_tuning(tmp_path, trees={"greedy": [[[0], [1], [0, 0]]], "sampled": []}, costs=costs)
 
     def drafted(**more) -> dict[float, tuple[int, int]]:
         rows = report_of(tmp_path, tuned_in=tmp_path, max_new_tokens=8, **more)["suites"]

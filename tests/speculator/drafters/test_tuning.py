@@ -28,7 +28,7 @@ def test_a_tuned_head_drafts_with_the_files_figures(target_folder, tuned_folder,
     drafter = load_drafter(tuned_folder, Target.load(str(target_folder)))
     assert [choice.shape.nodes for choice in drafter.choices] == [1, 2, 3]
     assert drafter.choices[1].acceptance == {True: [0.6, 0.5], False: [0.6, 0.5]}
-    assert drafter.cost(Chain(2), 2, True, 1) == pytest.approx(1.35)
+    assert drafter.cost(Chain(2), 2, True, 1) == pytest.approx(1.35)  # 1 + head + 2 levels + 2 tokens
     assert drafter.lookup == [0.2, 0.4]
 
 
@@ -75,7 +75,7 @@ def test_costs_of_another_place_are_used_if_there_is_no_time_to_measure(target_f
     monkeypatch.setattr(tuning, "SECONDS", 0.0)
     write_tuning(tuned_folder, processor="another")
     target = Target.load(str(target_folder))
-    assert load_drafter(tuned_folder, target).cost(Chain(1), 1, True, 1) == 1.2
+    assert load_drafter(tuned_folder, target).cost(Chain(1), 1, True, 1) == pytest.approx(1.2)
     head = load_head(tuned_folder, target)
     assert adaptive_drafter(head, target).cost(Chain(1), 1, True, 1) > 1, "typical costs"
 
@@ -100,9 +100,20 @@ def test_a_head_without_a_depth_limit_drafts_deeper_while_it_may_pay():
     assert [len(choices_of(head, untuned(head))) for head in (tiny_head(), tiny_head(architecture="eagle3"))] == [3, 5]
 
 
+OLD_COSTS = [{"rows": 1, "greedy": True, "verify": [[8, 1.4]], "drafts": [{"chain": 1, "cost": 1.2}]}]
+NO_NUMBERS = [{"rows": 1, "greedy": True, "head": "a", "level": 0.1, "token": 0.1}]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"acceptance": 1, "trees": {}, "lookup": [], "costs": []}'])
 def test_a_file_that_tune_did_not_write_is_refused(tuned_folder, text):
     (tuned_folder / "decoding.json").write_text(text)
+    with pytest.raises(UserError, match=r"decoding\.json"):
+        read_tuning(tuned_folder, tiny_head(vocab_size=300))
+
+
+@pytest.mark.parametrize("costs", [OLD_COSTS, NO_NUMBERS])
+def test_step_costs_in_another_form_are_refused(tuned_folder, costs):
+    write_tuning(tuned_folder, costs=costs)
     with pytest.raises(UserError, match=r"decoding\.json"):
         read_tuning(tuned_folder, tiny_head(vocab_size=300))
 
