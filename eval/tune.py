@@ -38,7 +38,7 @@ _TREE_SIZES = (3, 5, 8)
 _ACCEPTANCE_STEPS = 16  # per prompt
 _LOOKUP_SIZES = 8  # matches of this many tokens or more count together
 _ROWS = (1, 8, 32, 4, 2, 16)  # numbers of rows at which costs are measured, the most important first
-_COST_SECONDS = 20.0
+_COST_SECONDS = 60.0
 
 
 def build_parser() -> OneLineParser:
