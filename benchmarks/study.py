@@ -275,7 +275,7 @@ class Study:
     def _trained(self, arm: Arm, rate: float, seed: int, steps: int) -> Speculator:
         """Train a head on text, then at half the rate on the target's own text."""
         own = round(arm.on_policy * steps)
-        text = self.text.select([row % ((steps - own) // arm.passes) for row in range(steps - own)])
+        text = self.text.select([row % max(1, (steps - own) // arm.passes) for row in range(steps - own)])
         head = train(arm, rate, seed, text, self.cached, fresh_head(arm, seed, self.target, text))
         return train(arm, rate / 2, seed, self._own_text(own), self.cached, head.train()) if own else head
 
