@@ -26,7 +26,7 @@ from speculator.drafters.measure import StepSeconds, measure_costs, timed_steps
 from speculator.drafters.price import expected_tokens
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import TUNED, Tuning, choices_of, measured_on, shapes_to_measure
-from speculator.errors import OneLineParser, refuse
+from speculator.errors import OneLineParser, UserError, refuse
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
@@ -118,6 +118,10 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
     choices = choices_of(head, tuning)
     sizes = [(_ROWS[0], kind == "greedy") for kind in _KINDS]
     alone = measure_costs(target, head, shapes_to_measure(head, choices), sizes, _COST_SECONDS / 2)
+    if not alone:
+        raise UserError(
+            f"no step of {target.name} was measured in {_COST_SECONDS / 2:.0f} s, so its drafts can't be tuned"
+        )
     cost, rows = CostTable(alone), []
     trees: dict[str, list] = {}
     for kind in _KINDS:

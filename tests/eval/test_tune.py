@@ -109,6 +109,14 @@ def test_tune_writes_what_generate_then_drafts_with(target_folder, text_file, tm
     assert generate(target, drafter, [[1, 2, 3]], max_new_tokens=16).tokens == plain
 
 
+def test_a_target_that_is_too_slow_to_be_measured_is_one_line(target_folder, text_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("eval.tune._COST_SECONDS", 0.0)
+    MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3)).save_pretrained(tmp_path)
+    command = ["--target", str(target_folder), "--speculator", str(tmp_path), "--suite", str(text_file)]
+    assert main(["tune", *command, "--prompt_tokens", "8", "--max_new_tokens", "8", "--max_prompts", "1"]) == 2
+    assert "no step of" in capsys.readouterr().err
+
+
 def test_lookups_are_right_as_often_as_the_text_repeats_itself():
     """Where nothing is known, a third of the lookups counts as right."""
     chances = lookup_acceptance([([3, 4, 5], [3, 4, 5] * 20), ([9], [8])])
