@@ -360,7 +360,8 @@ def alternating_drafter(head: Speculator, cost=None) -> AlternatingDrafter:
         tree = shape.nodes > shape.depth
         return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * shape.nodes)[longest % 3]
 
-    return AlternatingDrafter(head, choices, [0.3, 0.4, 0.5], CostByLength(cost or uneven))
+    on_cpu = head.device.type == "cpu"
+    return AlternatingDrafter(head, choices, [0.3, 0.4, 0.5], CostByLength(cost or uneven), packed=on_cpu)
 
 
 def exit_code(main, argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from speculator import Engine, Sampling, Target
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.measure import packs_rows
 from speculator.drafters.price import Choice
 from speculator.heads.dspark import model as dspark
 from speculator.heads.training import TrainingBatch
@@ -146,7 +147,9 @@ def adaptive(target: Target) -> AdaptiveDrafter:
     shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])]
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
-    return AdaptiveDrafter(tiny_head().to(target.device, target.dtype), choices, [0.3, 0.4, 0.5], cost)
+    return AdaptiveDrafter(
+        tiny_head().to(target.device, target.dtype), choices, [0.3, 0.4, 0.5], cost, packed=packs_rows(target)
+    )
 
 
 def captures(monkeypatch, drafter, steps: int) -> int:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Shape
 from speculator.decoding.memory import LookupPaths, Sequences
@@ -68,7 +67,7 @@ class AdaptiveDrafter(HeadDrafter):
         choices: shapes that the head can draft, with their acceptance rates.
         lookup, cost: see `Chooser`. A `CostTable` is corrected by the time of the steps.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
-        packed: see `Chooser`; False for targets with recurrent layers. Never true on a device of CUDA graphs.
+        packed: see `Chooser` and `speculator.drafters.measure.packs_rows`.
     """
 
     name = "adaptive"
@@ -82,8 +81,7 @@ class AdaptiveDrafter(HeadDrafter):
         memory: int = 0,
         packed: bool = True,
     ):
-        self.choices, self.lookup, self.cost, self._history = choices, lookup, cost, memory
-        self.packed = packed and head.device.type not in cuda_graphs.DEVICES
+        self.choices, self.lookup, self.cost, self.packed, self._history = choices, lookup, cost, packed, memory
         self._plain = PathOrDraft(0)
         self._with_paths = {
             choice: PathOrDraft(LONGEST_PATH, choice.shape if choice else None) for choice in (None, *choices)

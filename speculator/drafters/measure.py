@@ -183,6 +183,11 @@ def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
     return time.perf_counter() - started, result
 
 
+def packs_rows(target: Target) -> bool:
+    """Return whether a step without a tree computes only the tokens that exist, and no row is padded to the longest."""
+    return not target.recurrent and target.device.type not in DEVICES
+
+
 @torch.inference_mode()
 def measure_costs(
     target: Target, head: Speculator, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
@@ -202,7 +207,7 @@ def measure_costs(
     drafter = HeadDrafter(head, max((*shapes, _PATHS), key=lambda shape: shape.nodes))
     drafter.memory.paths = LookupPaths(LONGEST_PATH)
     engines = {rows: Engine(target, drafter, slots=rows) for rows, _ in sizes}
-    packed = not target.recurrent and target.device.type not in DEVICES
+    packed = packs_rows(target)
     steps: dict[tuple[int, bool], list[tuple[int, int, float]]] = {size: [] for size in sizes}
     # The most important drafts come first, because the time may end within a round.
     for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):

@@ -22,7 +22,7 @@ from speculator.device import dtype_name, hardware, processor
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable, entries_from_json
 from speculator.drafters.fixed_tree import FixedTree
-from speculator.drafters.measure import measure_costs
+from speculator.drafters.measure import measure_costs, packs_rows
 from speculator.drafters.price import Choice
 from speculator.drafters.shapes import Chain
 from speculator.errors import UserError
@@ -124,7 +124,7 @@ def adaptive_drafter(
     # Every shape is a CUDA graph of its own, for each number of rows and kind of sampling: keep to the measured ones.
     if head.device.type in cuda_graphs.DEVICES:
         choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
-    return AdaptiveDrafter(head, choices, tuning.lookup, table, memory, not target.recurrent)
+    return AdaptiveDrafter(head, choices, tuning.lookup, table, memory, packs_rows(target))
 
 
 def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:
