@@ -63,6 +63,13 @@ def per_position(steps: list[list[int]], length: int) -> list[int]:
     return [sum(accepted > position for text in steps for accepted in text) for position in range(length)]
 
 
+def equal_tokens(ours: list[list[int]], theirs: list[list]) -> tuple[int, int]:
+    """Return how many drafted tokens are equal, of how many; the last step of a text may exist on one side only."""
+    steps = zip(ours, (draft for *_, draft in theirs), strict=False)
+    pairs = [pair for mine, its in steps for pair in zip(mine, its, strict=True)]
+    return sum(a == b for a, b in pairs), len(pairs)
+
+
 def fitted(
     head: Speculator, target: Target, prompts: list[list[int]], new: int, steps: int = 8, rate: float = 5e-3
 ) -> Speculator:

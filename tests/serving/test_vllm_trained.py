@@ -3,7 +3,7 @@
 import copy
 from itertools import pairwise
 
-from serving.shared import TARGET, our_steps, own_steps, per_position, vllm_runs
+from serving.shared import TARGET, equal_tokens, our_steps, own_steps, per_position, vllm_runs
 
 from data.sources import PYTHON_SOURCES
 from eval.metrics import paired_bootstrap
@@ -101,11 +101,7 @@ def test_the_head_of_the_examples_drafts_the_same_tokens(tmp_path, run_in, repor
         assert theirs["texts"] == [text]
         # The text may end inside the last step; vLLM may draft once more then.
         assert abs(len(ours) - len(theirs["drafts"])) <= 1
-        pairs = [
-            pair
-            for mine, (*_, its) in zip(ours, theirs["drafts"], strict=False)
-            for pair in zip(mine, its, strict=True)
-        ]
-        same, drafted = same + sum(a == b for a, b in pairs), drafted + len(pairs)
+        equal, of = equal_tokens(ours, theirs["drafts"])
+        same, drafted = same + equal, drafted + of
     report(f"the head of the examples: {len(prompts)} texts identical, {same} of {drafted} drafted tokens equal")
     assert same == drafted > 0
