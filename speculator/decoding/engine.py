@@ -352,9 +352,8 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor]:  # [R] each
         """Return the position where the accepted path ends, the token after it, and whether its logits are finite."""
         if batch.held_back:
-            # How far ahead the token is that each verify position's logits are for, 0 for the next one: j in a chain.
-            depths = torch.arange(logits.shape[1], device=logits.device).expand(len(logits), -1)
-            logits = without_held_back(logits, batch.held_back, depths if draft.parents is None else draft.depths)
+            # A depth is how far ahead the token is that the logits are for, 0 for the next one.
+            logits = without_held_back(logits, batch.held_back, draft.depths)
         if noise.coupled:
             last, next_token = match(noise.samples(logits, draft, present), draft)
         else:  # n random numbers drew the draft, n more test it, another one samples

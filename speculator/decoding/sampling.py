@@ -17,7 +17,7 @@ from speculator.errors import UserError, refuse
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
 _TOP_P_CANDIDATES = 2048  # on a CPU, top-p sorts the whole vocabulary only if it needs more tokens
-
+_VALUES = 2**18  # scores that a CPU computes at a time, a few tokens' or more: those of a whole batch leave its cache
 
 _TENSORS = ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero")
 
@@ -163,6 +163,7 @@ class Noise:
         self.sampling, self.positions, self._seeds, self._size = sampling, positions, sampling.seeds, size
         self.coupled = coupled or sampling.greedy
         self._noisy = coupled and not sampling.greedy
+        self._block = max(1, _VALUES // size)  # tokens that a CPU samples at a time
         self._levels: dict[int, Tensor] = {}  # [B, V] by depth, as somebody asks for them
         self._gumbel: Tensor | None = None  # [B, depth + 1, V] on a GPU, where fewer kernels matter more
         if self._noisy and positions.device.type != "cpu":
@@ -175,9 +176,16 @@ class Noise:
         if self._gumbel is not None:
             return self._gumbel[:, depth]
         if depth not in self._levels:
-            noise = gumbel(self._seeds, self.positions + depth, self._size)
-            self._levels[depth] = noise.masked_fill_(self.sampling.at_zero[:, 0], 0.0)
+            rows = torch.arange(len(self.positions)).split(self._block)
+            self._levels[depth] = torch.cat([self._of_rows(own, depth) for own in rows])
         return self._levels[depth]
+
+    def _of_rows(self, rows: Tensor, depth: int) -> Tensor:  # [b] -> [b, V]
+        """Return the noise of some rows at one depth; the draft may have made it already."""
+        if depth in self._levels:
+            return self._levels[depth][rows]
+        noise = gumbel(self._seeds[rows], self.positions[rows] + depth, self._size)
+        return noise.masked_fill_(self.sampling.at_zero[rows, 0], 0.0)
 
     def scores(
         self,
@@ -203,30 +211,38 @@ class Noise:
                 token 0.
         """
         if present is not None:
-            rows, verified = present  # [T] each
+            rows, depths = present[0], draft.depths[present]
             tokens = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, dtype=torch.long, device=logits.device)
-            depths = verified if draft.parents is None else draft.depths[present]
-            tokens[present] = self._samples_of(logits, rows, depths)
+            tokens[present] = self._samples_of(logits, rows, depths) if self._noisy else most_likely(logits)
             return tokens
         if not self._noisy:
             return most_likely(logits)
+        rows = torch.arange(len(logits), device=logits.device)
+        if draft.parents is None and self._gumbel is None:
+            return torch.stack([self._samples_at(logits[:, at], rows, at) for at in range(draft.depth + 1)], 1)
         if self._gumbel is None:
             noise = torch.stack([self._level(depth) for depth in range(draft.depth + 1)], 1)
         else:
             noise = self._gumbel[:, : draft.depth + 1]
         if draft.parents is not None:
             # Noise belongs to a position of the sequence: cousins in a tree have the same depth and share it.
-            noise = noise[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
+            noise = noise[rows[:, None], draft.depths]
         return most_likely(self.sampling.scaled(logits).add_(noise))
 
     def _samples_of(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:  # [T, V], [T], [T] -> [T]
-        if not self._noisy:
-            return most_likely(logits)
-        sampling = self.sampling.of_tokens(rows)
-        # Noise of T tokens, not of all B (n + 1) positions: each is a vector over the vocabulary.
-        noise = gumbel(self._seeds[rows], self.positions[rows] + depths, self._size)
-        noise = noise.masked_fill_(sampling.at_zero[:, 0], 0.0)
-        return most_likely(sampling.scaled(logits[:, None])[:, 0].add_(noise))
+        tokens = torch.empty_like(rows)
+        for depth in depths.unique().tolist():
+            own = depths == depth
+            tokens[own] = self._samples_at(logits[own], rows[own], depth)
+        return tokens
+
+    def _samples_at(self, logits: Tensor, rows: Tensor, depth: int) -> Tensor:  # [T, V], [T] -> [T]
+        """Return the target's own tokens at one depth, on a CPU."""
+        tokens = []
+        for own, of in zip(logits.split(self._block), rows.split(self._block), strict=True):
+            scores = self.sampling.of_tokens(of).scaled(own[:, None])[:, 0]
+            tokens.append(most_likely(scores.add_(self._of_rows(of, depth))))
+        return torch.cat(tokens)
 
     def uniforms(self, count: int) -> Tensor:  # [B, count]
         """Return random numbers in [0, 1) for drafts and rules that are not coupled."""

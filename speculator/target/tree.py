@@ -50,6 +50,8 @@ class TokenTree:
     @cached_property
     def depths(self) -> Tensor:  # [B, n + 1]
         """Depth of each verify position; the pending token's is 0."""
+        if self.parents is None:
+            return torch.arange(self.tokens.shape[1] + 1, device=self.tokens.device).expand(len(self.tokens), -1)
         return self.ancestors.sum(-1) - 1
 
     @cached_property

@@ -104,6 +104,12 @@ def paths(p: torch.Tensor, q: torch.Tensor) -> list[list[int]]:
     return found
 
 
+def rows_of(settings: Sampling, seeds: torch.Tensor) -> RowSampling:
+    sampling = RowSampling([settings], torch.device("cpu")).of_tokens(torch.zeros_like(seeds))
+    sampling.seeds = seeds
+    return sampling
+
+
 def steps(
     shape, settings: Sampling, seeds: torch.Tensor, kind: type[Noise], perfect: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +120,7 @@ def steps(
     p, q = tables()
     q = p if perfect else q
     rows, found = len(seeds), paths(p, q)
-    sampling = RowSampling([settings], torch.device("cpu"))
-    sampling.seeds = seeds
+    sampling = rows_of(settings, seeds)
     root = torch.full((rows,), SIZE)
     at = torch.full((rows,), 10)
     source = Chained(q)
@@ -140,8 +145,7 @@ def plainly(p: torch.Tensor, before: torch.Tensor, noise: Noise) -> torch.Tensor
 
 def plain_pairs(settings: Sampling, seeds: torch.Tensor) -> torch.Tensor:
     p, _ = tables()
-    sampling = RowSampling([settings], torch.device("cpu"))
-    sampling.seeds = seeds
+    sampling = rows_of(settings, seeds)
     tokens = [torch.full((len(seeds),), SIZE)]
     for i in range(2):
         tokens.append(plainly(p, tokens[-1], Noise(sampling, torch.full((len(seeds),), 10 + i), SIZE, 0, coupled=True)))

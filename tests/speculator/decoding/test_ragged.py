@@ -8,6 +8,7 @@ from enumeration import distance_of_runs, four_token_pair, joint_distribution
 from speculator import Engine, HeadDrafter, Sampling, Target, generate
 from speculator.decoding import sampling as sampling_module
 from speculator.decoding.draft import Draft
+from speculator.decoding.sampling import Noise, RowSampling
 from speculator.decoding.verify import REJECTION_RULES
 from speculator.drafters.ngram import NgramDrafter
 
@@ -52,6 +53,27 @@ def test_logits_and_noise_are_computed_for_the_tokens_that_exist(target, tempera
         assert counted["noise"] == (tokens if temperature else 0)
         assert tokens <= counted["layers"] <= padded
     assert ragged
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_noise_that_made_the_draft_is_not_made_again(ragged, monkeypatch):
+    made, gumbel = [], sampling_module.gumbel
+    monkeypatch.setattr(sampling_module, "gumbel", lambda *given: made.append(len(given[0])) or gumbel(*given))
+    sampling = RowSampling([Sampling(1.0, seed=row) for row in range(6)], torch.device("cpu"))
+    noise = Noise(sampling, torch.arange(6), 32, 4, coupled=True)
+    for level in range(2):
+        noise.scores(torch.zeros(6, 1, 32), level)
+    lengths = torch.tensor([2, 2, 4, 2, 0, 2] if ragged else [2] * 6)
+    draft = Draft(torch.zeros(6, 4 if ragged else 2, dtype=torch.long), lengths, ragged=ragged)
+    logits = torch.randn(6, draft.tokens.shape[1] + 1, 32)
+    samples = noise.samples(logits if draft.present is None else logits[draft.present], draft, draft.present)
+    assert sum(made) == 2 * 6 + (
+        5 + 2 if ragged else 6
+    )  # two levels, then the depths 2 to 4 of the rows that have them
+    whole = gumbel(sampling.seeds[:, None], torch.arange(6)[:, None] + draft.depths, 32)
+    expected = (logits + whole).argmax(-1)
+    there = torch.arange(logits.shape[1]) <= lengths[:, None]
+    assert torch.equal(samples[there], expected[there])
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDrafter(8)])
