@@ -36,6 +36,7 @@ _KINDS = {"greedy": 0.0, "sampled": 1.0}
 _BRANCHES = (4, 2)  # children measured at each depth; deeper tokens have one
 _TREE_SIZES = (3, 5, 8)
 _ACCEPTANCE_STEPS = 16  # per prompt
+_NEAR = 0.97  # speedups are predicted no better than this: of drafts this near the fastest, the smallest is best
 _LOOKUP_SIZES = 8  # matches of this many tokens or more count together
 _ROWS = (1, 8, 32, 4, 2, 16)  # numbers of rows at which costs are measured, the most important first
 _COST_SECONDS = 60.0
@@ -94,7 +95,7 @@ def write_tuning(
     tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(map(target.text, prompts), answers, strict=True))))
     tuning, rows = _with_costs(target, head, tuning)
     content = {
-        "schema": 4,
+        "schema": 5,
         "target": target.name,
         **measured_on(target),
         "suite": suite.name,
@@ -132,13 +133,13 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
             for choice in choices
             if greedy in choice.acceptance
         }
-        best = max(range(len(speeds)), key=list(speeds.values()).__getitem__)
-        for number, (choice, speed) in enumerate(speeds.items()):
+        near = [choice for choice, speed in speeds.items() if speed > _NEAR * max(speeds.values())]
+        best = min(near, key=lambda choice: choice.shape.nodes)
+        for choice, speed in speeds.items():
             tokens = expected_tokens(choice.acceptance[greedy])
-            figures = {"tokens": tokens, "cost": tokens / speed, "speedup": speed, "best": number == best}
+            figures = {"tokens": tokens, "cost": tokens / speed, "speedup": speed, "best": choice is best}
             rows.append({"temperature": _KINDS[kind], "draft": described(choice.shape), **figures})
-        winner = list(speeds)[best].shape
-        trees[kind] = [winner.paths] if isinstance(winner, FixedTree) else []
+        trees[kind] = [best.shape.paths] if isinstance(best.shape, FixedTree) else []
     kept = replace(tuning, trees=trees)
     sizes = [(count, kind == "greedy") for count in _ROWS[1:] for kind in _KINDS]
     costs = alone + measure_costs(target, head, shapes_to_measure(head, choices_of(head, kept)), sizes, _COST_SECONDS)

@@ -307,14 +307,14 @@ def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:
     """Write a `decoding.json` as if measured here in float32, with the given keys replaced."""
     ranks = [[0.6, 0.1], [0.5, 0.1], *[[0.4, 0.1]] * (n_predict - 2)]
     costs = [
-        {"rows": rows, "greedy": greedy, "head": 0.05, "level": 0.1, "token": 0.05 / rows}
+        {"rows": rows, "greedy": greedy, "head": 0.05, "path": 0.0, "level": 0.1, "token": 0.05 / rows}
         for rows in (1, 8)
         for greedy in (True, False)
     ]
     trees: dict[str, list] = {"greedy": [], "sampled": []}
     figures = {"acceptance": {"greedy": ranks, "sampled": ranks}, "trees": trees, "lookup": [0.2, 0.4], "costs": costs}
     here = {"processor": processor(), "dtype": "float32"}
-    (folder / TUNED).write_text(json.dumps({"schema": 4, **here, **figures, **changes}))
+    (folder / TUNED).write_text(json.dumps({"schema": 5, **here, **figures, **changes}))
 
 
 class ScriptedLookup(NgramDrafter):

@@ -32,6 +32,7 @@ class CostEntry:
         rows: number of rows that decode.
         greedy: measured at temperature 0, else at 1.
         head: added if the head drafts, however little.
+        path: added if a row verifies a lookup path: rows of unlike lengths attend apart.
         level: added for each level that the head drafts.
         token: added for each drafted token that the target verifies, in all rows together.
     """
@@ -39,17 +40,19 @@ class CostEntry:
     rows: int
     greedy: bool
     head: float
+    path: float
     level: float
     token: float
 
-    def of(self, levels: int, tokens: float) -> float:
+    def of(self, levels: int, tokens: float, path: bool) -> float:
         """Return the cost of a step in plain steps.
 
         Args:
             levels: levels that the head drafts; 0: it drafts nothing.
-            tokens: drafted tokens that all rows together verify. A row may verify a lookup path in place of the draft.
+            tokens: drafted tokens that all rows together verify.
+            path: a row verifies a lookup path in place of the head's draft.
         """
-        return 1 + self.head * (levels > 0) + self.level * levels + self.token * tokens
+        return 1 + self.head * (levels > 0) + self.path * path + self.level * levels + self.token * tokens
 
 
 def entries_from_json(read: Sequence[dict[str, Any]]) -> list[CostEntry]:
@@ -57,28 +60,29 @@ def entries_from_json(read: Sequence[dict[str, Any]]) -> list[CostEntry]:
     try:
         entries = [CostEntry(**entry) for entry in read]
         for entry in entries:
-            entry.of(1, 1)
+            entry.of(1, 1, True)
     except TypeError:
         raise UserError("the recorded step costs were written by another version: start in a new folder") from None
     return entries
 
 
-def fitted(rows: int, greedy: bool, steps: Sequence[tuple[int, int, float]]) -> CostEntry:
+def fitted(rows: int, greedy: bool, steps: Sequence[tuple[int, int, bool, float]]) -> CostEntry:
     """Fit an entry to measured steps, by the least sum of absolute errors; no parameter is negative.
 
     A median for each draft would leave it a noise of its own, and the choice would fall on drafts that were measured
     too cheap.
 
     Args:
-        steps: levels and tokens (see `CostEntry.of`) and measured cost of each step; at least one.
+        steps: levels, tokens and path (see `CostEntry.of`) and measured cost of each step; at least one.
     """
-    sizes, costs = [(levels > 0, levels, tokens) for levels, tokens, _ in steps], [cost - 1 for *_, cost in steps]
+    sizes = [(levels > 0, path, levels, tokens) for levels, tokens, path, _ in steps]
+    costs = [cost - 1 for *_, cost in steps]
     x, y = torch.tensor(sizes, dtype=torch.double), torch.tensor(costs, dtype=torch.double)
     # In like units, so that costs of a single draft are shared out evenly.
     scale = x.amax(0).clamp_min(1)
-    found, weights = torch.zeros(3, dtype=torch.double), torch.ones_like(y)
+    found, weights = torch.zeros_like(scale), torch.ones_like(y)
     for _ in range(_REWEIGHTINGS):
-        found, left = torch.zeros_like(found), [0, 1, 2]
+        found, left = torch.zeros_like(found), [*range(len(scale))]
         while left:
             solution = torch.linalg.lstsq(weights[:, None] * (x / scale)[:, left], weights * y, driver="gelsd").solution
             if solution.min() >= 0:
@@ -121,7 +125,8 @@ class CostTable:
             more = next((entry for entry in entries if entry.rows >= rows), entries[-1])
             less = next((entry for entry in reversed(entries) if entry.rows <= rows), more)
             # Each entry answers for as many tokens per row: for 6 rows with 12 tokens, that of 4 rows is asked about 8.
-            low, high = (entry.of(levels, tokens / rows * entry.rows) for entry in (less, more))
+            path = tokens != rows * (shape.nodes if shape else 0)
+            low, high = (entry.of(levels, tokens / rows * entry.rows, path) for entry in (less, more))
             share = (rows - less.rows) / (more.rows - less.rows) if less.rows < rows < more.rows else 1.0
             self._known[key] = 1 + (low + (high - low) * share - 1) * self._factors.get(_alike(greedy, rows), 1.0)
         return self._known[key]

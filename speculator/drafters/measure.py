@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ BLOCK = 5
 _ROUNDS = 5  # steps with each draft when whole steps are measured
 _CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
 _PROMPT = 256  # tokens of the rows' prompt: attention and so drafted tokens cost more after long texts
+_SHORT_PATH = 2
 _PATHS, _NOTHING = PathOrDraft(LONGEST_PATH), PathOrDraft(0)
 
 
@@ -194,9 +196,10 @@ def measure_costs(
 ) -> list[CostEntry]:
     """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
 
-    Each of the drafts, and lookup paths in all rows, in half of them and in one, take turns. Before each of these steps
-    comes one without a draft, and only the two are compared: the speed of a machine changes within seconds. Where rows
-    are padded to the longest, a path in one row costs as much as paths in all, and only these are measured.
+    Each of the drafts, long lookup paths in all rows and in one, and short ones in half of the rows take turns. Before
+    each of these steps comes one without a draft, and only the two are compared: the speed of a machine changes within
+    seconds. Where rows are padded to the longest, a path in one row costs as much as paths in all, and only these are
+    measured.
 
     Args:
         shapes: drafts, the most important first.
@@ -208,24 +211,27 @@ def measure_costs(
     drafter.memory.paths = LookupPaths(LONGEST_PATH)
     engines = {rows: Engine(target, drafter, slots=rows) for rows, _ in sizes}
     packed = packs_rows(target)
-    steps: dict[tuple[int, bool], list[tuple[int, int, float]]] = {size: [] for size in sizes}
+    steps: dict[tuple[int, bool], list[tuple[int, int, bool, float]]] = {size: [] for size in sizes}
     # The most important drafts come first, because the time may end within a round.
     for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):
         for (rows, greedy), own in steps.items():
-            paths = dict.fromkeys((rows, 1, max(1, rows // 2)) if packed else (rows,))
+            paths = [(rows, LONGEST_PATH)]
+            if packed:
+                paths += [(max(1, rows // 2), _SHORT_PATH), *[(1, LONGEST_PATH)] * (rows > 1)]
             for what, cost in _round(engines[rows], greedy, [*shapes[:2], *paths, *shapes[2:]], deadline):
-                levels, tokens = (0, LONGEST_PATH * what) if isinstance(what, int) else (what.levels, rows * what.nodes)
-                own.append((levels, tokens, cost))
+                is_path = isinstance(what, tuple)
+                levels, tokens = (0, prod(what)) if is_path else (what.levels, rows * what.nodes)
+                own.append((levels, tokens, is_path, cost))
     return [fitted(*size, own) for size, own in steps.items() if own]
 
 
 def _round(
-    engine: Engine, greedy: bool, drafts: Sequence[Shape | int], deadline: float
-) -> Iterator[tuple[Shape | int, float]]:
+    engine: Engine, greedy: bool, drafts: Sequence[Shape | tuple[int, int]], deadline: float
+) -> Iterator[tuple[Shape | tuple[int, int], float]]:
     """Decode in all slots; yield each draft, and the time of a step with it over that of the step before, without one.
 
     Args:
-        drafts: shapes of the head's draft, and numbers of rows that have a lookup path while the head drafts nothing.
+        drafts: shapes of the head's draft, and (rows that have a lookup path, its tokens) where it drafts nothing.
         deadline: value of the clock at which measuring stops.
     """
     rows, size, slots = engine.rows, engine.target.vocab_size, len(engine.scheduler.slots)
@@ -250,12 +256,13 @@ def _round(
         return took if Captured.prepared == prepared else None
 
     for what in drafts:
-        if isinstance(what, int):
+        if isinstance(what, tuple):
             # Spread over the rows, as found paths are: neighbours of unequal lengths attend apart. Two paths in 8 rows
             # are in rows 2 and 6.
-            own = {(2 * i + 1) * slots // (2 * what) for i in range(what)}
-            rows.memory.paths.put([[0] * LONGEST_PATH * (row in own) for row in range(slots)])
-        plain, drafted = step(_NOTHING), step(_PATHS if isinstance(what, int) else what)
+            count, length = what
+            own = {(2 * i + 1) * slots // (2 * count) for i in range(count)}
+            rows.memory.paths.put([[0] * length * (row in own) for row in range(slots)])
+        plain, drafted = step(_NOTHING), step(_PATHS if isinstance(what, tuple) else what)
         if plain and drafted:
             yield what, drafted / plain
     for request in requests:

@@ -264,7 +264,7 @@ class Chooser:
         best = max([plain, *heads], key=lambda step: step.rate)
         if any(runs):
             most = rows * LONGEST_PATH
-            slope = (cost(None, most) - cost(None, 0)) / most if self._packed else 0.0
+            slope = (cost(None, most) - cost(None, 1)) / (most - 1) if self._packed else 0.0
             # The price follows from the rate, and the rate from the price: the second round has settled.
             for _ in range(2):
                 steps = [priced(choice, best.rate * slope) for choice in gains]

@@ -36,7 +36,7 @@ SECONDS = 6.0
 """Time limit of measuring costs when decoding starts."""
 _LONGEST_CHAIN, _WHOLE_CHAIN = 12, 0.05
 """Limits of chains deeper than the head was trained for: tokens, and the chance that all of them are accepted."""
-_TYPICAL = CostEntry(1, True, head=0.0, level=0.1, token=0.02)
+_TYPICAL = CostEntry(1, True, head=0.0, path=0.0, level=0.1, token=0.02)
 """Assumed costs, for a target that is too slow to be measured in time."""
 _NOT_SHAPE = ("base_model", "trained_length", "training_data", "dtype", "transformers_version", "architectures")
 """Beginnings of the names in a head's config that step costs do not depend on."""

@@ -195,7 +195,7 @@ def test_adaptive_drafting_of_a_tuned_head_is_checked_too(folders, tmp_path, cap
     """Drafts of the head and of lookup cost nearly nothing, so both are used."""
     head = tmp_path / "head"
     shutil.copytree(folders / "head", head)
-    write_tuning(head, costs=[{"rows": 1, "greedy": True, "head": 0.01, "level": 0.0, "token": 0.001}])
+    write_tuning(head, costs=[{"rows": 1, "greedy": True, "head": 0.01, "path": 0.0, "level": 0.0, "token": 0.001}])
     assert command(folders, "--speculator", str(head), "--output", str(tmp_path / "checks.json")) == 0
     checks = json.loads((tmp_path / "checks.json").read_text())["checks"]
     names = [check["name"] for check in checks]

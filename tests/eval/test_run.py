@@ -47,7 +47,9 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
 
 def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick):
     # Chains of 1 and 2 and the tree yield 1.6, 1.9 and 2 tokens, and cost 1.28, 1.56 and 1.56 plain steps.
-    costs = [{"rows": 1, "greedy": greedy, "head": 0.0, "level": 0.28, "token": 0.0} for greedy in (True, False)]
+    costs = [
+        {"rows": 1, "greedy": greedy, "head": 0.0, "path": 0.0, "level": 0.28, "token": 0.0} for greedy in (True, False)
+    ]
     write_tuning(tmp_path, trees={"greedy": [[[0], [1], [0, 0]]], "sampled": []}, costs=costs)
 
     def drafted(**more) -> dict[float, tuple[int, int]]:

@@ -9,10 +9,11 @@ import torch
 from conftest import tiny_head
 
 from eval.__main__ import main
-from eval.tune import best_tree, lookup_acceptance, rank_acceptance
+from eval.tune import _with_costs, best_tree, lookup_acceptance, rank_acceptance
 from speculator import Candidates, FixedTree, HeadDrafter, Sampling, Target, generate, load_drafter
 from speculator.drafters import price
-from speculator.drafters.tuning import measured_on, rates_by_depth
+from speculator.drafters.costs import CostEntry
+from speculator.drafters.tuning import Tuning, measured_on, rates_by_depth
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 
@@ -107,6 +108,21 @@ def test_tune_writes_what_generate_then_drafts_with(target_folder, text_file, tm
     assert {choice.shape.nodes for choice in drafter.choices} >= {1, 2, 3}
     plain = generate(target, None, [[1, 2, 3]], max_new_tokens=16).tokens
     assert generate(target, drafter, [[1, 2, 3]], max_new_tokens=16).tokens == plain
+
+
+@pytest.mark.parametrize(("token", "best"), [(0.001, 8), (0.05, 5), (0.06, 3), (0.5, 1)])
+def test_of_drafts_that_are_about_as_fast_the_smallest_is_kept(target, monkeypatch, token, best):
+    """Trees of 3, 5 and 8 tokens give 2.05, 2.33 and 2.63 tokens a step: at 0.05 each 1.78, 1.86 and 1.88 per cost."""
+    ranks = [[0.5, 0.3, 0.1, 0.1], [0.5, 0.2], [0.5], [0.5]]
+    kinds = dict.fromkeys(("greedy", "sampled"), ranks)
+    trees = {kind: [best_tree(ranks, nodes) for nodes in (3, 5, 8)] for kind in kinds}
+    entries = [CostEntry(1, greedy, 0.0, 0.0, 0.0, token) for greedy in (True, False)]
+    monkeypatch.setattr("eval.tune.measure_costs", lambda *given: entries)
+    tuning, rows = _with_costs(target, tiny_head(n_predict=4), Tuning(kinds, trees))
+    marked = [row["draft"] for row in rows if row["best"]]
+    assert len(marked) == 2
+    assert all(str(best) in draft for draft in marked)
+    assert [len(tree) for tree in tuning.trees["greedy"]] == ([best] if best > 1 else [])
 
 
 def test_a_target_that_is_too_slow_to_be_measured_is_one_line(target_folder, text_file, tmp_path, capsys, monkeypatch):
