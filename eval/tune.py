@@ -90,10 +90,13 @@ def write_tuning(
         kind: rank_acceptance(target, head, prompts, Sampling(temperature, seed=seed), eos=eos)
         for kind, temperature in _KINDS.items()
     }
-    answers = generate(target, None, prompts, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos).tokens
+    settings = {"max_new_tokens": max_new_tokens, "max_batch_size": 8, "eos_token_ids": eos}
+    texts, lookup = [*map(target.text, prompts)], {}
+    for kind, temperature in _KINDS.items():
+        answers = generate(target, None, prompts, Sampling(temperature, seed=seed), **settings).tokens
+        lookup[kind] = lookup_acceptance(list(zip(texts, answers, strict=True)))
     trees = {kind: [best_tree(own, nodes) for nodes in _TREE_SIZES] for kind, own in ranks.items()}
-    tuning = Tuning(ranks, trees, lookup_acceptance(list(zip(map(target.text, prompts), answers, strict=True))))
-    tuning, rows = _with_costs(target, head, tuning)
+    tuning, rows = _with_costs(target, head, Tuning(ranks, trees, lookup))
     content = {
         "schema": 5,
         "target": target.name,

@@ -312,7 +312,8 @@ def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:
         for greedy in (True, False)
     ]
     trees: dict[str, list] = {"greedy": [], "sampled": []}
-    figures = {"acceptance": {"greedy": ranks, "sampled": ranks}, "trees": trees, "lookup": [0.2, 0.4], "costs": costs}
+    figures = {"acceptance": {"greedy": ranks, "sampled": ranks}, "trees": trees, "costs": costs}
+    figures["lookup"] = dict.fromkeys(("greedy", "sampled"), [0.2, 0.4])
     here = {"processor": processor(), "dtype": "float32"}
     (folder / TUNED).write_text(json.dumps({"schema": 5, **here, **figures, **changes}))
 
@@ -361,7 +362,8 @@ def alternating_drafter(head: Speculator, cost=None) -> AlternatingDrafter:
         return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * shape.nodes)[longest % 3]
 
     on_cpu = head.device.type == "cpu"
-    return AlternatingDrafter(head, choices, [0.3, 0.4, 0.5], CostByLength(cost or uneven), packed=on_cpu)
+    lookup = dict.fromkeys(likely, [0.3, 0.4, 0.5])
+    return AlternatingDrafter(head, choices, lookup, CostByLength(cost or uneven), packed=on_cpu)
 
 
 def exit_code(main, argv: list[str]) -> int:

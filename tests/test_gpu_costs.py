@@ -147,8 +147,9 @@ def adaptive(target: Target) -> AdaptiveDrafter:
     shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])]
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
+    lookup = dict.fromkeys(likely, [0.3, 0.4, 0.5])
     return AdaptiveDrafter(
-        tiny_head().to(target.device, target.dtype), choices, [0.3, 0.4, 0.5], cost, packed=packs_rows(target)
+        tiny_head().to(target.device, target.dtype), choices, lookup, cost, packed=packs_rows(target)
     )
 
 

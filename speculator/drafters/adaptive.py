@@ -15,7 +15,7 @@ from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.ngram import NgramDrafter
-from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, StepCost, fastest_shape
+from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, Greedy, StepCost, fastest_shape
 from speculator.heads import Speculator
 
 
@@ -76,7 +76,7 @@ class AdaptiveDrafter(HeadDrafter):
         self,
         head: Speculator,
         choices: Sequence[Choice],
-        lookup: Sequence[float],
+        lookup: dict[Greedy, Sequence[float]],
         cost: StepCost,
         memory: int = 0,
         packed: bool = True,

@@ -175,14 +175,21 @@ class Chooser:
 
     Args:
         choices: what the head can draft.
-        lookup: measured acceptance rate of a looked-up token after a match of 1, 2, ... tokens.
+        lookup: measured acceptance rates of a looked-up token after a match of 1, 2, ... tokens, for greedy (True) and
+            sampled (False) rows.
         cost: cost of a step in plain steps, see `StepCost`.
         packed: a step without a tree computes only the tokens that exist; False: each row costs as much as the longest.
     """
 
-    def __init__(self, choices: Sequence[Choice], lookup: Sequence[float], cost: StepCost, packed: bool = True):
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        lookup: dict[Greedy, Sequence[float]],
+        cost: StepCost,
+        packed: bool = True,
+    ):
         self._choices, self._cost, self._packed = choices, cost, packed
-        self._logits = [_logit(chance) for chance in lookup]
+        self._logits = {kind: [*map(_logit, chances)] for kind, chances in lookup.items()}
         self._head = {kind: Shift(_HEAD_VARIANCE) for kind in (True, False)}
         self._lookup = {kind: Shift(_LOOKUP_VARIANCE) for kind in (True, False)}
         self._rows: dict[Request, _Row] = {}
@@ -196,7 +203,8 @@ class Chooser:
             found: matched tokens (0: none) and path of the n-gram lookup of each request.
         """
         self._learn()
-        logits = [self._logits[min(size, len(self._logits)) - 1] if size else 0.0 for size, _ in found]
+        by_size = [self._logits[request.sampling.greedy] for request in requests]
+        logits = [own[min(size, len(own)) - 1] if size else 0.0 for own, (size, _) in zip(by_size, found, strict=True)]
         shifts = [self._shift(request) for request in requests]
         step = self._best(requests, found, logits, shifts)
         self._without_head = 0 if step.choice else self._without_head + 1

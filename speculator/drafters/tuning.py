@@ -52,14 +52,16 @@ class Tuning:
     Attributes:
         ranks: acceptance by depth and rank.
         trees: trees worth drafting, each as its nodes' paths of ranks.
-        lookup: acceptance rate of a looked-up token after a match of 1, 2, ... tokens.
+        lookup: acceptance rates of a looked-up token after a match of 1, 2, ... tokens.
         costs: step costs, as measured on `machine`.
         machine: see `measured_on`.
     """
 
     ranks: dict[str, Ranks]
     trees: dict[str, list[list[tuple[int, ...]]]] = field(default_factory=dict)
-    lookup: Sequence[float] = (0.2, 0.4, 0.6)
+    lookup: dict[str, Sequence[float]] = field(
+        default_factory=lambda: {"greedy": (0.2, 0.4, 0.6), "sampled": (0.1, 0.3, 0.5)}
+    )
     costs: list[CostEntry] = field(default_factory=list)
     machine: dict[str, str] = field(default_factory=dict)
 
@@ -124,7 +126,8 @@ def adaptive_drafter(
     # Every shape is a CUDA graph of its own, for each number of rows and kind of sampling: keep to the measured ones.
     if head.device.type in cuda_graphs.DEVICES:
         choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
-    return AdaptiveDrafter(head, choices, tuning.lookup, table, memory, packs_rows(target))
+    lookup = {kind == "greedy": chances for kind, chances in tuning.lookup.items()}
+    return AdaptiveDrafter(head, choices, lookup, table, memory, packs_rows(target))
 
 
 def choices_of(head: Speculator, tuning: Tuning) -> list[Choice]:

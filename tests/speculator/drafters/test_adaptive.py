@@ -91,7 +91,9 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
     """A head that drafts after copies and plain steps drafts as one that is given the text anew."""
     target = Target(tiny_model().double(), tokenizer=None)
     head, shape = tiny_head(3, architecture).double(), Chain(3)
-    engine = Engine(target, AdaptiveDrafter(head, [Choice(shape, {True: [0.5] * 3})], [0.5], lambda *_: 1.0), slots=2)
+    engine = Engine(
+        target, AdaptiveDrafter(head, [Choice(shape, {True: [0.5] * 3})], {True: [0.5]}, lambda *_: 1.0), slots=2
+    )
     requests = [engine.submit(prompt, max_new_tokens=100) for prompt in PROMPTS[:2]]
     engine.step()
     own, drafts, propose = engine.drafter, [], engine.drafter.propose
@@ -132,7 +134,7 @@ def test_what_others_said_is_looked_up_where_there_is_a_memory():
     target = Target(tiny_model().double(), tokenizer=None)
     steps = []
     for memory in (0, 1000):
-        drafter = AdaptiveDrafter(tiny_head().double(), [], [0.5] * 3, lambda *_: 1.0, memory=memory)
+        drafter = AdaptiveDrafter(tiny_head().double(), [], {True: [0.5] * 3}, lambda *_: 1.0, memory=memory)
         engine, texts = Engine(target, drafter, slots=2), []
         for wait in (20, 100, 0):
             texts.append(engine.submit(PROMPTS[0], max_new_tokens=40))

@@ -14,7 +14,7 @@ from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, Plan, Shift
 TREE = FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 CHOICES = [Choice(Chain(depth), {True: [0.7, 0.6, 0.5, 0.5][:depth]}) for depth in (1, 2, 3, 4)]
 CHOICES.append(Choice(TREE, {True: [0.8, 0.7, 0.5]}))
-LOOKUP = [0.2, 0.3, 0.5]
+LOOKUP = dict.fromkeys((True, False), [0.2, 0.3, 0.5])
 # Kind of text: shift of the log-odds of the head's tokens, and the chance that a looked-up token is right.
 KINDS = {"as tuned": (0.0, 0.1), "code": (1.0, 0.2), "copied": (-1.0, 0.95), "odd": (-6.0, 0.02), "both": (-1.0, 0.4)}
 KINDS |= {"easy": (2.0, 0.9)}
@@ -106,19 +106,19 @@ def test_the_price_of_a_token_equals_one_by_hand():
 
     The price is 0.16. A token of the path is right with 0.5, so the third one still pays (0.125 does not): 2 tokens.
     """
-    chooser = Chooser([], [0.5], cost)
+    chooser = Chooser([], {True: [0.5]}, cost)
     requests = [Request([0], Sampling(), 99) for _ in range(8)]
     plan = chooser.choose(requests, [(1, [5] * 8), *[(0, [])] * 7])
     assert plan.lengths == [2, *[0] * 7]
     assert plan.rate == pytest.approx((8 + 0.5 + 0.25) / (1 + 0.04))
-    dear = Chooser([], [0.5], lambda shape, tokens, greedy, rows: 1 + 0.07 * tokens)
+    dear = Chooser([], {True: [0.5]}, lambda shape, tokens, greedy, rows: 1 + 0.07 * tokens)
     assert dear.choose(requests, [(1, [5] * 8), *[(0, [])] * 7]).tokens == 0, "8 x 0.07 > 0.5"
 
 
 def test_a_padded_step_pays_for_all_rows():
     """On a GPU a path in one row makes all rows as long."""
     requests, found = [Request([0], Sampling(), 99) for _ in range(8)], [(1, [5] * 8), *[(0, [])] * 7]
-    plan = Chooser([], [0.9], lambda shape, tokens, greedy, rows: 1 + 0.001 * tokens, packed=False).choose(
+    plan = Chooser([], {True: [0.9]}, lambda shape, tokens, greedy, rows: 1 + 0.001 * tokens, packed=False).choose(
         requests, found
     )
     assert (plan.lengths[0], plan.tokens) == (8, 64)

@@ -29,7 +29,7 @@ def test_a_tuned_head_drafts_with_the_files_figures(target_folder, tuned_folder,
     assert [choice.shape.nodes for choice in drafter.choices] == [1, 2, 3]
     assert drafter.choices[1].acceptance == {True: [0.6, 0.5], False: [0.6, 0.5]}
     assert drafter.cost(Chain(2), 2, True, 1) == pytest.approx(1.35)  # 1 + head + 2 levels + 2 tokens
-    assert drafter.lookup == [0.2, 0.4]
+    assert drafter.lookup == {True: [0.2, 0.4], False: [0.2, 0.4]}
 
 
 def test_a_tree_is_for_the_temperature_that_it_was_tuned_for(tuned_folder, target_folder, never_measured):
