@@ -269,13 +269,16 @@ class Chooser:
             return Plan((rows + sum(gains[choice])) / cost(choice, tokens), choice, none, tokens)
 
         plain, *heads = map(by_head, gains)
-        best = max([plain, *heads], key=lambda step: step.rate)
+        heads.sort(key=lambda step: -step.rate)
+        best = max([plain, *heads[:1]], key=lambda step: step.rate)
         if any(runs):
             most = rows * LONGEST_PATH
             slope = (cost(None, most) - cost(None, 1)) / (most - 1) if self._packed else 0.0
+            # Beside paths, only the head's two fastest drafts can pay: the host's time is part of a step.
+            near = [step.choice for step in (plain, *heads[:2])]
             # The price follows from the rate, and the rate from the price: the second round has settled.
             for _ in range(2):
-                steps = [priced(choice, best.rate * slope) for choice in gains]
+                steps = [priced(choice, best.rate * slope) for choice in near]
                 best = max([best, *steps], key=lambda step: step.rate)
         if all(best.lengths):
             best.choice = None
