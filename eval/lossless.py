@@ -99,8 +99,8 @@ def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | 
     tuning = read_tuning(arguments.speculator, drafter.head)
     tuned = adaptive_drafter(drafter.head, target, tuning, temperatures=arguments.temperature)
 
-    def alone(shape: Shape | None, tokens: int, greedy: bool, rows: int) -> float:
-        return tuned.cost(shape, round(tokens / rows), greedy, 1)
+    def alone(shape: Shape | None, tokens: int, path: bool, greedy: bool, rows: int) -> float:
+        return tuned.cost(shape, round(tokens / rows), path, greedy, 1)
 
     return AdaptiveDrafter(tuned.head, tuned.choices, tuned.lookup, alone, packed=tuned.packed)
 

@@ -22,7 +22,7 @@ from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, 
 from speculator.checkpoints.hub import is_hub_id
 from speculator.drafters.costs import CostTable
 from speculator.drafters.fixed_tree import FixedTree
-from speculator.drafters.measure import StepSeconds, measure_costs, timed_steps
+from speculator.drafters.measure import measure_costs, timed_steps
 from speculator.drafters.price import expected_tokens
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import TUNED, Tuning, choices_of, measured_on, shapes_to_measure
@@ -36,10 +36,10 @@ _KINDS = {"greedy": 0.0, "sampled": 1.0}
 _BRANCHES = (4, 2)  # children measured at each depth; deeper tokens have one
 _TREE_SIZES = (3, 5, 8)
 _ACCEPTANCE_STEPS = 16  # per prompt
-_NEAR = 0.97  # speedups are predicted no better than this: of drafts this near the fastest, the smallest is best
+_NEAR = 0.97  # predictions are off by about 3%: of drafts this near the fastest, take that with the fewest tokens
 _LOOKUP_SIZES = 8  # matches of this many tokens or more count together
 _ROWS = (1, 8, 32, 4, 2, 16)  # numbers of rows at which costs are measured, the most important first
-_COST_SECONDS = 60.0
+_COST_SECONDS = 60.0  # for several rows; half of it for one row
 
 
 def build_parser() -> OneLineParser:
@@ -95,7 +95,11 @@ def write_tuning(
     for kind, temperature in _KINDS.items():
         answers = generate(target, None, prompts, Sampling(temperature, seed=seed), **settings).tokens
         lookup[kind] = lookup_acceptance(list(zip(texts, answers, strict=True)))
-    trees = {kind: [best_tree(own, nodes) for nodes in _TREE_SIZES] for kind, own in ranks.items()}
+    # Of a head with few levels two sizes may give the same tree.
+    trees = {
+        kind: [*map(list, dict.fromkeys(tuple(best_tree(own, nodes)) for nodes in _TREE_SIZES))]
+        for kind, own in ranks.items()
+    }
     tuning, rows = _with_costs(target, head, Tuning(ranks, trees, lookup))
     content = {
         "schema": 5,
@@ -113,7 +117,7 @@ def write_tuning(
 
 
 def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
-    """Measure step costs, and keep a tree only if it is predicted to beat all chains at one row.
+    """Measure step costs, and keep at most one tree: of drafts about as fast as the fastest the smallest, if it is one.
 
     Returns the tuning with costs and at most one tree for greedy and one for sampled decoding, and the predictions for
     one row: dicts with "temperature", "draft", "tokens" per step, "cost" in plain steps, "speedup" and "best".
@@ -132,7 +136,8 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
         greedy = kind == "greedy"
         # Tokens per plain step's time: E over the cost of drafting and verifying.
         speeds = {
-            choice: expected_tokens(choice.acceptance[greedy]) / cost(choice.shape, choice.shape.nodes, greedy, 1)
+            choice: expected_tokens(choice.acceptance[greedy])
+            / cost(choice.shape, choice.shape.nodes, False, greedy, 1)
             for choice in choices
             if greedy in choice.acceptance
         }
@@ -206,7 +211,7 @@ def rank_acceptance(
     drafter = HeadDrafter(head, Candidates(branches))
     title = f"tuning: acceptance at temperature {sampling.temperature:g}"
     for prompt in Progress(prompts, title=title, unit="prompts"):
-        for draft, result in timed_steps(target, drafter, [prompt], sampling, steps, StepSeconds()):
+        for draft, result in timed_steps(target, drafter, [prompt], sampling, steps):
             path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
             accepted = int(result.accepted[0])
             if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):

@@ -313,7 +313,7 @@ def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:
     ]
     trees: dict[str, list] = {"greedy": [], "sampled": []}
     figures = {"acceptance": {"greedy": ranks, "sampled": ranks}, "trees": trees, "costs": costs}
-    figures["lookup"] = dict.fromkeys(("greedy", "sampled"), [0.2, 0.4])
+    figures["lookup"] = dict.fromkeys(("greedy", "sampled"), (0.2, 0.4))
     here = {"processor": processor(), "dtype": "float32"}
     (folder / TUNED).write_text(json.dumps({"schema": 5, **here, **figures, **changes}))
 
@@ -335,7 +335,7 @@ class CostByLength:
     def __init__(self, cost):
         self.cost, self.longest = cost, 0
 
-    def __call__(self, shape, tokens: int, greedy: bool, rows: int) -> float:
+    def __call__(self, shape, tokens: int, path: bool, greedy: bool, rows: int) -> float:
         return self.cost(shape, tokens, self.longest)
 
 
@@ -362,7 +362,7 @@ def alternating_drafter(head: Speculator, cost=None) -> AlternatingDrafter:
         return (0.5 if tree else 0.6, 9.0, 2.0 if tree else 1 + 0.3 * shape.nodes)[longest % 3]
 
     on_cpu = head.device.type == "cpu"
-    lookup = dict.fromkeys(likely, [0.3, 0.4, 0.5])
+    lookup = dict.fromkeys(likely, (0.3, 0.4, 0.5))
     return AlternatingDrafter(head, choices, lookup, CostByLength(cost or uneven), packed=on_cpu)
 
 

@@ -141,13 +141,13 @@ class Counted:
 def adaptive(target: Target) -> AdaptiveDrafter:
     """An adaptive drafter with the costs of a GPU: a drafted level costs a fifth of a step, verification little."""
 
-    def cost(shape, tokens, greedy, rows):
+    def cost(shape, tokens, path, greedy, rows):
         return 1 + 0.2 * (shape.levels if shape else 0) + 0.002 * tokens
 
     shapes = [Chain(1), Chain(3), FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])]
     likely = {True: [0.6, 0.5, 0.4], False: [0.5, 0.4, 0.3]}
     choices = [Choice(shape, {kind: each[: shape.depth] for kind, each in likely.items()}) for shape in shapes]
-    lookup = dict.fromkeys(likely, [0.3, 0.4, 0.5])
+    lookup = dict.fromkeys(likely, (0.3, 0.4, 0.5))
     return AdaptiveDrafter(
         tiny_head().to(target.device, target.dtype), choices, lookup, cost, packed=packs_rows(target)
     )

@@ -17,7 +17,7 @@ from speculator.errors import UserError, refuse
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
 _TOP_P_CANDIDATES = 2048  # on a CPU, top-p sorts the whole vocabulary only if it needs more tokens
-_VALUES = 2**18  # scores that a CPU computes at a time, a few tokens' or more: those of a whole batch leave its cache
+_VALUES = 2**18  # scores that a CPU computes at a time (at least one token's), so that they stay in its cache
 
 _TENSORS = ("seeds", "temperature", "top_k", "top_p", "min_p", "at_zero")
 
@@ -164,7 +164,7 @@ class Noise:
         self.coupled = coupled or sampling.greedy
         self._noisy = coupled and not sampling.greedy
         self._block = max(1, _VALUES // size)  # tokens that a CPU samples at a time
-        self._levels: dict[int, Tensor] = {}  # [B, V] by depth, as somebody asks for them
+        self._levels: dict[int, Tensor] = {}  # [B, V] by depth, made on first use
         self._gumbel: Tensor | None = None  # [B, depth + 1, V] on a GPU, where fewer kernels matter more
         if self._noisy and positions.device.type != "cpu":
             # Level d of a draft is d positions after the next token: [B, depth + 1].

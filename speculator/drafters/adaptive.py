@@ -122,4 +122,5 @@ class AdaptiveDrafter(HeadDrafter):
         learn = getattr(self.cost, "observe", None)
         if learn:
             plan, greedy = self._chosen
-            learn(plan.choice.shape if plan.choice else None, plan.tokens, greedy, len(plan.lengths), seconds)
+            shape = plan.choice.shape if plan.choice else None
+            learn(shape, plan.tokens, any(plan.lengths), greedy, len(plan.lengths), seconds)

@@ -17,8 +17,8 @@ import torch
 from speculator.decoding.drafter import Shape
 from speculator.errors import UserError
 
-_REWEIGHTINGS, _EXACT = 20, 0.01
-"""Of least squares, until they give the least absolute errors; errors below 0.01 plain steps count as squares."""
+_REWEIGHTINGS = 20  # rounds of weighted least squares, which converge to the least absolute errors
+_EXACT = 0.01  # smallest error, in plain steps, that is used as a weight
 _log = logging.getLogger(__name__)
 _CONTRADICTION, _PAIRS = 1.3, 8
 """Ratio of a step's time to its cost that contradicts it, and pairs of steps after which that is believed."""
@@ -69,8 +69,7 @@ def entries_from_json(read: Sequence[dict[str, Any]]) -> list[CostEntry]:
 def fitted(rows: int, greedy: bool, steps: Sequence[tuple[int, int, bool, float]]) -> CostEntry:
     """Fit an entry to measured steps, by the least sum of absolute errors; no parameter is negative.
 
-    A median for each draft would leave it a noise of its own, and the choice would fall on drafts that were measured
-    too cheap.
+    With a measured cost for each draft, the choice would fall on those that noise made too cheap.
 
     Args:
         steps: levels, tokens and path (see `CostEntry.of`) and measured cost of each step; at least one.
@@ -78,7 +77,7 @@ def fitted(rows: int, greedy: bool, steps: Sequence[tuple[int, int, bool, float]
     sizes = [(levels > 0, path, levels, tokens) for levels, tokens, path, _ in steps]
     costs = [cost - 1 for *_, cost in steps]
     x, y = torch.tensor(sizes, dtype=torch.double), torch.tensor(costs, dtype=torch.double)
-    # In like units, so that costs of a single draft are shared out evenly.
+    # Scaled to 1, so that the cost of a single draft is shared out evenly among the parameters.
     scale = x.amax(0).clamp_min(1)
     found, weights = torch.zeros_like(scale), torch.ones_like(y)
     for _ in range(_REWEIGHTINGS):
@@ -89,7 +88,7 @@ def fitted(rows: int, greedy: bool, steps: Sequence[tuple[int, int, bool, float]
                 found[left] = solution
                 break
             left.pop(int(solution.argmin()))
-        # Squares divided by the last error are absolute errors.
+        # A square weighted by 1 / |last error| is that error's absolute value.
         weights = (x / scale @ found - y).abs().clamp_min(_EXACT).rsqrt()
     return CostEntry(rows, greedy, *(found / scale).tolist())
 
@@ -104,68 +103,64 @@ class CostTable:
 
     def __init__(self, entries: Sequence[CostEntry], learns: bool = True):
         self.entries, self._learns = sorted(entries, key=lambda entry: entry.rows), learns
-        self._known: dict[tuple[int, int, bool, int], float] = {}
+        self._known: dict[tuple[int, int, bool, bool, int], float] = {}
         self._factors: dict[tuple[bool, int], float] = {}
-        self._before: dict[tuple[bool, int], tuple[bool, float, float]] = {}
-        self._ratios: dict[tuple[bool, int], deque[float]] = {}
+        self._before: tuple[bool, int, bool, float, float] | None = None
+        self._pairs: dict[tuple[bool, int], deque[tuple[float, float]]] = {}
 
-    def __call__(self, shape: Shape | None, tokens: int, greedy: bool, rows: int) -> float:
+    def __call__(self, shape: Shape | None, tokens: int, path: bool, greedy: bool, rows: int) -> float:
         """Return the cost of a step, in plain steps of as many rows, interpolated between numbers of rows.
 
         Args:
             shape: what the head drafts; None: nothing.
-            tokens: see `CostEntry.of`.
+            tokens, path: see `CostEntry.of`.
             greedy: all rows are at temperature 0.
             rows: number of rows that decode.
         """
         levels = shape.levels if shape else 0
-        key = (levels, tokens, greedy, rows)
+        key = (levels, tokens, path, greedy, rows)
         if key not in self._known:
             entries = [entry for entry in self.entries if entry.greedy == greedy] or self.entries
             more = next((entry for entry in entries if entry.rows >= rows), entries[-1])
             less = next((entry for entry in reversed(entries) if entry.rows <= rows), more)
             # Each entry answers for as many tokens per row: for 6 rows with 12 tokens, that of 4 rows is asked about 8.
-            path = tokens != rows * (shape.nodes if shape else 0)
             low, high = (entry.of(levels, tokens / rows * entry.rows, path) for entry in (less, more))
             share = (rows - less.rows) / (more.rows - less.rows) if less.rows < rows < more.rows else 1.0
             self._known[key] = 1 + (low + (high - low) * share - 1) * self._factors.get(_alike(greedy, rows), 1.0)
         return self._known[key]
 
-    def observe(self, shape: Shape | None, tokens: int, greedy: bool, rows: int, seconds: float) -> None:
+    def observe(self, shape: Shape | None, tokens: int, path: bool, greedy: bool, rows: int, seconds: float) -> None:
         """Record a step's time, and correct the costs if they are wrong by 30% or more over several steps.
 
-        Only a step with a draft and the neighbouring step without one are compared: the ratio of their times with
-        that of their costs. A correction holds for similar numbers of rows, see `_alike`.
+        A step with a draft is compared with a plain one just before or after it, because steps take longer as the texts
+        grow. A correction holds for similar numbers of rows, see `_alike`.
 
         Args:
-            shape, tokens, greedy, rows: see `__call__`.
+            shape, tokens, path, greedy, rows: see `__call__`.
             seconds: measured time of the step.
         """
         if not self._learns:
             return
-        key, drafted, cost = _alike(greedy, rows), bool(tokens or shape), self(shape, tokens, greedy, rows)
-        was_drafted, seconds_before, cost_before = self._before.get(key, (drafted, seconds, cost))
-        self._before[key] = drafted, seconds, cost
-        # Only neighbouring steps are compared, because steps take longer as the texts grow.
-        if drafted == was_drafted:
+        key, drafted, cost = _alike(greedy, rows), bool(tokens or shape), self(shape, tokens, path, greedy, rows)
+        before, self._before = self._before, (greedy, rows, drafted, seconds, cost)
+        if before is None or before[:3] != (greedy, rows, not drafted):
             return
-        # 1 if the two steps' times are in the ratio of their costs: a draft of cost 1.4 that takes 2.1 plain steps
-        # gives 1.5.
-        ratio = seconds * cost_before / (seconds_before * cost)
-        ratios = self._ratios.setdefault(key, deque(maxlen=_PAIRS))
-        ratios.append(ratio if drafted else 1 / ratio)
-        # The median, because a step that captures a graph or is interrupted takes many times as long.
-        took = statistics.median(ratios)
-        if len(ratios) < _PAIRS or 1 / _CONTRADICTION < took < _CONTRADICTION:
+        # What the step with a draft took, in plain steps, and what the table says.
+        pair = (seconds / before[3], cost) if drafted else (before[3] / seconds, before[4])
+        pairs = self._pairs.setdefault(key, deque(maxlen=_PAIRS))
+        pairs.append(pair)
+        # Medians, because a step that captures a graph or is interrupted takes many times as long.
+        ratio = statistics.median(took / said for took, said in pairs)
+        if len(pairs) < _PAIRS or 1 / _CONTRADICTION < ratio < _CONTRADICTION:
             return
-        cost = max(cost, cost_before)  # of the step with a draft
         if not self._factors:
             message = "steps with drafts at %d rows take %.2f times as long as their measured cost says: corrected"
-            _log.warning(message, rows, took)
-        # A factor on what the draft adds: 1 + (cost - 1) f is the cost that was seen.
-        self._factors[key] = self._factors.get(key, 1.0) * max(0.1, took * cost - 1) / max(0.1, cost - 1)
+            _log.warning(message, rows, ratio)
+        # A factor on what the draft adds to a plain step: a cost of 1.4 that takes 1.8 has the factor 2.
+        factor = statistics.median(max(0.1, took - 1) / max(0.1, said - 1) for took, said in pairs)
+        self._factors[key] = self._factors.get(key, 1.0) * factor
         self._known.clear()
-        ratios.clear()
+        pairs.clear()
 
 
 def _alike(greedy: bool, rows: int) -> tuple[bool, int]:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from speculator.decoding.cuda_graphs import DEVICES, Captured, capturable
+from speculator.decoding import cuda_graphs
+from speculator.decoding.cuda_graphs import Captured, capturable
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Shape
 from speculator.decoding.engine import Engine, Verified
@@ -90,14 +91,14 @@ def timed_steps(
     prompts: list[list[int]],
     sampling: Sampling,
     count: int,
-    costs: StepSeconds,
+    costs: StepSeconds | None = None,
     rule: str | None = None,
 ) -> Iterator[tuple[Draft, Verified]]:
     """Decode `count` drafted steps after `prompts`; yield each one's draft and result, and add the seconds to `costs`.
 
-    Every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed after the same
-    sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run past the end
-    of the context, where positions are clamped: the tokens are then meaningless, but their time is not.
+    With `costs`, every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed
+    after the same sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run
+    past the end of the context, where positions are clamped: the tokens are then meaningless, but their time is not.
     """
     # Room for every draft accepted as a whole, and for the plain steps that are undone.
     limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2
@@ -144,7 +145,7 @@ def timed_steps(
     plain, sums, prepared = 0.0, [0.0, 0.0], 0
     for number in range(count):
         index = number % BLOCK
-        if index == 0:
+        if index == 0 and costs:
             prepared = Captured.prepared
             plain, sums = plain_steps(), [0.0, 0.0]
         drafting, (batch, draft, noise) = clock(select_and_draft)
@@ -155,7 +156,7 @@ def timed_steps(
         # The first step of a block doesn't count: it follows steps of the other kind.
         if index:
             sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
-        if index == BLOCK - 1 and Captured.prepared == prepared:
+        if index == BLOCK - 1 and costs and Captured.prepared == prepared:
             for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
                 part.append(seconds)
         yield draft, result
@@ -187,7 +188,7 @@ def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
 
 def packs_rows(target: Target) -> bool:
     """Return whether a step without a tree computes only the tokens that exist, and no row is padded to the longest."""
-    return not target.recurrent and target.device.type not in DEVICES
+    return not target.recurrent and target.device.type == "cpu" and "cpu" not in cuda_graphs.DEVICES
 
 
 @torch.inference_mode()
@@ -219,9 +220,10 @@ def measure_costs(
             if packed:
                 paths += [(max(1, rows // 2), _SHORT_PATH), *[(1, LONGEST_PATH)] * (rows > 1)]
             for what, cost in _round(engines[rows], greedy, [*shapes[:2], *paths, *shapes[2:]], deadline):
-                is_path = isinstance(what, tuple)
-                levels, tokens = (0, prod(what)) if is_path else (what.levels, rows * what.nodes)
-                own.append((levels, tokens, is_path, cost))
+                if isinstance(what, tuple):
+                    own.append((0, prod(what), True, cost))
+                else:
+                    own.append((what.levels, rows * what.nodes, False, cost))
     return [fitted(*size, own) for size, own in steps.items() if own]
 
 

@@ -8,12 +8,12 @@ is worth it, if that gains more than the head's draft. The step with the most ex
 if that is 3% more than a plain step's.
 
 Tuning measures how often drafts are accepted on one text. On another text we assume that the log-odds of all depths are
-shifted by the same amount. For the head this is an exponential average of each request, which starts at the average
-over all requests and drifts back to it; for lookup one average over all requests predicts as well. Lookup is compared
-with the text in every step, the head only where it drafts. A head whose average is too low by chance would therefore
-stay unused, so its choice adds a quarter of a standard error to the average.
+shifted by the same amount. For the head this is a running estimate of each request, which starts at that of all
+requests and drifts back to it; for lookup one estimate for all requests predicts as well. Lookup is compared
+with the text in every step, the head only where it drafts. A head whose estimate is too low by chance would therefore
+stay unused, so its choice adds a quarter of a standard error to the estimate.
 
-All averages are kept for greedy and sampled requests separately. A head that has not drafted for long is tried for a
+All estimates are kept for greedy and sampled requests separately. A head that has not drafted for long is tried for a
 step, and after 128 steps with drafts one is plain. The choice is made before anything of the step is drafted.
 """
 
@@ -31,23 +31,25 @@ from speculator.decoding.request import Request
 
 LONGEST_PATH = 8
 """The most tokens of a lookup path that a step verifies."""
-_LOOKUP_VARIANCE, _HEAD_VARIANCE = 0.5, 0.1  # of a shift before its first outcome: looked-up tokens come in runs
+# Variance of a shift before its first outcome. Lookup's is larger, because looked-up tokens are right or wrong in runs.
+_LOOKUP_VARIANCE, _HEAD_VARIANCE = 0.5, 0.1
 _REQUEST_VARIANCE = 0.3  # of a request's shift around that of all: requests accept 1.2 to 3.0 tokens per step
 _FORGETS, _REQUEST_FORGETS = 0.002, 0.005  # share of the way back to the first variance per step
 _OPTIMISM = 0.25  # standard errors
 _MARGIN = 1.03  # what a draft must promise over a plain step: costs and chances are not known better
-_PROBE_SHARE = 0.01  # share of the time for trying a head that does not seem to pay
-_PROBE_STEPS = (16, 512)  # bounds of the number of steps between two such tries
+_PROBE_SHARE = 0.01  # of the time may be lost by trying a head that does not seem to pay
+_PROBE_STEPS = 16  # the least number of steps between two such tries
 _PLAIN_STEPS = 128  # steps after which one is plain, to compare the others' time with
 _GRID = 1 / 8  # shifts are rounded to it, so that expected tokens can be looked up
 
 Greedy = bool
-StepCost = Callable[[Shape | None, int, Greedy, int], float]
-"""(shape of the head's draft or None, drafted tokens that all rows verify, at temperature 0, rows) -> plain steps."""
+StepCost = Callable[[Shape | None, int, bool, Greedy, int], float]
+"""(shape of the head's draft or None, drafted tokens that all rows verify, whether a row has a path, at temperature 0,
+rows) -> plain steps."""
 
 
 class Shift:
-    """Exponential average of how much more often drafts are accepted than was measured, in log-odds.
+    """Running estimate of how much more often drafts are accepted than was measured, in log-odds.
 
     Its variance falls with every outcome and rises with every step, so an old average follows new outcomes quickly.
 
@@ -125,7 +127,7 @@ def expected_tokens(acceptance: Sequence[float]) -> float:
 def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, rows: int) -> Shape:
     """Return the shape with the most tokens per second at the measured acceptance rates."""
     rates = {
-        choice.shape: (1 + choice.accepted(greedy)) / cost(choice.shape, rows * choice.shape.nodes, greedy, rows)
+        choice.shape: (1 + choice.accepted(greedy)) / cost(choice.shape, rows * choice.shape.nodes, False, greedy, rows)
         for choice in choices
         if greedy in choice.acceptance
     }
@@ -241,40 +243,45 @@ class Chooser:
         lengths = (min(len(path), LONGEST_PATH) for _, path in found)
         runs = list(map(chances, kinds, logits, lengths))
 
-        def cost(choice: Choice | None, tokens: int) -> float:
-            return self._cost(choice.shape if choice else None, tokens, greedy, rows)
+        def cost(choice: Choice | None, tokens: int, path: bool) -> float:
+            return self._cost(choice.shape if choice else None, tokens, path, greedy, rows)
 
         def priced(choice: Choice | None, price: float) -> Plan:
             """Return the plan of a choice in which rows take their paths at this price."""
             nodes = choice.shape.nodes if choice else 0
+            tree = choice is not None and choice.shape.depth < nodes
+            if tree:  # its rows are as long as the longest: a short path saves nothing, a longer one costs in all rows
+                price = 0.0
 
             @cache
             def row(gain: float, run: tuple[float, ...]) -> tuple[int, float]:  # tokens of its path, accepted tokens
                 # Chances fall along a path, so it is cut at the first token below the price: 0.8 0.64 0.51 at a price
                 # of 0.6 keeps two tokens.
-                length = next((n for n, chance in enumerate(run) if chance < price), len(run))
+                most = min(len(run), nodes) if tree else len(run)
+                length = next((n for n, chance in enumerate(run[:most]) if chance < price), most)
                 own = sum(run[:length])
                 return (length, own) if own - price * length > gain - price * nodes else (0, gain)
 
             taken = list(map(row, gains[choice], runs))
             lengths, expected = [length for length, _ in taken], rows + sum(gain for _, gain in taken)
             tokens = sum(length or nodes for length in lengths)
-            if (choice and choice.shape.depth < nodes) or not self._packed:  # rows of trees are as long as the longest
+            if tree or not self._packed:
                 longest = max(lengths) if self._packed else LONGEST_PATH * any(lengths)
                 tokens = rows * max(nodes, longest)
-            return Plan(expected / cost(None if all(lengths) else choice, tokens), choice, lengths, tokens)
+            taken_cost = cost(None if all(lengths) else choice, tokens, any(lengths))
+            return Plan(expected / taken_cost, choice, lengths, tokens)
 
         def by_head(choice: Choice | None) -> Plan:
             tokens = rows * choice.shape.nodes if choice else 0
-            return Plan((rows + sum(gains[choice])) / cost(choice, tokens), choice, none, tokens)
+            return Plan((rows + sum(gains[choice])) / cost(choice, tokens, False), choice, none, tokens)
 
         plain, *heads = map(by_head, gains)
         heads.sort(key=lambda step: -step.rate)
         best = max([plain, *heads[:1]], key=lambda step: step.rate)
         if any(runs):
             most = rows * LONGEST_PATH
-            slope = (cost(None, most) - cost(None, 1)) / (most - 1) if self._packed else 0.0
-            # Beside paths, only the head's two fastest drafts can pay: the host's time is part of a step.
+            slope = (cost(None, most, True) - cost(None, 1, True)) / (most - 1) if self._packed else 0.0
+            # Beside paths only the head's two fastest drafts are priced, to save the host's time.
             near = [step.choice for step in (plain, *heads[:2])]
             # The price follows from the rate, and the rate from the price: the second round has settled.
             for _ in range(2):
@@ -284,12 +291,12 @@ class Chooser:
             best.choice = None
         if best.rate < _MARGIN * plain.rate:
             best = plain
-        if not best.choice and choices and self._without_head >= _PROBE_STEPS[0]:
+        if not best.choice and choices and self._without_head >= _PROBE_STEPS:
             # A head that never drafts is never observed. Trying it costs `loss` of a step, so it is tried every loss /
             # 1% steps: a head at 0.8 of the best rate after 20 steps, one at 0.3 after 70.
             probe = by_head(min(choices, key=lambda choice: choice.shape.nodes))
             loss = 1 - probe.rate / best.rate
-            if self._without_head >= min(_PROBE_STEPS[1], loss / _PROBE_SHARE):
+            if self._without_head >= loss / _PROBE_SHARE:
                 return probe
         return plain if self._with_draft >= _PLAIN_STEPS else best
 

@@ -119,13 +119,13 @@ def adaptive_drafter(
     """
     tuning = tuning or untuned(head)
     choices, entries = choices_of(head, tuning), tuning.costs
+    # Every shape is a CUDA graph of its own, for each number of rows and kind of sampling: keep to few.
+    if head.device.type in cuda_graphs.DEVICES:
+        choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
     if not entries or tuning.machine != measured_on(target):
         shapes = shapes_to_measure(head, choices)
         entries = _costs_here(head, target, shapes, temperatures, batch_size) or entries or [_TYPICAL]
     table = CostTable(entries)
-    # Every shape is a CUDA graph of its own, for each number of rows and kind of sampling: keep to the measured ones.
-    if head.device.type in cuda_graphs.DEVICES:
-        choices = [choice for choice in choices if choice.shape.nodes in (1, 2, head.n_predict) or _is_tree(choice)]
     lookup = {kind == "greedy": chances for kind, chances in tuning.lookup.items()}
     return AdaptiveDrafter(head, choices, lookup, table, memory, packs_rows(target))
 
@@ -195,7 +195,8 @@ def _costs_here(
             return entries_from_json(stored["entries"])
         log(f"measuring which drafts are fastest on this machine: {SECONDS:g} s at most, and only once")
         entries = measure_costs(target, head, shapes, sizes, SECONDS)
-        stored["entries"] = [asdict(entry) for entry in entries]
+        if entries:  # else the machine was too busy, and the next process tries again
+            stored["entries"] = [asdict(entry) for entry in entries]
         return entries
 
 

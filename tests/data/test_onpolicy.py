@@ -164,7 +164,7 @@ def adaptive(head_cost: float, level_cost: float) -> AdaptiveDrafter:
     """An adaptive drafter whose head costs this much, and this much for each level."""
     head = tiny_head()
     table = CostTable([CostEntry(2, False, head_cost, 0.0, level_cost, 0.02)])
-    return AdaptiveDrafter(head, choices_of(head, untuned(head)), dict.fromkeys((True, False), [0.1]), table)
+    return AdaptiveDrafter(head, choices_of(head, untuned(head)), dict.fromkeys((True, False), (0.1,)), table)
 
 
 def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path, monkeypatch):

@@ -63,7 +63,10 @@ def costs(target, drafter, rows: int, temperature: float) -> dict[str, tuple[flo
     medians = {name: statistics.median(own) for name, own in seconds.items()}
     shapes = {name: plan.choice and plan.choice.shape for name, plan in taken.items()}
     return {
-        name: (drafter.cost(shapes[name], plan.tokens, temperature == 0, rows), medians[name] / medians["plain"])
+        name: (
+            drafter.cost(shapes[name], plan.tokens, any(plan.lengths), temperature == 0, rows),
+            medians[name] / medians["plain"],
+        )
         for name, plan in taken.items()
     }
 

@@ -130,17 +130,21 @@ def test_noise_makes_no_draft_cheaper_than_a_plain_step_or_a_shorter_one():
 
 
 def test_a_path_in_a_row_costs_what_unlike_lengths_cost():
+    """Also where as many tokens are verified without one: a path of 8 in one row, and chains of 2 in all four."""
     table = CostTable([CostEntry(4, True, 0.2, 0.1, 0.04, 0.01)])
-    assert table(Chain(2), 8, True, 4) == pytest.approx(1 + 0.2 + 2 * 0.04 + 8 * 0.01), "all rows draft the chain"
-    assert table(Chain(2), 11, True, 4) == pytest.approx(1 + 0.2 + 0.1 + 2 * 0.04 + 11 * 0.01), "one a path of 5"
-    assert table(None, 5, True, 4) == pytest.approx(1 + 0.1 + 5 * 0.01)
-    assert table(None, 0, True, 4) == 1
+    for _ in range(2):  # computed, and looked up
+        assert table(Chain(2), 8, False, True, 4) == pytest.approx(1 + 0.2 + 2 * 0.04 + 8 * 0.01)
+        assert table(Chain(2), 8, True, True, 4) == pytest.approx(1 + 0.2 + 0.1 + 2 * 0.04 + 8 * 0.01)
+        assert table(None, 5, True, True, 4) == pytest.approx(1 + 0.1 + 5 * 0.01)
+        assert table(None, 0, False, True, 4) == 1
 
 
 def test_a_table_answers_between_numbers_of_rows():
     """With as many tokens per row: 3 rows with a token each lie between 1 row with one and 5 with five."""
     table = CostTable([CostEntry(rows, True, rows - 1.0, 0.0, 0.0, 0.0) for rows in (1, 5, 8)])
-    assert [table(Chain(1), rows, greedy, rows) for greedy, rows in ((True, 1), (False, 3), (True, 8), (True, 20))] == [
+    assert [
+        table(Chain(1), rows, False, greedy, rows) for greedy, rows in ((True, 1), (False, 3), (True, 8), (True, 20))
+    ] == [
         1,
         3,
         8,
@@ -151,23 +155,43 @@ def test_a_table_answers_between_numbers_of_rows():
 def test_a_lasting_contradiction_corrects_the_table_once_and_only_for_alike_steps(caplog):
     entries = [CostEntry(rows, greedy, 0.5, 0.0, 0.0, 0.0) for rows in (1, 8) for greedy in (True, False)]
     table, fixed = CostTable(entries), CostTable(entries, learns=False)
-    for step in range(400):  # a step with drafts takes three plain steps; every tenth step stalls
-        stall = 9 if step % 10 == 0 else 1
-        for each in (table, fixed):
-            each.observe(Chain(1), 8, False, 8, 0.3 * stall) if step % 4 else each.observe(None, 0, False, 8, 0.1)
-            each.observe(Chain(1), 8, True, 8, 0.16) if step % 4 else each.observe(None, 0, True, 8, 0.1)
-    assert table(Chain(1), 8, False, 8) == pytest.approx(3, rel=0.1)
-    assert table(Chain(1), 8, True, 8) == fixed(Chain(1), 8, False, 8) == 1.5
-    assert table(None, 0, False, 8) == 1
+    for greedy, seconds in ((False, 0.3), (True, 0.16)):
+        for step in range(400):  # a step with drafts takes three plain steps; every tenth step stalls
+            stall = 9 if step % 10 == 0 else 1
+            for each in (table, fixed):
+                each.observe(Chain(1), 8, False, greedy, 8, seconds * stall) if step % 4 else each.observe(
+                    None, 0, False, greedy, 8, 0.1
+                )
+    assert table(Chain(1), 8, False, False, 8) == pytest.approx(3, rel=0.1)
+    assert table(Chain(1), 8, False, True, 8) == fixed(Chain(1), 8, False, False, 8) == 1.5
+    assert table(None, 0, False, False, 8) == 1
     assert len(caplog.records) == 1
+
+
+def test_a_correction_is_that_of_all_compared_steps_not_of_the_last_one():
+    """Chains take 2.3 plain steps where 1.5 is said; the last step compared is a path that costs next to nothing."""
+    table = CostTable([CostEntry(8, True, 0.5, 0.05, 0.0, 0.0)])
+    for drafted in (*[(Chain(1), 8, False)] * 7, (None, 1, True)):
+        table.observe(None, 0, False, True, 8, 1.0)
+        table.observe(*drafted, True, 8, 2.3 if drafted[0] else 1.05)
+    assert table(Chain(1), 8, False, True, 8) == pytest.approx(2.3)
+
+
+def test_only_neighbouring_steps_of_as_many_rows_are_compared():
+    table = CostTable([CostEntry(4, True, 0.5, 0.0, 0.0, 0.0)])
+    for _ in range(100):
+        table.observe(None, 0, False, True, 3, 1.0)
+        table.observe(Chain(1), 4, False, True, 4, 9.0)
+    assert table(Chain(1), 4, False, True, 4) == 1.5
 
 
 def test_texts_that_grow_contradict_nothing():
     table = CostTable([CostEntry(1, True, 0.5, 0.0, 0.0, 0.0)])
     for step in range(2000):
         seconds = 1 + step / 500
-        table.observe(Chain(1), 1, True, 1, 1.5 * seconds) if step % 100 else table.observe(None, 0, True, 1, seconds)
-    assert table(Chain(1), 1, True, 1) == 1.5
+        drafted = (Chain(1), 1) if step % 100 else (None, 0)
+        table.observe(*drafted, False, True, 1, (1.5 if drafted[0] else 1) * seconds)
+    assert table(Chain(1), 1, False, True, 1) == 1.5
 
 
 def test_costs_are_measured_within_the_time_limit(target, monkeypatch):

@@ -14,13 +14,13 @@ from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, Plan, Shift
 TREE = FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 CHOICES = [Choice(Chain(depth), {True: [0.7, 0.6, 0.5, 0.5][:depth]}) for depth in (1, 2, 3, 4)]
 CHOICES.append(Choice(TREE, {True: [0.8, 0.7, 0.5]}))
-LOOKUP = dict.fromkeys((True, False), [0.2, 0.3, 0.5])
+LOOKUP = dict.fromkeys((True, False), (0.2, 0.3, 0.5))
 # Kind of text: shift of the log-odds of the head's tokens, and the chance that a looked-up token is right.
 KINDS = {"as tuned": (0.0, 0.1), "code": (1.0, 0.2), "copied": (-1.0, 0.95), "odd": (-6.0, 0.02), "both": (-1.0, 0.4)}
 KINDS |= {"easy": (2.0, 0.9)}
 
 
-def cost(shape, tokens, greedy, rows) -> float:
+def cost(shape, tokens, path, greedy, rows) -> float:
     """Verification costs more the more rows there are, as on a CPU."""
     return 1 + 0.08 * (shape.levels if shape else 0) + 0.02 * tokens
 
@@ -49,7 +49,7 @@ class Stream:
             kept = min(n, length) if length else self.leading([1 / (1 + exp(-logit - shift - own)) for logit in logits])
             request.sequence += range(len(request.sequence), len(request.sequence) + kept + 1)
             request.steps.append(Step(length or len(logits), kept, kept + 1))
-        self.cost += cost(plan.choice.shape if plan.choice else None, plan.tokens, True, rows)
+        self.cost += cost(plan.choice.shape if plan.choice else None, plan.tokens, any(plan.lengths), True, rows)
         return plan
 
     def leading(self, chances) -> int:
@@ -111,17 +111,26 @@ def test_the_price_of_a_token_equals_one_by_hand():
     plan = chooser.choose(requests, [(1, [5] * 8), *[(0, [])] * 7])
     assert plan.lengths == [2, *[0] * 7]
     assert plan.rate == pytest.approx((8 + 0.5 + 0.25) / (1 + 0.04))
-    dear = Chooser([], {True: [0.5]}, lambda shape, tokens, greedy, rows: 1 + 0.07 * tokens)
+    dear = Chooser([], {True: [0.5]}, lambda shape, tokens, path, greedy, rows: 1 + 0.07 * tokens)
     assert dear.choose(requests, [(1, [5] * 8), *[(0, [])] * 7]).tokens == 0, "8 x 0.07 > 0.5"
 
 
 def test_a_padded_step_pays_for_all_rows():
     """On a GPU a path in one row makes all rows as long."""
     requests, found = [Request([0], Sampling(), 99) for _ in range(8)], [(1, [5] * 8), *[(0, [])] * 7]
-    plan = Chooser([], {True: [0.9]}, lambda shape, tokens, greedy, rows: 1 + 0.001 * tokens, packed=False).choose(
-        requests, found
-    )
+    plan = Chooser(
+        [], {True: [0.9]}, lambda shape, tokens, path, greedy, rows: 1 + 0.001 * tokens, packed=False
+    ).choose(requests, found)
     assert (plan.lengths[0], plan.tokens) == (8, 64)
+
+
+def test_beside_a_tree_a_path_is_no_cheaper_than_the_tree():
+    """Rows of trees are padded to the longest: a path of one token saves nothing, and one of 8 would cost all rows."""
+    chooser = Chooser([Choice(TREE, {True: [0.6, 0.5, 0.3]})], {True: [0.9]}, lambda *given: 1.0)
+    requests = [Request([0], Sampling(), 99) for _ in range(8)]
+    assert not any(chooser.choose(requests, [(1, [5]), *[(0, [])] * 7]).lengths), "0.9 tokens instead of 0.99"
+    plan = chooser.choose(requests, [(1, [5] * 8), *[(0, [])] * 7])
+    assert (plan.lengths[0], plan.tokens) == (5, 40)
 
 
 def test_a_head_that_was_unlucky_at_first_is_used_again():

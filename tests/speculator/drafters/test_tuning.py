@@ -8,6 +8,7 @@ from speculator.__main__ import main
 from speculator.checkpoints import load_any
 from speculator.drafters import tuning
 from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.costs import CostEntry
 from speculator.drafters.tuning import adaptive_drafter, choices_of, measured_on, read_tuning, untuned
 
 
@@ -28,7 +29,7 @@ def test_a_tuned_head_drafts_with_the_files_figures(target_folder, tuned_folder,
     drafter = load_drafter(tuned_folder, Target.load(str(target_folder)))
     assert [choice.shape.nodes for choice in drafter.choices] == [1, 2, 3]
     assert drafter.choices[1].acceptance == {True: [0.6, 0.5], False: [0.6, 0.5]}
-    assert drafter.cost(Chain(2), 2, True, 1) == pytest.approx(1.35)  # 1 + head + 2 levels + 2 tokens
+    assert drafter.cost(Chain(2), 2, False, True, 1) == pytest.approx(1.35)  # 1 + head + 2 levels + 2 tokens
     assert drafter.lookup == {True: [0.2, 0.4], False: [0.2, 0.4]}
 
 
@@ -62,7 +63,8 @@ def test_costs_that_other_code_measured_are_measured_again(target_folder, tuned_
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     write_tuning(tuned_folder, costs=[])
     target, measured, digest = Target.load(str(target_folder)), [], tuning.code_digest
-    monkeypatch.setattr(tuning, "measure_costs", lambda *given: measured.append(given) or [])
+    entry = CostEntry(1, True, 0.0, 0.0, 0.1, 0.02)
+    monkeypatch.setattr(tuning, "measure_costs", lambda *given: measured.append(given) or [entry])
     monkeypatch.setattr(tuning, "code_digest", lambda folder: digest(tmp_path / "code"))
     (tmp_path / "code" / "decoding").mkdir(parents=True)
     for text in ("old", "old", "new"):
@@ -75,9 +77,20 @@ def test_costs_of_another_place_are_used_if_there_is_no_time_to_measure(target_f
     monkeypatch.setattr(tuning, "SECONDS", 0.0)
     write_tuning(tuned_folder, processor="another")
     target = Target.load(str(target_folder))
-    assert load_drafter(tuned_folder, target).cost(Chain(1), 1, True, 1) == pytest.approx(1.2)
+    assert load_drafter(tuned_folder, target).cost(Chain(1), 1, False, True, 1) == pytest.approx(1.2)
     head = load_head(tuned_folder, target)
-    assert adaptive_drafter(head, target).cost(Chain(1), 1, True, 1) > 1, "typical costs"
+    assert adaptive_drafter(head, target).cost(Chain(1), 1, False, True, 1) > 1, "typical costs"
+
+
+def test_costs_that_there_was_no_time_to_measure_are_measured_by_the_next_process(
+    target_folder, tuned_folder, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    write_tuning(tuned_folder, costs=[])
+    target, results = Target.load(str(target_folder)), [[], [CostEntry(1, True, 0.5, 0.0, 0.0, 0.0)]]
+    monkeypatch.setattr(tuning, "measure_costs", lambda *given: results.pop(0))
+    found = [load_drafter(tuned_folder, target).cost(Chain(1), 1, False, True, 1) for _ in range(3)]
+    assert found == [pytest.approx(1.12), 1.5, 1.5], "typical costs, and measured ones from then on"
 
 
 def test_the_number_of_threads_is_no_other_place(target, monkeypatch):
