@@ -152,6 +152,7 @@ class KVCache(Cache):
         super().__init__(layers=[_Layer(self) for _ in layers])
         self.recurrent = {number: RecurrentLayer(forms, rows) for number, forms in enumerate(states) if forms}
         self._forms = layers
+        self._position_size = max((heads * size for layer in layers for heads, size, *_ in layer), default=1)
         counts = Counter(form for layer in layers for form in layer)
         stacks = {}
         for form, count in counts.items():
@@ -250,10 +251,9 @@ class KVCache(Cache):
         if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
             packing = Packing.of(counts, width, self.bucket, block.device)
         apart = (counts if packing else [width] * len(block)) if self.bucket == 1 and tree is None else None
-        placed = block, cache_positions, positions
-        self.write = CacheWrite(
-            self.selected, width, extent, *placed, tree, self.single_row, packing, apart, self.cross
-        )
+        placed = block, cache_positions, positions, tree, self.single_row
+        attending = {"packing": packing, "counts": apart, "position_size": self._position_size, "cross": self.cross}
+        self.write = CacheWrite(self.selected, width, extent, *placed, **attending)
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
         with in_progress(self.write):

@@ -21,8 +21,8 @@ from speculator.target.tree import TokenTree
 if TYPE_CHECKING:
     from speculator.target.cross_memory import CrossMemory
 
-_CALL = 64
-"""Positions that attention on a CPU reads in the time of one more call."""
+_CALL = 2**15
+"""Values of keys that attention on a CPU reads in the time of one more call; a position has heads times head size."""
 _BLOCK = 64
 """Tokens of a row that attend together on a CPU. Fewer would take more calls, more read keys that most do not see."""
 
@@ -53,18 +53,18 @@ class Packing:
         return cls(indices.to(device), sources.to(device))
 
 
-def _alike(lengths: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _alike(lengths: Sequence[int], counts: Sequence[int], call: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, last row + 1) of neighbouring rows that attend together.
 
     They have equally many new tokens (`counts`), and attending to all of them as far as the longest of `lengths` costs
-    less than another call.
+    less than another call, which takes as long as reading `call` positions.
     """
     first, longest, total = 0, lengths[0], 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         # Reads that nobody needs: with lengths 100, 90 and 40 they are 3 * 100 - 230 = 70, so row 2 starts another
         # part.
         longest, total = max(longest, length), total + length
-        if count != counts[first] or (row + 1 - first) * longest - total > _CALL:
+        if count != counts[first] or (row + 1 - first) * longest - total > call:
             yield first, row
             first, longest, total = row, length, length
     yield first, len(lengths)
@@ -111,6 +111,7 @@ class CacheWrite:
         single_row: one row whose length the host knows, so that slices suffice and every position read is live.
         packing: how the model reads the rows as one without padding; None: as they are.
         counts: tokens of each row, for attention in `parts`; None: in one part, whose shapes are few.
+        position_size: values of a position's keys in a layer.
         cross: keys and values of the selected rows' sources; None without an encoder.
         masks: attention masks, shared by all layers, and the biases by distance that are in them.
     """
@@ -125,6 +126,7 @@ class CacheWrite:
     single_row: bool
     packing: Packing | None = None
     counts: Sequence[int] | None = None
+    position_size: int = 1
     cross: CrossMemory | None = None
     masks: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
@@ -145,7 +147,7 @@ class CacheWrite:
         if self.counts is None or (len(self.counts) == 1 and self.width <= _BLOCK):
             return []
         parts, lengths, base = [], self.lengths.tolist(), self.block.shape[1] - self.width
-        for start, stop in _alike(lengths, self.counts):
+        for start, stop in _alike(lengths, self.counts, _CALL // self.position_size):
             rows, count, done = slice(start, stop), self.counts[start], sum(self.counts[:start])
             for first in range(0, count, _BLOCK):
                 tokens = slice(first, min(count, first + _BLOCK))
