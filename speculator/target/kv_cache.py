@@ -252,8 +252,8 @@ class KVCache(Cache):
             packing = Packing.of(counts, width, self.bucket, block.device)
         apart = (counts if packing else [width] * len(block)) if self.bucket == 1 and tree is None else None
         placed = block, cache_positions, positions, tree, self.single_row
-        attending = {"packing": packing, "counts": apart, "position_size": self._position_size, "cross": self.cross}
-        self.write = CacheWrite(self.selected, width, extent, *placed, **attending)
+        size, cross = self._position_size, self.cross
+        self.write = CacheWrite(self.selected, width, extent, *placed, packing, apart, size, cross)
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
         with in_progress(self.write):
