@@ -124,7 +124,7 @@ class Answering:
         assert self._tokenizer is not None
         following = self._later.popleft()
         if following[0]["role"] != "assistant":
-            self._messages.append(answer_message(self._tokenizer, prompt, tokens))
+            self._messages.append(answer_message(self._tokenizer, prompt, tokens, self._tools))
         self._messages += following
         try:
             text = chat_text(self._tokenizer, self._messages, self._tools, ask=True, today=DATA_DAY)

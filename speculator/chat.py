@@ -260,30 +260,41 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.get_vocab()[found[0]] if found else None
 
 
+# A call is "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>"; "to=functions.f" may also
+# stand before the channel.
 _CHANNEL = re.compile(
-    r"<\|channel\|>(\w+)([^<]*)<\|message\|>(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)", re.DOTALL
+    r"(?:to=([^\s<]+)\s*)?<\|channel\|>(\w+)(?:\s*to=([^\s<]+))?(?:[^<]|<\|constrain\|>)*<\|message\|>"
+    r"(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)",
+    re.DOTALL,
 )
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
-def answer_message(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> dict[str, Any]:
+def answer_message(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int], tools: Any = None
+) -> dict[str, Any]:
     """Parse an answer into the message that a chat template takes as history: content, reasoning and tool calls.
+
+    Args:
+        tools: those of the chat, whose schemas give the arguments of calls their types.
 
     The tokenizer's response template rules (transformers 5.23 and later). Without one we know gpt-oss's channels,
     `</think>`, and `<tool_call>` with a JSON object in it.
     """
     if getattr(tokenizer, "response_template", None):
         with suppress(Exception):  # an answer that was cut off need not follow the format
-            return {"role": "assistant", "content": "", **tokenizer.parse_response(list(answer), prefix=list(prompt))}
+            parsed = tokenizer.parse_response(list(answer), prefix=list(prompt), tools=tools)
+            return {"role": "assistant", "content": "", **parsed}
     template = str(tokenizer.chat_template)
     thoughts = "thinking" if "message.thinking" in template else "reasoning_content"
     message: dict[str, Any] = {"role": "assistant"}
     channels = _CHANNEL.findall(_decode(tokenizer, answer, special=True))
     if channels and "<|channel|>" in template:
-        text = "".join(part for name, to, part in channels if name != "analysis" and "to=" not in to)
-        thought = "".join(part for name, _, part in channels if name == "analysis")
-        calls = [(to.partition("functions.")[2].split()[:1], part) for _, to, part in channels if "to=functions." in to]
-        found = [{"name": name[0], "arguments": part.strip()} for name, part in calls if name]
+        parts = [(name, before or after, part) for before, name, after, part in channels]
+        text = "".join(part for name, to, part in parts if name != "analysis" and not to)
+        thought = "".join(part for name, _, part in parts if name == "analysis")
+        calls = [(to.removeprefix("functions."), part) for _, to, part in parts if to.startswith("functions.")]
+        found = [{"name": name, "arguments": part.strip()} for name, part in calls if name]
     else:
         text, thought, found = _decode(tokenizer, answer, special=False), "", []
         before, mark, after = text.partition("</think>")
@@ -324,10 +335,12 @@ def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables:
         raise UserError("chat_template_kwargs: the target has no chat template")
     check_template_variables(variables)
     # a request may set the variable too, and then its value counts
+    # The line end is for `trim_blocks`, which would otherwise remove one with which the template begins.
     first = "".join(
         f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
         for name, value in variables.items()
     )
+    first += "\n"
     template = tokenizer.chat_template
     several = isinstance(template, dict)
     tokenizer.chat_template = {name: first + each for name, each in template.items()} if several else first + template

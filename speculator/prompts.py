@@ -84,7 +84,7 @@ class Prompt:
         # Rendered again from the start: a template may write earlier turns differently once others follow.
         messages = list(self.messages)
         for answer, question in zip(answers, self.later[:turn], strict=True):
-            messages.append(answer_message(tokenizer, self._rendered(tokenizer, messages), answer))
+            messages.append(answer_message(tokenizer, self._rendered(tokenizer, messages), answer, self.tools))
             messages.append(_user(question))
         return self._rendered(tokenizer, messages)
 

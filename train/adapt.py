@@ -115,6 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
     read_config(arguments.head)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
+    refuse((" --" in arguments.target, f"{arguments.record} was recorded with {arguments.target}: give --target"))
     make_folder(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:

@@ -147,12 +147,9 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
     """
     foreign = "transformer_layer_config" in read  # the speculators library's
     if foreign:
-        try:
-            read = {**read, **read["transformer_layer_config"]}
-            read[_LAYERS] = [k - 1 for k in read["aux_hidden_state_layer_ids"]]
-            read["base_model_name_or_path"] = read["speculators_config"]["verifier"]["name_or_path"]
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{file}: missing or malformed: {error}") from None
+        read = {**read, **read["transformer_layer_config"]}
+        read[_LAYERS] = [k - 1 for k in read["aux_hidden_state_layer_ids"]]
+        read["base_model_name_or_path"] = read["speculators_config"]["verifier"]["name_or_path"]
     # `dflash_config` wins over the top level, and null in it counts as absent.
     nested = {**read, **{name: value for name, value in (read.get(_NESTED) or {}).items() if value is not None}}
     for name in (_LAYERS, "mask_token_id", "block_size"):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculator.errors import UserError, first_line
+from speculator.errors import UserError, first_line, refuse
 from speculator.files import read_json
 
 CONFIG = "config.json"
@@ -51,14 +54,27 @@ def _weight_files(folder: Path) -> list[Path]:
         raise UserError(f"{folder}: no weights in it; expected one of {', '.join(WEIGHTS)}")
     if found.suffix != ".json":
         return [found]
-    index = read_json(found).get("weight_map")
-    if not isinstance(index, dict):
-        raise UserError(f"{found}: no weight_map in it")
-    shards = [folder / name for name in sorted(set(index.values()))]
-    for shard in shards:
-        if not shard.is_file():
-            raise UserError(f"{folder}: the shard {shard.name} is missing")
+    return [folder / name for name in sorted(set(read_index(found).values()))]
+
+
+def read_index(file: Path) -> dict[str, str]:
+    """Return the shard of each tensor, all of which exist, as an index of shards lists them."""
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
+        raise UserError(f"{file}: no weight_map in it")
+    for shard in sorted(set(shards.values())):
+        refuse((not (file.parent / shard).is_file(), f"{file.parent}: the shard {shard} is missing"))
     return shards
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file to read single tensors; a damaged file is a UserError."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise UserError(f"{file}: damaged: {first_line(error)}") from None
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:

@@ -138,7 +138,11 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
     folder = Path(folder)
     if layout.read is not None:
         return layout.read(folder)
-    config = _read_config(folder, layout)
+    try:
+        config = _read_config(folder, layout)
+    # Values of other types fail anywhere, also in transformers.
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"{folder / files.CONFIG}: missing or malformed: {error}") from None
     tensors = files.read_tensors(folder)
     if tensors and all(name.startswith(PREFIX) for name in tensors):
         refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, which this layout's loaders don't find"))
@@ -214,10 +218,7 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
     widths = read.get("top_k_tokens_per_head", read.get("top_k_tokesns_per_head"))
     if widths is not None and (not isinstance(widths, list) or len(widths) != read["n_predict"]):
         raise UserError(f"{file}: top_k_tokens_per_head is {widths!r}, but n_predict is {read['n_predict']}")
-    try:
-        return layout.head.config_class(**{name: read[name] for name in layout.shape}, **kept)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise UserError(f"{file}: {error}") from None
+    return layout.head.config_class(**{name: read[name] for name in layout.shape}, **kept)
 
 
 def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) -> None:

@@ -18,8 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -47,8 +46,7 @@ class Names:
 
     Attributes:
         prefix: before the names of one layer, such as "{}layers.{}."; the first {} is what precedes "layers.", the
-        second
-            the number of the target's layers plus the MTP layer's number.
+            second the number of the target's layers plus the MTP layer's number.
         block: before the names of its decoder layer, after `prefix`.
         parts: stored names of the other parts, after `prefix`.
         single: there is one layer at most.
@@ -161,7 +159,7 @@ class Stored:
         return tensor if name + _SCALE not in self.shards else _dequantised(tensor, self._open(name + _SCALE))
 
     def _open(self, name: str) -> Tensor:
-        with safe_open(self.folder / self.shards[name], framework="pt") as file:
+        with files.opened(self.folder / self.shards[name]) as file:
             return file.get_tensor(name)
 
     @property
@@ -193,18 +191,10 @@ class Stored:
 
 def _shards(folder: Path) -> dict[str, str]:
     if (folder / _INDEX).is_file() and not (folder / _WEIGHTS).is_file():
-        shards = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise UserError(f"{folder / _INDEX}: no weight_map in it")
-        for shard in sorted(set(shards.values())):
-            refuse((not (folder / shard).is_file(), f"{folder}: the shard {shard} is missing"))
-        return shards
+        return files.read_index(folder / _INDEX)
     refuse((not (folder / _WEIGHTS).is_file(), f"{folder}: no {_WEIGHTS} in it, nor an index of shards"))
-    try:
-        with safe_open(folder / _WEIGHTS, framework="pt") as file:
-            return dict.fromkeys(file.keys(), _WEIGHTS)
-    except SafetensorError as error:
-        raise UserError(f"{folder / _WEIGHTS}: damaged: {first_line(error)}") from None
+    with files.opened(folder / _WEIGHTS) as file:
+        return dict.fromkeys(file.keys(), _WEIGHTS)
 
 
 def _blocks(scale: Tensor, shape: torch.Size) -> Tensor:
@@ -309,8 +299,8 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
     for shard, tensors in changed.items():
         before, metadata = {}, {"format": "pt"}
         if (stored.folder / shard).exists():
-            before = load_file(stored.folder / shard)
-            with safe_open(stored.folder / shard, framework="pt") as file:
+            with files.opened(stored.folder / shard) as file:
+                before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
                 metadata = file.metadata() or metadata
         save_file({**before, **tensors}, folder / shard, metadata=metadata)
         (folder / shard).chmod(0o644)  # safetensors lets only the owner read it; servers run as others

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from safetensors import safe_open
 from torch import Tensor
 
 from speculator.checkpoints import files
@@ -88,13 +87,10 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
             f"{file}: norm_before_residual is missing; vLLM assumes true, and speculators false",
         ),
     )
-    try:
-        layer, about = read["transformer_layer_config"], read["speculators_config"]
-        steps = about["proposal_methods"][0]["speculative_tokens"]
-        base = about["verifier"]["name_or_path"]
-        shape = from_llama({**layer, "target_hidden_size": read.get("target_hidden_size")}, file)
-    except (KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{file}: missing or malformed: {error}") from None
+    layer, about = read["transformer_layer_config"], read["speculators_config"]
+    steps = about["proposal_methods"][0]["speculative_tokens"]
+    base = about["verifier"]["name_or_path"]
+    shape = from_llama({**layer, "target_hidden_size": read.get("target_hidden_size")}, file)
     return {
         **shape,
         **{name: read.get(name, False) for name in FLAGS},
@@ -166,7 +162,7 @@ def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  
 def _tensor(folder: Path, last: str) -> Tensor | None:
     """Return the tensor in a folder's safetensors files whose name ends so: the prefix depends on who saved them."""
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
+        with files.opened(file) as opened:
             for name in opened.keys():  # noqa: SIM118  not a dict
                 if f".{name}".endswith(f".{last}"):
                     return opened.get_tensor(name)

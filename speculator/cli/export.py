@@ -74,8 +74,9 @@ def check_base(config: SpeculatorConfig) -> str:
         refuse((Path(name).is_dir(), f"{name}: not the folder of a model that transformers can read"))
         return f"base model: {name}, not on this machine, so its sizes were not checked"
     text = base.get_text_config()
-    vocab, hidden = text.vocab_size, text.hidden_size
+    vocab, hidden = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     refuse(
+        (vocab is None or hidden is None, f"{name}: its config.json has no vocab_size or no hidden_size"),
         (vocab != config.vocab_size, f"the head has a vocabulary of {config.vocab_size} tokens; {name} has {vocab}"),
         (hidden != config.emb_dim, f"the head reads hidden states of size {config.emb_dim}; {name} has {hidden}"),
     )

@@ -126,6 +126,7 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
             stream = TextStream(tokenizer, lead, arguments.show_drafts, context)
             requests.append(submit(prompt, _sampling(arguments, number), on_step=partial(stream, number)))
             engine.run()
+            requests[-1].check_memory()
             stream.finish()
         return requests
     requests += [submit(prompt, _sampling(arguments, number)) for number, prompt in enumerate(ids)]
@@ -133,6 +134,7 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
     while shown < len(requests):
         engine.step()
         while shown < len(requests) and requests[shown].finish_reason:
+            requests[shown].check_memory()
             if not arguments.output:
                 show(leads[shown] + decode(tokenizer, requests[shown].tokens, contexts[shown]))
             shown += 1
@@ -161,6 +163,7 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
             stream = TextStream(tokenizer, show_drafts=arguments.show_drafts)
             request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
             engine.run()
+            request.check_memory()
             stream.finish()
             if request.finish_reason == "length":
                 print(f"(the answer ended at --max_new_tokens {arguments.max_new_tokens})", file=sys.stderr)

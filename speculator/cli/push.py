@@ -26,6 +26,7 @@ def add_flags(parser: OneLineParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Load the head, which checks it, then create the repository and upload."""
     folder, repo = arguments.speculator, arguments.repo_id
+    refuse((not folder.is_dir(), f"--speculator {folder}: no such folder on this machine"))
     load_any(folder)
     token = get_token() or ""
     refuse((not token, "no token for the hub: `hf auth login` stores one, or set HF_TOKEN"))

@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +82,8 @@ def run(arguments: argparse.Namespace) -> None:
     slots = arguments.max_num_seqs
     if arguments.max_model_len:
         limit_tokens(target, arguments.max_model_len)
+    with _port_errors(arguments.host, arguments.port):  # another server may have begun to listen meanwhile
+        listening.listen()
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
     memory = 0 if arguments.ngram and not model_flags.coupled(arguments) else MEMORY
     make_drafter = partial(model_flags.drafter, target=target, temperatures=[0.0, 1.0], batch_size=slots, memory=memory)
@@ -127,7 +130,7 @@ def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[
     trained_for = read_config(Path(folder)).get("base_model_fingerprint")
     if trained_for and not similar_target(trained_for, target.fingerprint):
         raise UserError(f"{folder} was trained for another target than {target.name}")
-    return make_drafter(argparse.Namespace(**{**vars(arguments), "speculator": folder}))
+    return make_drafter(argparse.Namespace(**{**vars(arguments), "speculator": folder, "speculator_revision": None}))
 
 
 def leave_a_core() -> None:
@@ -186,12 +189,19 @@ def _check(arguments: argparse.Namespace) -> str:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Bind a socket that does not listen yet."""
-    try:
+    with _port_errors(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+    return bound
+
+
+@contextmanager
+def _port_errors(host: str, port: int) -> Iterator[None]:
+    """Turn errors of a socket into a UserError."""
+    try:
+        yield
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't listen on --host {host} --port {port}: {reason}") from None
-    return bound

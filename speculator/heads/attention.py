@@ -64,6 +64,7 @@ class AttentionConfig(SpeculatorConfig):
         kind = self.rope_parameters["rope_type"] if self.rope_parameters else "none"
         if kind not in ROPES:
             raise ValueError(f"rope of type {kind}; known: {', '.join(ROPES)}")
+        self.validate_rope()  # such as yarn without a factor
 
     def describe(self) -> str:
         layers = " ".join(map(str, self.aux_layers)) if self.aux_layers else "by the target's depth"

@@ -28,6 +28,7 @@ from speculator.target.model import Target
 from speculator.terminal import log
 
 _LOG_SECONDS = 10.0
+_LARGEST_BODY = 64 << 20
 
 
 def create_app(
@@ -104,7 +105,8 @@ class _Routes:
     def __init__(self, target: Target, worker: Worker, name: str, max_queue: int, recorder: Recorder | None):
         self.target, self.worker, self.name, self.max_queue = target, worker, name, max_queue
         self.recorder = recorder
-        self.max_body = max(1 << 20, 16 * target.context_length)
+        # A target that states no context has one of 2^31 tokens.
+        self.max_body = min(max(1 << 20, 16 * target.context_length), _LARGEST_BODY)
         self.metrics = Metrics(
             {
                 "queue": ("Requests that wait for a slot", lambda: worker.queued),
@@ -138,12 +140,14 @@ class _Routes:
         return self._model()
 
     async def log_traffic(self) -> None:
-        """Log what the server does, every few seconds, while it does something."""
+        """Log what the server does, every few seconds, while it does something; write rows that are due."""
         while True:
             await asyncio.sleep(_LOG_SECONDS)
             traffic = self.worker.take_traffic()
             if line := traffic.line(_LOG_SECONDS, self.worker.in_use, self.worker.queued):
                 log(line)
+            if self.recorder:
+                self.recorder.write_due()
 
     async def health(self) -> Response:
         return JSONResponse({"status": "ok"}) if self.worker.alive else JSONResponse({"status": "down"}, 503)
@@ -190,12 +194,13 @@ class _Routes:
         """
         began = time.monotonic()
         self._check_model(request.model)
+        self._check_room(request, len(prompts))  # before they are tokenized
         tokenizer = self.target.tokenizer
         # In a thread: a long prompt must not hold up the other streams.
         ids = [await asyncio.to_thread(p.tokens, tokenizer) if isinstance(p, Prompt) else p for p in prompts]
         job = self._submit(request, ids)
         self.metrics.prompt_tokens.inc(sum(map(len, ids)))
-        writer = writer_class(request, self.name, tokenizer, ids)
+        writer = writer_class(request, self.name, tokenizer, ids, self.target.encoder is None)
         opted_out = request.store is False or http.headers.get("x-store", "").lower() == "false"
         forced = request.ignore_eos or request.min_tokens  # the target would have ended its answer earlier
         recorded = self.recorder is not None and not opted_out and not forced and self.recorder.chooses()
@@ -211,12 +216,7 @@ class _Routes:
     def _submit(self, request: GenerationRequest, ids: list[list[int]]) -> Job:
         """Queue one decoding request per answer, if there is room for all of them."""
         check_prompts(self.target, ids)
-        count, capacity = len(ids) * request.choices, self.worker.slots + self.max_queue
-        if count > capacity:
-            # More than slots and queue hold together would never fit: a mistake of the client's, not a full server.
-            raise APIError(f"{len(ids)} prompts with n = {request.choices}: at most {capacity} answers at a time", "n")
-        if self.worker.load + count > capacity:
-            raise APIError("too many requests are waiting: try again later", status=429, code="queue_full")
+        count = self._check_room(request, len(ids))
         decoding_requests = [
             self.worker.engine.request(
                 ids[number // request.choices],
@@ -230,6 +230,16 @@ class _Routes:
             for number, sampling in enumerate(request.samplings(count))
         ]
         return self.worker.submit(decoding_requests)
+
+    def _check_room(self, request: GenerationRequest, prompts: int) -> int:
+        """Return the number of answers; raise an APIError unless there is room for all of them."""
+        count, capacity = prompts * request.choices, self.worker.slots + self.max_queue
+        if count > capacity:
+            # More than slots and queue hold together would never fit: a mistake of the client's, not a full server.
+            raise APIError(f"{prompts} prompts with n = {request.choices}: at most {capacity} answers at a time", "n")
+        if self.worker.load + count > capacity:
+            raise APIError("too many requests are waiting: try again later", status=429, code="queue_full")
+        return count
 
     async def _whole(self, http: Request, job: Job, writer: CompletionWriter, began: float) -> Response:
         async def collect() -> None:

@@ -112,9 +112,18 @@ class CountRequests:
         self._app, self._count = app, count
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        started = False
+
         async def counting_send(message: Any) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 self._count(scope["path"], message["status"])
             await send(message)
 
-        await self._app(scope, receive, counting_send)
+        try:
+            await self._app(scope, receive, counting_send)
+        except Exception:  # answered with 500 further out
+            if not started and scope["type"] == "http":
+                self._count(scope["path"], 500)
+            raise

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,7 @@ class Recorder:
         for file in sorted(self._rows_folder.iterdir()):
             if is_partial(file):
                 file.unlink()
-            else:
+            elif re.fullmatch(r"\d+\.jsonl\.gz", file.name):
                 self._sizes[file] = file.stat().st_size
         self._rows: list[dict[str, Any]] = []
         self._written = time.monotonic()
@@ -89,6 +90,10 @@ class Recorder:
                     **({"source_ids": source} if (source := source_of(request.prompt)) else {}),
                 }
             )
+        self.write_due()
+
+    def write_due(self) -> None:
+        """Write the rows as a shard if they are enough, or have waited long enough."""
         if len(self._rows) >= SHARD_ROWS or time.monotonic() - self._written > _SHARD_SECONDS:
             self._flush()
 

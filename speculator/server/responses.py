@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import answer_message
+from speculator.chat import answer_message, clean_tools
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
@@ -30,14 +30,20 @@ class CompletionWriter:
         model: name of the model.
         tokenizer: tokenizer of the target.
         prompts: token ids; `request.choices` answers follow each other for every prompt.
+        continues: answers continue the texts of their prompts, which are no sources of an encoder.
     """
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, request: GenerationRequest, model: str, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]]
+        self,
+        request: GenerationRequest,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: list[list[int]],
+        continues: bool = True,
     ):
-        self.request, self.tokenizer, self.prompts = request, tokenizer, prompts
+        self.request, self.tokenizer, self.prompts, self._continues = request, tokenizer, prompts, continues
         self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         count = len(prompts) * request.choices
         self.answers = [
@@ -107,7 +113,7 @@ class CompletionWriter:
 
     def _tokens_before(self, index: int) -> list[int]:
         """Return the tokens that the text of an answer continues."""
-        return self.prompts[index // self.request.choices]
+        return self.prompts[index // self.request.choices] if self._continues else []
 
     def _prompt_ids(self) -> dict[str, Any]:
         """Return the fields of a response that hold the prompt's token ids, if responses of this kind have them."""
@@ -183,7 +189,8 @@ class ChatWriter(CompletionWriter):
         answer = self.answers[index]
         if answer.stopped:
             return {"content": answer.text}
-        message = answer_message(self.tokenizer, self.prompts[index // self.request.choices], self._tokens[index])
+        prompt, tools = self.prompts[index // self.request.choices], clean_tools(self.request.tools)
+        message = answer_message(self.tokenizer, prompt, self._tokens[index], tools)
         calls = message.get("tool_calls")
         if calls and not self.request.parses_calls:
             return {"content": answer.text}

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,10 @@ class Job:
         """Cancel all unfinished requests; their slots are free before the next step."""
         for request in self.requests:
             request.cancel()
+
+    def waits(self, waiting: Container[Request]) -> bool:
+        """Return whether all unfinished requests are among the waiting ones, and none has tokens yet."""
+        return all(each in waiting and not each.tokens for each in self.requests if each.finish_reason is None)
 
     @property
     def unfinished(self) -> int:
@@ -224,8 +228,8 @@ class Worker:
             loaded.set_result(None)
 
     def _restart(self) -> None:
-        """Fail all jobs in flight and create a new engine. If that fails too, refuse all further jobs and heads."""
-        self._outputs = []
+        """Fail the jobs in flight and create a new engine. If that fails too, refuse all further jobs and heads."""
+        waiting = set(self.engine.waiting)
         try:
             self.engine = self._make_engine(self._drafter)
         except Exception:
@@ -233,11 +237,14 @@ class Worker:
             self._broken = True
         with self._wake:
             # Jobs in flight have lost their cache. Those that only wait continue with the new engine, unless there is
-            # none.
-            failed, self._jobs, loads = self._jobs, [], []
+            # none, or the old one failed without a job in flight: it would fail again.
+            failed, loads = [job for job in self._jobs if not job.waits(waiting)], []
+            kept = [job for job in self._jobs if job not in failed] if failed else []
+            failed, self._jobs, self._submitted = failed or self._jobs, [], kept + self._submitted
             if self._broken:
                 failed, self._submitted = failed + self._submitted, []
                 loads, self._loads = self._loads, []
+        self._outputs = [(job, output) for job, output in self._outputs if job in kept]
         for job in failed:
             job.cancel()
             self._loop.call_soon_threadsafe(job.put, APIError(_FAILED, status=500))

@@ -2,7 +2,10 @@ import pytest
 from chat_templates import CHATML, QWEN3, chat_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import RefusedError, answer_message, chat_text, end_token
+from speculator.chat import RefusedError, answer_message, chat_text, end_token, set_template_variables
+from speculator.server.responses import ChatWriter
+from speculator.server.schema import ChatRequest
+from speculator.server.worker import StepOutput
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -59,7 +62,7 @@ GPT_OSS = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# message.thinking #}"
 )
-HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"]
+HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"]
 GLM = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
     "{% endif %}"
@@ -91,7 +94,7 @@ def test_the_token_that_ends_an_answer_is_the_first_that_the_template_writes_aft
 def as_history(tokenizer, answer, tools=None):
     """The message that an answer becomes, and the render of a chat that goes on after it."""
     prompt = tokenizer(chat_text(tokenizer, CHAT, tools, ask=True), add_special_tokens=False)["input_ids"]
-    message = answer_message(tokenizer, prompt, tokenizer(answer, add_special_tokens=False)["input_ids"])
+    message = answer_message(tokenizer, prompt, tokenizer(answer, add_special_tokens=False)["input_ids"], tools)
     return message, chat_text(tokenizer, [*CHAT, message, *CHAT], tools, ask=True)
 
 
@@ -105,9 +108,20 @@ def test_an_answer_of_gpt_oss_is_history_without_its_analysis_and_its_marks():
     assert "analysis" not in text
 
 
-def test_a_tool_call_of_gpt_oss_is_history_as_a_tool_call():
-    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather json"
-    message, text = as_history(tokenizer_with(GPT_OSS, HARMONY), answer + '<|message|>{"city": "Rome"}<|call|>')
+@pytest.mark.parametrize(
+    "before",
+    [
+        "<|channel|>commentary to=functions.weather json",
+        "<|channel|>commentary to=functions.weather <|constrain|>json",
+        " to=functions.weather<|channel|>commentary json",
+        " to=functions.weather<|channel|>commentary <|constrain|>json",
+    ],
+)
+@pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"])
+def test_a_tool_call_of_gpt_oss_is_history_as_a_tool_call(before, thought):
+    answer = f'{thought}{before}<|message|>{{"city": "Rome"}}<|call|>'
+    message, text = as_history(tokenizer_with(GPT_OSS, HARMONY), answer)
+    assert (message["content"], message.get("thinking")) == ("", "Hm." if thought else None)
     assert message["tool_calls"] == [
         {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     ]
@@ -152,3 +166,43 @@ def test_a_tokenizers_response_template_parses_the_answer():
     }
     parsed, _ = as_history(tokenizer, "((Hm.))1.<|im_end|>")
     assert parsed == {"role": "assistant", "content": "1.", "reasoning_content": "Hm."}
+
+
+@pytest.mark.skipif(not hasattr(PreTrainedTokenizerBase, "get_response_parser"), reason="needs transformers 5.23")
+def test_arguments_of_a_call_get_the_types_of_its_tool():
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<call=(?P<name>\w+)>",
+                "close": "</call>",
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
+                "repeats": True,
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"close": "<|im_end|>"},
+        },
+    }
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
+    answer = "<call=f><n>7</n><s>7</s></call><|im_end|>"
+    for given, number in ((tools, 7), (None, "7")):
+        message, _ = as_history(tokenizer, answer, given)
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{"n": number, "s": "7"}]
+    writer = ChatWriter(ChatRequest(messages=CHAT, tools=tools), "tiny", tokenizer, [[1, 2]])
+    writer.add(StepOutput(0, tokenizer(answer)["input_ids"], [], "eos"))
+    (call,) = writer.body()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"n": 7, "s": "7"}'
+
+
+def test_a_template_renders_the_same_after_variables_are_set():
+    for template in ("\n{{ x }}", "\n  {% if x %}{{ x }}{% endif %}", "{{ x }}\n", "  {% set y = 1 %}\n{{ x }}"):
+        plain, with_variables = (
+            chat_tokenizer("qwen3", "{% set x = 1 %}\n" + template),
+            chat_tokenizer("qwen3", template),
+        )
+        set_template_variables(with_variables, {"x": 1})
+        assert chat_text(with_variables, CHAT) == chat_text(plain, CHAT)

@@ -14,6 +14,7 @@ from speculator import Candidates, Chain, Engine, Sampling, Tree
 from speculator.__main__ import main
 from speculator.cli import generate as command
 from speculator.decoding.request import StopStrings
+from speculator.decoding.rows import Rows
 from speculator.decoding.streaming import Detokenizer, TextStream, decode
 from speculator.errors import printable
 from speculator.server.answer import AnswerText
@@ -308,6 +309,21 @@ def test_chat_with_a_prompt_is_one_user_message(chat_folder, tmp_path, capsys):
     rows.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
     assert main([*flags, "--prompts", str(rows), "--output", str(output)]) == 0
     assert json.loads(output.read_text())["tokens"] == expected
+
+
+@pytest.mark.parametrize("how", [["--prompts"], ["--prompts", "--batch_size", "2"], ["--chat"]])
+def test_a_text_that_memory_has_no_room_for_is_an_error(chat_folder, tmp_path, monkeypatch, capsys, how):
+    def no_room(self, waiting):
+        for request in [*waiting, *(slot.request for slot in self.scheduler.slots if slot.request)]:
+            request.fail()
+        self.scheduler.release()
+
+    monkeypatch.setattr(Rows, "grow", no_room)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    flags = [part for flag in how for part in (flag, *([str(tmp_path / "in.jsonl")] if flag == "--prompts" else []))]
+    assert main(["generate", "--target", str(chat_folder), *flags]) == 2
+    assert "too little memory for a prompt of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("drafting", [["--ngram"], ["--speculator"]])

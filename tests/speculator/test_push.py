@@ -110,6 +110,10 @@ def test_a_refusal_is_one_line_without_the_token_and_leaves_the_folder_as_it_was
     assert contents(head) == before
 
 
+def test_only_a_folder_is_pushed(hub, capsys):
+    assert "--speculator org/head: no such folder" in refused(capsys, push("org/head"))
+
+
 def test_an_interrupted_push_leaves_the_folder_as_it_was(hub, head):
     hub.error, before = KeyboardInterrupt(), contents(head)
     assert push(head) == 130

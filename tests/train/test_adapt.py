@@ -212,6 +212,12 @@ def test_a_log_that_cannot_be_read_is_named(loop, capsys):
     assert str(shard) in capsys.readouterr().err
 
 
+def test_answers_of_a_target_with_an_adapter_need_a_named_target(loop, capsys):
+    (loop.record / "manifest.json").write_text('{"recorded": true, "target": "M --adapter A"}')
+    assert exit_code(main, ["adapt", "--record", str(loop.record), "--head", str(loop.folder / "head")]) == 2
+    assert "recorded with M --adapter A: give --target" in capsys.readouterr().err
+
+
 def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
     loop.verdicts, slept = [True, False], []
 

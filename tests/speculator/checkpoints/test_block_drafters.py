@@ -172,6 +172,8 @@ def test_a_folder_of_the_speculators_library_is_read(tmp_path, from_anchor):
         ({"block_size": None, "dflash_config": None}, "block_size is missing"),
         ({"target_hidden_size": 8}, "target_hidden_size is 8, not 32"),
         ({"attention_bias": True}, "attention_bias must be false"),
+        ({"block_size": "8", "dflash_config": None, "target_layer_ids": [1]}, "malformed"),
+        ({"dflash_config": {"target_layer_ids": 5}}, "malformed"),
     ],
 )
 def test_a_head_that_would_draft_something_else_is_refused(tmp_path, changes, error):

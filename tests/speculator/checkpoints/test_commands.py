@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import tiny_head
 from safetensors.torch import load_file, save_file
+from transformers import ViTConfig
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig
 from speculator.__main__ import main
@@ -60,6 +61,13 @@ def test_a_base_model_that_was_not_checked_is_reported(tmp_path, capsys):
     assert "some/base, not on this machine" in shown
     assert "loads in TGI" in shown
     assert json.loads((tmp_path / "named" / "config.json").read_text())["base_model_name_or_path"] == "some/base"
+
+
+def test_a_base_that_is_no_language_model_is_refused(tmp_path, capsys):
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    folder = head_folder(tmp_path / "head", None)
+    flags = ["--base_model", str(tmp_path / "vit")]
+    assert "vocab_size" in refused(capsys, export(folder, tmp_path / "out", *flags))
 
 
 @pytest.mark.parametrize(

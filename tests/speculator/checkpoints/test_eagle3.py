@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -338,6 +340,9 @@ def test_a_wrong_tensor_fails_in_one_line(tmp_path, head, change, name):
         ({"eagle_aux_hidden_state_layer_ids": "2", "eagle_config": None}, "aux_layers"),
         ({"num_key_value_heads": 3}, "multiple of 3"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}}, "dynamic"),
+        ({"eagle_config": [1]}, "malformed"),
+        ({"torch_dtype": "fp16"}, "fp16"),
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "yarn"}}, "factor"),
     ],
 )
 def test_a_wrong_flat_config_fails_in_one_line(tmp_path, head, change, key):
@@ -360,6 +365,20 @@ def test_a_wrong_speculators_config_fails_in_one_line(tmp_path, head, change, ke
     folder = write(head, tmp_path / "out", SPECULATORS)
     edit(folder, change)
     assert key in refused(folder)
+
+
+def test_a_rope_without_its_factor_fails_in_one_line(tmp_path, base):
+    folder = write(head_of(base, rope_parameters=YARN), tmp_path / "native", NATIVE)
+    edit(folder, lambda config: config["rope_parameters"].pop("factor"))
+    assert "factor" in refused(folder)
+
+
+def test_a_damaged_base_model_fails_in_one_line(tmp_path, head, base):
+    copied = Path(shutil.copytree(base, tmp_path / "base"))
+    os.truncate(copied / "model.safetensors", 100)
+    head.config.base_model_name_or_path = str(copied)
+    with pytest.raises(UserError, match="damaged"):
+        write(head, tmp_path / "out", SPECULATORS)
 
 
 def test_a_missing_trained_embedding_is_refused(tmp_path, base):

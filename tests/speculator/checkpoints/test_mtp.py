@@ -268,6 +268,12 @@ def test_folders_without_a_layer_fail_in_one_line(tmp_path):
     os.truncate(folder / "model.safetensors", 100)
     with pytest.raises(UserError, match="damaged"):
         load_any(folder)
+    (folder / "model.safetensors").unlink()
+    write_shards(folder, tensors, 2)
+    for shard in folder.glob("*.safetensors"):
+        os.truncate(shard, 100)
+    with pytest.raises(UserError, match=r"of-00002\.safetensors: damaged"):
+        load_any(folder)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,22 @@ def test_a_taken_port_is_an_error_before_the_target_is_loaded(capsys, target_fol
     assert port in capsys.readouterr().err
 
 
+def test_a_port_that_another_server_took_meanwhile_is_an_error(capsys, target_folder, monkeypatch):
+    load, taken = Target.load, []
+
+    def loaded(*given, **how):
+        taken.append(serve._bind("127.0.0.1", port))
+        taken[0].listen()
+        return load(*given, **how)
+
+    with serve._bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(Target, "load", loaded)
+    assert exit_code(main, ["serve", "--target", str(target_folder), "--port", str(port)]) == 2
+    taken[0].close()
+    assert f"can't listen on --host 127.0.0.1 --port {port}" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else True)
     assert exit_code(main, ["serve", "--target", str(target_folder)]) == 2

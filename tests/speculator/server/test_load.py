@@ -142,6 +142,7 @@ def heads(chat_target, tmp_path):
 
 def loader(target):
     arguments = ["--target", "tiny", "--num_speculative_tokens", "3"]
+    arguments += ["--speculator", "org/head", "--speculator_revision", "v1"]
     make_drafter = partial(model_flags.drafter, target=target, temperatures=[0.0, 1.0])
     return partial(serve._load, build_parser("serve").parse_args(arguments), target, make_drafter)
 
@@ -159,6 +160,7 @@ def test_a_head_that_does_not_fit_is_an_error_and_the_old_one_stays(chat_target,
             assert load({"path": heads[name]}) == (400, True), name
         assert load({"paht": heads["good"]}) == (400, True)
         assert load({"path": heads["good"]}) == (200, False)
+        assert load({"path": "org/head"}) == (400, True)
 
         def no_memory(*_):
             raise MemoryError

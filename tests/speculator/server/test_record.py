@@ -14,6 +14,7 @@ from serving_here import serving, until
 
 from data.sources import documents, token_documents
 from speculator import Engine, Target, UserError
+from speculator.server import app
 from speculator.server import recorder as recording
 from speculator.server.recorder import Recorder
 
@@ -89,6 +90,28 @@ def test_the_share_is_that_of_the_requests(chat_target, tmp_path):
     recorder = Recorder(tmp_path / "out", chat_target, 0.25, 1e9)
     assert 800 < sum(recorder.chooses() for _ in range(4000)) < 1200
     recorder.close()
+
+
+def test_rows_are_written_after_a_while_without_further_answers(chat_target, tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "_SHARD_SECONDS", 0.1)
+    monkeypatch.setattr(app, "_LOG_SECONDS", 0.05)
+    recorder = Recorder(tmp_path / "out", chat_target, 1.0, 1e9)
+    with serving(chat_target, recorder=recorder):
+        recorder.write_due()  # from here on, the next row is not due yet
+        recorder.add([Ended])
+        until(lambda: len(rows_in(tmp_path / "out")) == 1, 5)
+
+
+def test_other_files_among_the_shards_stay(chat_target, tmp_path):
+    for name in ("notes.txt", "zzz.jsonl.gz"):
+        recorder = Recorder(tmp_path / "out", chat_target, 1.0, 1e9)
+        recorder.add([Ended])
+        recorder.close()
+        (tmp_path / "out" / "rows" / name).write_text("mine")
+    recorder = Recorder(tmp_path / "out", chat_target, 1.0, 1)  # no room for any shard
+    recorder.add([Ended])
+    recorder.close()
+    assert sorted(file.name for file in (tmp_path / "out" / "rows").iterdir()) == ["notes.txt", "zzz.jsonl.gz"]
 
 
 class Ended:

@@ -13,7 +13,10 @@ import httpx
 import pytest
 import torch
 from chat_templates import QWEN3, chat_tokenizer
+from encoder_decoders import tiny_encoder_decoder
 from serving_here import serving, until
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from speculator import Engine, Sampling, Target, generate
 from speculator.chat import set_template_variables
@@ -21,8 +24,8 @@ from speculator.decoding.streaming import decode
 from speculator.server import app
 from speculator.server.app import create_app
 from speculator.server.metrics import Metrics, Traffic
-from speculator.server.responses import ChatWriter
-from speculator.server.schema import ChatRequest
+from speculator.server.responses import ChatWriter, CompletionWriter
+from speculator.server.schema import ChatRequest, CompletionRequest
 from speculator.server.worker import StepOutput, Worker
 
 PROMPT = [5, 6, 7, 8]
@@ -385,6 +388,46 @@ def test_metrics_count_requests(client):
         assert value(page, name) == value(before, name) + more, name
     assert value(page, "speculator_slots") == 4
     assert value(page, "speculator_slots_in_use") == value(page, "speculator_queue") == 0
+
+
+def test_a_failure_of_ours_is_counted(chat_target, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(app.CompletionRequest, "samplings", fail)
+    with serving(chat_target) as (url, _):
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 500
+        page = httpx.get(f"{url}/metrics").text
+    assert 'speculator_requests_total{path="/v1/completions",status="500"} 1.0' in page
+
+
+def test_too_many_prompts_are_refused_before_they_are_tokenized(client, monkeypatch):
+    monkeypatch.setattr(app.Prompt, "tokens", None)
+    answer = client.post("/v1/completions", json={"prompt": ["a"] * 13})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
+def test_a_body_has_a_largest_size_without_a_context(chat_target, monkeypatch):
+    monkeypatch.setattr(chat_target, "context_length", 1 << 31)
+    assert app._Routes(chat_target, None, "tiny", 1, None).max_body == 64 << 20
+
+
+def test_the_answer_to_an_encoders_source_is_a_text_of_its_own(monkeypatch):
+    """With T5's kind of tokenizer: the first word's space belongs to a text that goes on."""
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "\u2581a": 1, "\u2581b": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    request = CompletionRequest(prompt=[1])
+    for continues, text in ((True, " b"), (False, "b")):
+        writer = CompletionWriter(request, "tiny", tokenizer, [[1]], continues)
+        writer.add(StepOutput(0, [2], [], "length"))
+        assert writer.body()["choices"][0]["text"] == text
+    seen = []
+    monkeypatch.setattr(app, "CompletionWriter", lambda *given: seen.append(given[4]) or CompletionWriter(*given))
+    model = tiny_encoder_decoder("t5")
+    with serving(Target(model, chat_tokenizer("qwen3"))) as (url, _):
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": [5, 6], "max_tokens": 2}).status_code == 200
+    assert seen == [False]
 
 
 def test_a_key_is_required_under_v1_only(chat_target):

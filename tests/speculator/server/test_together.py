@@ -166,6 +166,46 @@ def test_an_engine_that_fails_is_created_again(chat_target, caplog):
     assert "the device is gone" in caplog.text
 
 
+def test_requests_that_only_wait_outlive_a_failed_engine(chat_target, caplog):
+    gate = threading.Event()
+
+    class FailingOnce(Engine):
+        failed = False
+
+        def step(self):
+            left = super().step()
+            if not FailingOnce.failed and gate.wait(20) and self.waiting:
+                FailingOnce.failed = True
+                raise RuntimeError("the device is gone")
+            return left
+
+    body = {"max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    with (
+        serving(chat_target, slots=1, engine=FailingOnce) as (url, worker),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        first = threads.submit(httpx.post, f"{url}/v1/completions", json={**body, "prompt": [9]})
+        until(lambda: worker.in_use == 1)
+        second = threads.submit(httpx.post, f"{url}/v1/completions", json={**body, "prompt": [3, 4], "n": 2})
+        until(lambda: worker.load == 3)
+        gate.set()
+        assert first.result(10).status_code == 500
+        expected = generate(chat_target, None, [[3, 4]], max_new_tokens=5).tokens[0]
+        assert [choice["token_ids"] for choice in second.result(10).json()["choices"]] == [expected] * 2
+    assert "the device is gone" in caplog.text
+
+
+def test_an_engine_that_fails_without_a_job_in_flight_fails_those_that_wait(chat_target):
+    class Failing(Engine):
+        def step(self):
+            raise RuntimeError("the device is gone")
+
+    with serving(chat_target, engine=Failing) as (url, worker):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [3], "max_tokens": 3}, timeout=5)
+        assert answer.status_code == 500
+        assert worker.load == 0
+
+
 def test_requests_fail_at_once_if_the_engine_can_not_be_created_again(chat_target, caplog):
     class Broken(Engine):
         made = 0
