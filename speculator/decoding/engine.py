@@ -78,8 +78,8 @@ class Engine:
     """Decodes requests: `submit` some, then `run`, or `step` by step.
 
     A completion does not depend on the other requests of its batch, up to near-ties of rounded logits: random numbers
-    are a function of the request's seed, the sequence length and an index. A sampled completion does depend on them if
-    the drafter picks one shape for all rows (`AdaptiveDrafter`). Requests are admitted in the order submitted.
+    are a function of the request's seed, the sequence length and an index. Under rules other than `match`, a sampled
+    completion also depends on the shapes of its drafts. Requests are admitted in the order submitted.
 
     Args:
         target: the model whose distribution is kept.

@@ -190,7 +190,10 @@ class Rows:
 
     @property
     def _spare_positions(self) -> int:
-        """Positions after a sequence that a step may write. A captured step also commits tokens of idle rows."""
+        """Positions after a sequence that a step may write.
+
+        Those of two steps: a request may have ended inside its last draft, and a captured step goes on in its idle row.
+        """
         return max(2 * self._tokens_per_step, self.memory.scratch_positions)
 
     # ---- moves
