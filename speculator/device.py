@@ -51,16 +51,21 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
-    """Return the requested device; by default the accelerator if there is one, else the CPU."""
+    """Return the requested device; by default the accelerator if there is one, else the CPU.
+
+    Apple's GPUs are refused: they have no 64-bit floating point numbers, which sampling needs.
+    """
     if device is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return accelerator or torch.device("cpu")
+        return accelerator if accelerator and accelerator.type != "mps" else torch.device("cpu")
     try:
         found = torch.device(device)
     except RuntimeError:
         raise UserError(f"device {device!r}: not a device of torch") from None
     if found.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {device!r}: this machine has no CUDA device")
+    if found.type == "mps":
+        raise UserError(f"device {device!r}: sampling needs 64-bit floating point numbers, which it lacks; use cpu")
     return found
 
 

@@ -20,6 +20,7 @@ from speculator.errors import UserError, refuse
 from speculator.heads.recurrent import RecurrentHead
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
+from speculator.terminal import log
 from train.config import GenerateConfig, RunConfig, StageConfig
 from train.initialise import check_options, head_class, head_config, parameters, start_of
 
@@ -67,8 +68,10 @@ def settings(config: RunConfig) -> None:
     for section, values in temperatures.items():
         if not values.temperatures or len(set(values.temperatures)) < len(values.temperatures):
             raise UserError(f"{section}.temperatures must be distinct, and at least one")
-        for temperature in values.temperatures:
-            Sampling(temperature)
+        try:
+            own_sampling(values) if values is generate else [Sampling(each) for each in values.temperatures]
+        except UserError as error:
+            raise UserError(f"{section}.{error}") from None
     if not 0 <= config.seed < 2**32:
         raise UserError("seed must be in 0..4294967295")
     if config.eval.max_new_tokens < 2:
@@ -99,15 +102,13 @@ def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None
         )
 
 
-def warnings(config: RunConfig) -> list[str]:
-    """Return a line for each setting that is valid but probably a mistake."""
-    stages = {"stage1": config.stage1, "stage2": config.stage2}
-    return [
-        f"{name}.warmup_steps ({stage.warmup_steps}) exceeds {name}.max_steps ({stage.max_steps}): the learning rate "
-        "never reaches its peak"
-        for name, stage in stages.items()
-        if 0 < stage.max_steps < stage.warmup_steps
-    ]
+def warn_of_warm_up(name: str, stage: StageConfig) -> None:
+    """Print a warning if a stage whose steps are known ends before its warm-up."""
+    if 0 < stage.max_steps < stage.warmup_steps:
+        log(
+            f"warning: {name}.warmup_steps ({stage.warmup_steps}) exceeds the {stage.max_steps} steps of {name}: "
+            "the learning rate never reaches its peak"
+        )
 
 
 def _stage(name: str, stage: StageConfig) -> None:

@@ -37,8 +37,8 @@ class TargetConfig:
     parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
     server: list[str] | str = field(default_factory=list)
-    """Base URLs of vLLM servers that run the target and give its hidden states, as started by `speculator
-    server-command`. This process then loads what is outside the layers."""
+    """Base URLs of vLLM servers that run the target and give its hidden states; `speculator server-command` prints
+    the line that starts one. This process then loads what is outside the layers."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, as you serve it: '{enable_thinking: false}'."""
 
@@ -146,7 +146,7 @@ class StageConfig:
     """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps."""
     learning_rate: PositiveFloat = 5e-3
     """Peak learning rate."""
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = "cosine"
+    lr_scheduler_type: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
     """Schedule of the learning rate after the warm-up."""
     warmup_steps: NonNegativeFloat = 50
     """Warm-up steps until the peak learning rate; below 1, their share of all steps."""

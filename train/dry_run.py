@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
@@ -69,8 +68,9 @@ def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> Non
     if known is not None:
         checks.fits_config(config, known)
     state = join()
-    for line in checks.warnings(config) if state.is_main_process else ():
-        print(f"warning: {line}", file=sys.stderr)
+    for name in ("stage1", "stage2") if state.is_main_process else ():
+        if not (stage := getattr(config, name)).epochs:
+            checks.warn_of_warm_up(name, stage)
     made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
     folder = Path(broadcast_object_list(made)[0])
     with interrupts.temporary(folder) if state.is_main_process else nullcontext():

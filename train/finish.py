@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from eval.run import evaluate, render
-from eval.serving import commands_for_server
+from eval.serving import FORECAST_FILE, commands_for_server
 from eval.suites import Suite
 from eval.tune import write_tuning
 from speculator.checkpoints.card import NAME as CARD
@@ -25,7 +25,8 @@ def is_finished(config: RunConfig) -> bool:
     folder = Path(config.output_dir)
     report = folder / "eval" / "report.json"
     measured = report.exists() and report.with_suffix(".md").exists()
-    return measured or bool(config.target.server and (folder / "speculator" / CARD).exists())
+    head = folder / "speculator"  # with a forecast if its target only trains: such a run ends with the card
+    return measured or ((head / FORECAST_FILE).exists() and (head / CARD).exists())
 
 
 def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None:

@@ -202,7 +202,7 @@ class Plan:
         tokens = stage.per_device_train_batch_size * self.length(name)
         inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
         # Each token's final hidden state and those of the auxiliary layers, in the target's dtype and in float32.
-        states = tokens * text.hidden_size * inputs * (self.size + 4)  # and in float32
+        states = tokens * text.hidden_size * inputs * (self.size + 4)
         parts = self.shards if self.config.target.parallel == "tp" else 1  # such a group reads all its rows together
         widest = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
         widest = max(widest) if isinstance(widest, list | tuple) else widest or 4 * text.hidden_size

@@ -21,6 +21,7 @@ _WRAPPINGS = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
 }
 _INSTEAD = "a target in shards is --target.parallel fsdp or tp, the head's moments in shards --shard_optimizer true"
 _PATIENCE = 10.0  # seconds in which a launcher notices that a process ended, and ends the others of its machine
@@ -30,11 +31,14 @@ _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process|n
 def join() -> PartialState:
     """Join the run's processes (this one alone without a launcher) before `TrainingArguments` set another timeout.
 
+    The recipe alone decides about precision and compilation, so those of accelerate's own configuration are dropped.
+
     Raises a UserError if accelerate is configured to shard the head.
     """
     for variable, what in _WRAPPINGS.items():
         asked = os.environ.get(variable, "").lower() in ("1", "true")
         refuse((asked, f"accelerate is set to {what}: start with a file of configs/accelerate; {_INSTEAD}"))
+    os.environ |= {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=TIMEOUT)
 
 

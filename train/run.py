@@ -103,8 +103,6 @@ def run(config: RunConfig, shorten: bool = False) -> None:
     checks.settings(config)
     tracking.check(config.report_to)
     if state.is_main_process:
-        for line in checks.warnings(config):
-            log(f"warning: {line}")
         check_same_run(folder, config, state.num_processes)
     state.wait_for_everyone()
     if is_finished(config) and not config.overwrite_output_dir:

@@ -98,6 +98,7 @@ def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> No
     Args:
         storage, more: see `serve_line`.
     """
+    from speculator.target.probe import context_length
     from train import checks
     from train.inputs import load_target
     from train.plan import target_config
@@ -107,7 +108,7 @@ def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> No
     text, config = whole.get_text_config(), with_sizes_of_target(config, whole)
     checks.settings(config)
     checks.fits_config(config, whole)
-    aux_layers, longest = needed_of_server(config, text, text.max_position_embeddings)
+    aux_layers, longest = needed_of_server(config, text, context_length(text, config.target.name_or_path))
     layers = (*aux_layers, text.num_hidden_layers)
     if not check:
         print(serve_line(config, layers, longest, storage, more))

@@ -13,6 +13,8 @@ from typing import Any
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
+from speculator.device import synchronize
+
 
 def largest_share(sizes: Iterable[int], processes: int) -> int:
     """Return how many elements the fullest process holds, if each tensor goes to the emptiest process so far.
@@ -41,6 +43,19 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         accelerate asks for those when it wraps the optimiser.
         """
         return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        super().consolidate_state_dict(to)
+        synchronize()  # it does not wait for its copies to the CPU
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.state.clear()  # those of this process again: its optimiser has them in `self.optim.state`
+        # torch has put every `step` on the CPU, where the fused kernel of a GPU refuses it (pytorch#124133).
+        for group in self.optim.param_groups:
+            for weight in group["params"]:
+                if group["fused"] and (state := self.optim.state.get(weight)):
+                    state["step"] = state["step"].to(weight.device)
 
     def forget(self) -> None:
         """Drop the moments of other processes, which `consolidate_state_dict` has gathered for a checkpoint."""

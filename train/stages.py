@@ -30,7 +30,7 @@ from speculator.target.model import Target
 from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
 from speculator.terminal import log
-from train import checkpoint, interrupts
+from train import checkpoint, checks, interrupts
 from train.config import RunConfig, StageConfig
 from train.plan import token_at_peak
 from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
@@ -65,6 +65,8 @@ def train_stage(
     if is_published(best_head):
         return best_head
     state = PartialState()
+    if state.is_main_process:
+        checks.warn_of_warm_up(name, settings)
     # At most a process's share of the rows: `filled` fills the last batch up, and its rows cost as much as others.
     batch = min(settings.per_device_train_batch_size, ceil(len(validation_rows) / state.num_processes))
     # All other fields of `StageConfig` have the names of transformers' `TrainingArguments` and are passed on below:

@@ -163,6 +163,13 @@ class SpeculatorTrainer(Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
         sharded.forget()
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        device = self.args.device
+        if isinstance(getattr(self.optimizer, "optimizer", None), ShardedAdam):
+            self.args._setup_devices = torch.device("cpu")  # where the moments of all processes are read
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.args._setup_devices = device
+
     def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
@@ -284,8 +291,8 @@ class SpeculatorTrainer(Trainer):
         stage = Path(self.args.output_dir)
         folder = stage / f"checkpoint-{self.state.global_step}"
         self._refuse_unless_finite("the loss", self._tr_loss.item())
-        largest = max(weight.detach().abs().max().item() for weight in model.parameters())
-        self._refuse_unless_finite("a weight", largest)
+        largest = torch.stack([weight.detach().abs().max() for weight in model.parameters()]).max()
+        self._refuse_unless_finite("a weight", largest.item())
         if self.args.should_save:
             shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
         self.accelerator.wait_for_everyone()

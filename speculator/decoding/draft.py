@@ -72,7 +72,7 @@ class Draft(TokenTree):
 
     @property
     def present(self) -> tuple[Tensor, Tensor] | None:  # [T], [T]
-        """Rows and verify positions of all tokens but padding, pending ones included; None if no row has padding.
+        """Rows and verify positions of all tokens but padding, pending ones included; None if no row can have padding.
 
         The host waits for the device here.
         """

@@ -31,8 +31,8 @@ class Drafter:
             probability 1 (None);
             a tree allows "multi_candidate" if siblings are drawn without replacement.
         memory: what it keeps of every row: nothing, the cache of a head or of a draft model, looked-up paths.
-        capturable: `propose` never reads a value back from the device and ignores `sequences`, so CUDA graphs can
-            replay it.
+        capturable: `propose` never reads a value back from the device, and of `sequences` only the longest length, so
+            CUDA graphs can replay it.
         aux_layers: target layers whose hidden states the memory reads, ascending; empty: the final hidden state.
         shape: shape of the next draft; None for a drafter with a `propose` of its own.
         trained_length: longest context that it was trained on; None: not known, or it was not trained.

@@ -78,8 +78,8 @@ class Engine:
     """Decodes requests: `submit` some, then `run`, or `step` by step.
 
     A completion does not depend on the other requests of its batch, up to near-ties of rounded logits: random numbers
-    are a function of the request's seed, the sequence length and an index. A sampled completion does depend on them if
-    the drafter picks one shape for all rows (`AdaptiveDrafter`). Requests are admitted in the order submitted.
+    are a function of the request's seed, the sequence length and an index. Under rules other than `match`, a sampled
+    completion also depends on the shapes of its drafts. Requests are admitted in the order submitted.
 
     Args:
         target: the model whose distribution is kept.
@@ -162,7 +162,9 @@ class Engine:
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
         if stop is not None:  # decoded text does not contain special tokens such as <|im_end|>
             eos = {*eos, *stop.tokens}
-        early = {*self.target.eos_token_ids, *eos} if min_tokens else ()
+        # A tokenizer may have tokens beyond the vocabulary, which have no logits.
+        ending = {*self.target.eos_token_ids, *eos} if min_tokens else ()
+        early = {token for token in ending if 0 <= token < self.target.vocab_size}
         ends = (limit, limit_reason, eos, stop)
         return Request(text, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
 
@@ -228,6 +230,8 @@ class Engine:
     def forget(self) -> None:
         """Drop the sequences of free slots and the drafter's history, as if nothing had been decoded."""
         self.scheduler.release()
+        for request in [each for each in self.waiting if each.finish_reason]:  # cancelled
+            self.waiting.remove(request)
         if self.busy:
             raise RuntimeError("requests are in flight")
         self.rows.forget()
@@ -354,6 +358,7 @@ class Engine:
         if batch.held_back:
             # A depth is how far ahead the token is that the logits are for, 0 for the next one.
             logits = without_held_back(logits, batch.held_back, draft.depths)
+        finite: Tensor | bool = True
         if noise.coupled:
             last, next_token = match(noise.samples(logits, draft, present), draft)
         else:  # n random numbers drew the draft, n more test it, another one samples
@@ -365,8 +370,11 @@ class Engine:
             # With 3 nodes: columns 0..2 drew, 3..5 test, and 6 draws the next token below.
             last, residual = REJECTION_RULES[self.rule](batch.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
+            finite = residual.sum(
+                -1
+            ).isfinite()  # one bad logit makes all probabilities NaN, and `draw` takes any token
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
-        return last, next_token, logits[(*draft.index_at(last, present), next_token)].isfinite()
+        return last, next_token, logits[(*draft.index_at(last, present), next_token)].isfinite() & finite
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Keep the pending token and the accepted ones in the cache."""

@@ -73,11 +73,13 @@ class StopStrings:
         # Only the last tokens are decoded again after each new one: as many as the longest stop string may span.
         self.window = max(len(string.encode()) for string in strings) + 8
 
-    def ends(self, tokens: Sequence[int], min_tokens: int = 0) -> bool:
+    def ends(self, tokens: Sequence[int], min_tokens: int = 0, prompt: Sequence[int] = ()) -> bool:
         recent = last(self.tokenizer, tokens, self.window)
-        text = decode(self.tokenizer, recent)
+        # The first token's leading space is part of the text.
+        before = prompt if len(recent) == len(tokens) else ()
+        text = decode(self.tokenizer, recent, before)
         # Characters of the first `min_tokens` tokens: a stop string must end after them, but may begin among them.
-        early = len(decode(self.tokenizer, recent[: max(0, min_tokens - len(tokens) + len(recent))]))
+        early = len(decode(self.tokenizer, recent[: max(0, min_tokens - len(tokens) + len(recent))], before))
         return any(text.find(string, max(0, early - len(string) + 1)) >= 0 for string in self.strings)
 
 
@@ -92,7 +94,8 @@ class Request:
         limit_reason: finish reason if the limit is reached: "length" or "context".
         eos: tokens that end the completion.
         stop: stop strings.
-        on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
+        on_step: called with (new tokens, how many of them were drafted) after every step, prefill included, and with
+            ([], 0) if there is no memory for the request.
         logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
         min_tokens: tokens before the completion may end.
         held_back: token ids that may not be sampled among the first `min_tokens` new tokens.
@@ -163,7 +166,7 @@ class Request:
             self.sequence.append(token)
             if token in self.eos:
                 self.finish_reason = "eos"
-            elif self.stop is not None and self.stop.ends(self.sequence[start:], self.min_tokens):
+            elif self.stop is not None and self.stop.ends(self.sequence[start:], self.min_tokens, self.prompt):
                 self.finish_reason = "stop"
             elif len(self.sequence) - start >= self.max_new_tokens:
                 self.finish_reason = self.limit_reason

@@ -169,14 +169,19 @@ class Rows:
             except (MemoryError, RuntimeError) as error:
                 running = [slot.request for slot in self.scheduler.slots if slot.request]
                 requests = [each for each in [*waiting, *running] if not each.finish_reason]
-                if not requests or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
-            *others, largest = sorted(requests, key=_room)
-            largest.fail()
-            self.scheduler.release()
-            # Tokens for which there is room already: `room_for` rounds up to a bucket, and some positions are spare.
-            present = self._capacity - self.cache.bucket + 1 - self._spare_positions if self._capacity else 0
-            self._max_tokens = max([present, *map(_room, others)])
+                # Tokens that there is room for already: `room_for` rounds up to a bucket, and some positions are spare.
+                present = self._capacity - self.cache.bucket + 1 - self._spare_positions if self._capacity else 0
+                needed = max([present, *map(_room, requests)])
+                if needed >= self._max_tokens and not requests:
+                    raise
+            if needed >= self._max_tokens:  # else a request has been cancelled since, and less will do
+                *others, largest = sorted(requests, key=_room)
+                largest.fail()
+                self.scheduler.release()
+                needed = max([present, *map(_room, others)])
+            self._max_tokens = needed
 
     @property
     def _tokens_per_step(self) -> int:
@@ -185,7 +190,10 @@ class Rows:
 
     @property
     def _spare_positions(self) -> int:
-        """Positions after a sequence that a step may write. A captured step also commits tokens of idle rows."""
+        """Positions after a sequence that a step may write.
+
+        Those of two steps: a request may have ended inside its last draft, and a captured step goes on in its idle row.
+        """
         return max(2 * self._tokens_per_step, self.memory.scratch_positions)
 
     # ---- moves
@@ -225,7 +233,7 @@ class Rows:
         begins = [slot.num_computed_tokens for slot in slots]
         # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most
         # tokens.
-        room = self.cache.capacity - max(begins)
+        room = self._capacity - max(begins)
         return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
 
     def select(self) -> Batch | None:

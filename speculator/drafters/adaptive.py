@@ -53,8 +53,11 @@ class PathOrDraft:
         lengths = torch.where(is_path[:, 0], counts, draft.lengths)
         if draft.parents is None:
             return Draft(chosen(path, draft.tokens), lengths, ragged=True)
-        # In a path each token follows the one before it: -1, 0, 1, ...
-        parents = chosen(torch.arange(width, device=path.device).expand(len(path), -1) - 1, draft.parents)
+        # In a path each token follows the one before it: -1, 0, 1, ... Padding hangs on the root, so that it is not
+        # deeper than the tree and the path.
+        index = torch.arange(width, device=path.device)
+        parents = torch.where(index < path.shape[1], index - 1, -1).expand(len(path), -1)
+        parents = chosen(parents, draft.parents)
         depth = max(draft.depth, path.shape[1])
         return Draft(chosen(path, draft.tokens), lengths, None, parents, depth, draft.width, ragged=True)
 

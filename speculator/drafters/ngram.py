@@ -80,7 +80,8 @@ class History:
                 self._ends[gram] = ((text, end), *self._ends.get(gram, ())[: _OCCURRENCES - 1])
             self._known[id(text)] = text, len(text)
             self._size += len(text) - known
-        while self._size > self.tokens and len(self._known) > len(sequences):
+        growing = sum(map(len, sequences))
+        while self._size - growing > self.tokens and len(self._known) > len(sequences):
             self._forget(next(iter(self._known)))
 
     def _forget(self, name: int) -> None:

@@ -92,7 +92,8 @@ class Chain:
             # A row that has stopped keeps drafting padding with the others. Confidence only falls, so it never starts
             # again.
             lengths = lengths + going
-        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
+        ragged = self.min_confidence > 0
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, ragged=ragged)
 
 
 def grown(

@@ -226,6 +226,8 @@ def test_the_space_before_the_first_new_word_is_kept():
     assert [decode(tokenizer, [word]), decode(tokenizer, [word], [a])] == ["a", " a"]
     assert AnswerText(tokenizer, [], [a]).push([word, word], ended=True) == " a a"
     assert AnswerText(tokenizer, []).push([word, word], ended=True) == "a a"
+    assert StopStrings([" a"], tokenizer).ends([word], prompt=[a])
+    assert not StopStrings([" a"], tokenizer).ends([word], min_tokens=1, prompt=[a])
 
 
 class Terminal(io.StringIO):

@@ -13,11 +13,13 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from speculator.errors import UserError
 from speculator.files import manifest_error
 from train import checkpoint, interrupts, processes
+from train.trainer import arguments
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "accelerate"
@@ -74,7 +76,9 @@ def test_the_process_group_has_the_documented_timeout(monkeypatch):
     assert given["timeout"] == processes.TIMEOUT
 
 
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+@pytest.mark.parametrize(
+    "variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"]
+)
 def test_launchers_that_shard_the_head_are_refused(monkeypatch, variable):
     monkeypatch.setattr(processes, "PartialState", lambda **_: None)
     monkeypatch.setenv(variable, "false")
@@ -82,6 +86,16 @@ def test_launchers_that_shard_the_head_are_refused(monkeypatch, variable):
     monkeypatch.setenv(variable, "true")
     with pytest.raises(UserError, match=r"configs/accelerate; a target in shards is --target\.parallel"):
         processes.join()
+
+
+def test_the_recipe_decides_the_precision_and_accelerate_compiles_nothing(monkeypatch, tmp_path):
+    """As with a default_config.yaml of the user that has mixed_precision and dynamo_config."""
+    monkeypatch.setattr(processes, "PartialState", lambda **_: None)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    processes.join()
+    assert arguments(output_dir=str(tmp_path), report_to="none").mixed_precision == "no"
+    assert TorchDynamoPlugin().backend == "NO"
 
 
 LOST = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7777")

@@ -2,6 +2,11 @@
 
 from conftest import tiny_head
 
+from eval.serving import FORECAST_FILE
+from speculator.checkpoints.card import NAME as CARD
+from speculator.files import write_text
+from train.config import RunConfig, TargetConfig
+from train.finish import is_finished
 from train.stages import publish
 
 
@@ -9,3 +14,14 @@ def test_the_weights_of_a_head_are_as_readable_as_its_config(tmp_path):
     publish(tiny_head(), tmp_path / "head")
     modes = {(tmp_path / "head" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
     assert len(modes) == 1
+
+
+def test_a_run_whose_target_only_trains_is_finished_with_its_card(tmp_path):
+    config = RunConfig(TargetConfig(parallel="tp"), output_dir=str(tmp_path))
+    publish(tiny_head(), tmp_path / "speculator")
+    for name in (FORECAST_FILE, CARD):
+        assert not is_finished(config)
+        write_text(tmp_path / "speculator" / name, "{}")
+    assert is_finished(config)
+    (tmp_path / "speculator" / FORECAST_FILE).unlink()  # as by a target that decodes, whose report is not there
+    assert not is_finished(config)

@@ -9,7 +9,8 @@ from transformers import TrainingArguments
 from eval.suites import Suite
 from speculator.heads.training import IGNORE
 from train import stages
-from train.config import LossConfig, RunConfig, Stage2Config
+from train.config import LossConfig, RunConfig, Stage2Config, StageConfig
+from train.sizes import with_steps
 from train.trainer import Collator, SpeculatorTrainer
 
 CONFIG = tiny_head(3).config
@@ -70,3 +71,18 @@ def test_stage_1_has_no_token_weights_unless_configured(target, tmp_path, monkey
     with pytest.raises(Begun) as stopped:
         stages.train_stage(stage, config, target, tiny_head, rows, rows, Suite("text", [[1, 2]]))
     assert stopped.value.args == (weight,)
+
+
+@pytest.mark.parametrize("epochs", [1.0, 50.0])
+def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs, monkeypatch, capsys):
+    settings = with_steps(StageConfig(max_steps=7, epochs=epochs, warmup_steps=50), len(ROWS), 1)
+
+    def begin(**_):
+        raise Begun
+
+    monkeypatch.setattr(stages, "SpeculatorTrainer", begin)
+    config = RunConfig(output_dir=str(tmp_path), report_to="none", stage1=settings)
+    rows = Dataset.from_list(ROWS)
+    with pytest.raises(Begun):
+        stages.train_stage("stage1", config, target, tiny_head, rows, rows, Suite("text", [[1, 2]]))
+    assert ("stage1.warmup_steps (50) exceeds the 2 steps" in capsys.readouterr().err) == (epochs == 1)

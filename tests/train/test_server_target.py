@@ -14,7 +14,7 @@ from conftest import CONFIGS, save_tiny, tiny_block_head
 from datasets import load_from_disk
 from hidden_state_server import StandIn
 from server_training import STEPS, apart, trained
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
@@ -261,6 +261,15 @@ def test_the_printed_line_starts_a_server_for_the_head(capsys, local):
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/mnt/ram/layers-0-1-2"}
     assert int(given["--max-model-len"]) == 64 + 32 + 1
     assert words[-2:] == ["--tensor-parallel-size", "4"]
+
+
+@pytest.mark.parametrize("architecture", ["mlp"])
+def test_a_target_that_states_no_context_has_a_line_too(tmp_path, capsys, architecture):
+    BloomConfig(vocab_size=300, hidden_size=32, n_layer=8, n_head=4).save_pretrained(tmp_path)
+    flags = ["--config", "tests/plain.yaml", "--target.name_or_path", str(tmp_path), "--data.seq_length", "64"]
+    flags += ["--speculator.architecture", architecture, "--stage2.max_steps", "0"]
+    assert server_command.main(flags) == 0
+    assert "--max-model-len 65 " in capsys.readouterr().out
 
 
 @pytest.mark.soak

@@ -6,15 +6,19 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import RECURRENT_RUNS, tiny_model
+from make_believe_gpu import gpu
 from safetensors.torch import load_file
 from sharded_process import LOGGED, read, trainer_of
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from transformers import AutoConfig, LlamaForCausalLM
+from torch.optim import AdamW
+from transformers import AutoConfig, LlamaForCausalLM, Trainer
 
 from speculator import NgramDrafter, Sampling, Target, UserError, generate
 from speculator.target.in_process import InProcessTarget
@@ -25,7 +29,10 @@ from train.command_line import parse
 from train.config import TargetConfig
 from train.gpus import Place
 from train.plan import Plan
+from train.sharded_adam import ShardedAdam
+from train.trainer import SpeculatorTrainer, arguments
 
+__all__ = ["gpu"]
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], [7] * 9]
 SCRIPT = str(ROOT / "tests" / "sharded_process.py")
@@ -154,6 +161,33 @@ def test_sharded_moments_resume_on_another_number_of_processes(target_folder, tm
         assert {name: mine[name] for name in own if "loss" in name} == pytest.approx(
             {name: own[name] for name in own if "loss" in name}, rel=1e-4
         )
+
+
+def test_sharded_moments_resume_where_the_fused_kernel_of_a_gpu_takes_them(gpu):
+    """Also from a file that was read on the CPU, and without a second copy of the moments."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        weight = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
+        made, moments = ShardedAdam(AdamW([weight], fused=True)), torch.ones(3, 2)
+        state = {"step": torch.tensor(4.0), "exp_avg": moments, "exp_avg_sq": moments}
+        made.load_state_dict({"state": {0: state}, "param_groups": made.state_dict()["param_groups"]})
+        assert {value.device.type for value in made.optim.state[weight].values()} == {"cuda"}
+        assert not made.state
+        made.consolidate_state_dict()
+        assert any("synchronize" in wait for wait in gpu.waits), "the copies may be saved before they are complete"
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_the_moments_of_all_processes_are_read_on_the_cpu(monkeypatch, tmp_path):
+    devices, trainer = [], SpeculatorTrainer.__new__(SpeculatorTrainer)
+    monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", lambda self, _: devices.append(self.args.device.type))
+    trainer.args = arguments(output_dir=str(tmp_path), report_to="none")
+    trainer.args._setup_devices = torch.device("meta")  # stands for a GPU
+    for optimizer in (AdamW, ShardedAdam):
+        trainer.optimizer = SimpleNamespace(optimizer=optimizer.__new__(optimizer))
+        trainer._load_optimizer_and_scheduler("checkpoint-2")
+    assert [*devices, trainer.args.device.type] == ["meta", "cpu", "meta"]
 
 
 def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from conftest import tiny_block_head, tiny_head, tiny_model
+from transformers import TrainingArguments
 
-from speculator import Target
+from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.target.training import TrainingTarget
 from train.checkpoint import FORECAST_METRIC
@@ -41,6 +42,17 @@ def test_an_evaluation_of_the_training_rows_reports_the_loss_of_the_first_traini
     trainer.train()
     trained = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trained, rel=1e-3)
+
+
+def test_a_weight_that_is_not_a_number_is_found_behind_others(target, tmp_path):
+    head = tiny_head().train()
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = SpeculatorTrainer(model=head, target=target, loss=LossConfig(), decode=lambda _: {}, args=args)
+    trainer._tr_loss = torch.tensor(1.0)
+    with torch.no_grad():
+        list(head.parameters())[-1][0] = torch.nan
+    with pytest.raises(UserError, match="a weight became nan"):
+        trainer._save_checkpoint(head, None)
 
 
 class Elsewhere(TrainingTarget):

@@ -67,6 +67,7 @@ class DraftingCache(HeadCache):
         text = columns < self.lengths[:, None]
         if window is not None:
             text &= columns > self.rope_position - window
+            text |= ~text.any(-1, keepdim=True)  # an idle row of a captured step: kernels may return NaN for no key
         positions = self.lengths[:, None] + torch.arange(drafted, device=columns.device)
         return with_own(text[:, None].repeat(1, self.seen.shape[1], 1), positions, self.seen)
 

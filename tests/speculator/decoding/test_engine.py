@@ -44,6 +44,62 @@ def test_states_that_are_not_finite_end_the_decoding(target, head, shape, sampli
         generate(target, drafter, [[3, 3]], sampling, max_new_tokens=30)
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block", "multi_candidate"])
+def test_one_logit_that_is_not_finite_ends_the_decoding_under_every_rule(target, head, rule, monkeypatch):
+    """The probabilities of its row are all NaN, though the token that is drawn from them has a finite logit."""
+    logits = target.logits
+
+    def broken(hidden):
+        made = logits(hidden)
+        made[..., 5] = torch.inf
+        return made
+
+    engine = Engine(target, HeadDrafter(head, Candidates((2, 1)) if rule == "multi_candidate" else 2), rule=rule)
+    engine.submit([3, 3], Sampling(1.0), max_new_tokens=30)
+    engine.step()
+    monkeypatch.setattr(target, "logits", broken)
+    with pytest.raises(UserError, match="not finite"):
+        engine.run()
+
+
+def test_stop_tokens_beyond_the_vocabulary_hold_nothing_back(target):
+    plain = generate(target, None, [[1, 2]], max_new_tokens=8, eos_token_ids=()).tokens[0]
+    engine = Engine(target)
+    request = engine.submit([1, 2], max_new_tokens=8, eos_token_ids={VOCAB, 10**6, -1}, min_tokens=4)
+    engine.run()
+    assert request.tokens == plain
+
+
+def test_a_cancelled_request_for_which_there_is_no_memory_fails_no_other(target, monkeypatch):
+    engine = Engine(target, slots=2)
+    short = engine.submit([1, 2], max_new_tokens=12, eos_token_ids=())
+    engine.step()
+    grow = engine.cache.grow
+
+    def limited(capacity):
+        if capacity > 80:
+            raise MemoryError
+        return grow(capacity)
+
+    monkeypatch.setattr(engine.cache, "grow", limited)
+    engine.submit([1] * 60, max_new_tokens=60).cancel()
+    engine.run()
+    assert (short.finish_reason, len(short.tokens)) == ("length", 12)
+
+
+def test_an_engine_forgets_after_an_interrupt(target, monkeypatch):
+    engine = Engine(target, slots=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "extend", lambda *given, **named: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS)
+    engine.forget()
+    assert (
+        engine.generate(PROMPTS[:1], max_new_tokens=4).tokens
+        == generate(target, None, PROMPTS[:1], max_new_tokens=4).tokens
+    )
+
+
 def test_eos_ends_a_row_and_the_others_continue(target, head):
     plain = generate(target, None, PROMPTS, max_new_tokens=30).tokens
     target.model.generation_config.eos_token_id = [plain[0][4], plain[1][12]]

@@ -11,12 +11,14 @@ from enumeration import distance_of_runs, four_token_pair, joint_distribution
 from speculator import (
     Chain,
     Engine,
+    FixedTree,
     HeadDrafter,
     Sampling,
     Target,
     UserError,
     generate,
 )
+from speculator.decoding.memory import LookupPaths
 from speculator.decoding.verify import REJECTION_RULES
 from speculator.drafters.adaptive import AdaptiveDrafter, PathOrDraft
 from speculator.drafters.price import Choice
@@ -146,6 +148,30 @@ def test_what_others_said_is_looked_up_where_there_is_a_memory():
     assert len(set(steps[0])) == 1
     assert steps[1][1] < 0.8 * steps[0][1]
     assert steps[1][2] < 0.5 * steps[0][2]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_short_path_beside_a_tree_is_not_deeper_than_the_tree(length):
+    """Log-probabilities need the scores of padding too."""
+    target = Target(tiny_model().double(), tokenizer=None)
+    shape = PathOrDraft(8, FixedTree([(0,), (1,), (2,), (0, 0)]))
+
+    class Paths(HeadDrafter):
+        def choose(self, requests):
+            self.memory.paths.put([[5] * length, []])
+            return self.shape
+
+    drafter = Paths(tiny_head().double())
+    drafter.memory.paths = LookupPaths(8)
+    drafter.reshape(shape)
+    engine = Engine(target, drafter, slots=2)
+    made = [
+        engine.submit([1, 2, 3 + row], Sampling(1.0, seed=row), max_new_tokens=12, logprobs=1, eos_token_ids=())
+        for row in range(2)
+    ]
+    engine.run()
+    plain = generate(target, None, [[1, 2, 3], [1, 2, 4]], Sampling(1.0), max_new_tokens=12, eos_token_ids=()).tokens
+    assert [request.tokens for request in made] == plain
 
 
 def test_a_rule_that_does_not_fit_all_that_may_be_drafted_is_refused():

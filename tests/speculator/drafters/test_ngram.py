@@ -39,6 +39,12 @@ def test_other_rows_are_looked_up_as_they_grow():
     assert found(drafter, other) == [(1, [5, 6, 8])], "it has ended, and is known"
 
 
+def test_texts_that_grow_take_no_room_of_those_that_have_ended():
+    drafter, growing = NgramDrafter(3, memory=10), [[row] * 8 for row in range(10, 14)]
+    found(drafter, [7, 1, 2, 3, 4, 5, 6], *growing)
+    assert found(drafter, *growing, [9, 1, 2, 3])[-1] == (1, [4, 5, 6])
+
+
 def test_the_longest_match_wins_and_the_own_text_of_equal_ones():
     drafter = NgramDrafter(1, memory=100)
     own = [1, 2, 3, 10, 0, 1, 2, 3]
