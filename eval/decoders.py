@@ -285,15 +285,20 @@ def _warm_up(
 ) -> list[Decoder]:
     """Run every decoder once, untimed; return those that ran, and note in `measured` why a baseline failed.
 
-    A compiled baseline runs the longest prompt at full length, so that nothing is compiled later.
+    A compiled baseline runs the longest prompts of each batch size at full length, so that nothing is compiled later.
     """
     ready = []
-    longest = max(parts, key=lambda part: max(len(suite.prompts[i]) for i in part))
+
+    def longest(part: Sequence[int]) -> int:
+        return max(len(suite.prompts[i]) for i in part)
+
+    by_size = {len(part): part for part in sorted(parts, key=longest)}
     for decoder in table:
         compiled = decoder.key == "hf_compiled"
-        prompts = [suite.prompts[i] for i in (longest if compiled else parts[0])]
+        warming = 2 * sorted(by_size.values(), key=longest, reverse=True) if compiled else parts[:1]
         try:
-            for _ in range(2 if compiled else 1):
+            for part in warming:
+                prompts = [suite.prompts[i] for i in part]
                 decoder.run(prompts, sampling, max_new_tokens if compiled else min(8, max_new_tokens), Timed(), stop_at)
         except Exception as error:  # a missing compiler, a model that transformers can't run this way, ...
             if decoder.ours or isinstance(error, UserError):

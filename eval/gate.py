@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.server == "ours":
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]
     else:
-        lengths = [*default_lengths(arguments.server, heads[1]), heads[1].n_predict]
-        drafters = [HeadDrafter(head, Chain(lengths[0], sampled=False)) for head in heads]
+        lengths = [[*default_lengths(arguments.server, head), head.n_predict][0] for head in heads]
+        drafters = [HeadDrafter(*row) for row in zip(heads, (Chain(n, sampled=False) for n in lengths), strict=True)]
     count = arguments.max_new_tokens
     result: dict[str, Any] = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
     if guard:

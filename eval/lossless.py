@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     warm = [temperature for temperature in temperatures if temperature > 0]
     sampled = suite.prompts[: arguments.sampled_prompts]
     checks: list[Check] = []
+    families = 2 if adaptive else 1
     for who, prefix in ((drafter, ""), (adaptive, "adaptive: ")):
         made: list[Check] = []
         if who and 0.0 in temperatures:
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         if who and warm:
             if (rule or who.rules[0]) == MATCH:
                 made += coupled_checks(target, who, suite.prompts, warm, arguments.max_new_tokens, arguments.seed)
-            made += sampled_checks(target, who, sampled, warm, arguments.samples, rule, arguments.seed)
+            made += sampled_checks(target, who, sampled, warm, arguments.samples, rule, arguments.seed, families)
         checks += [replace(check, name=prefix + check.name) for check in made]
     failed = [f"{check.name} at temperature {check.temperature:g}" for check in checks if not check.passed]
     verdict = f"NOT LOSSLESS: {'; '.join(failed)}" if failed else "LOSSLESS"

@@ -34,7 +34,7 @@ COLUMNS = {
     "decoder": "What proposes the tokens; a baseline in grey proposes none, or is transformers' own.",
     "category": "Category of the prompts.",
     "temperature": "Sampling temperature; 0 decodes greedily.",
-    "speedup": "Decoding speed relative to plain decoding by the same engine, with its 95% interval over prompts.",
+    "speedup": "Decoding speed relative to plain decoding by the same engine, with its 95% interval.",
     "acceptance length": "Mean number of tokens per verification step, the bonus token included. Plain decoding has 1.",
     "tokens/s": "New tokens per second, without the prefill.",
     "predicted": "Speedup that the acceptance length E and the costs predict: E / (G c + v).",

@@ -12,7 +12,8 @@ TOLERANCE = 0.15  # relative difference of predicted and measured speedup above 
 HOW_TO_READ = (
     "The acceptance length is the mean number of tokens per verification step, the bonus token included. Tokens per "
     "second and speedups leave out the prefill. A figure is followed by its 95% interval (paired bootstrap over "
-    "prompts). Draft cost c and verify cost v are in units of one plain decoding step."
+    "prompts, or over batches at a larger batch size). Draft cost c and verify cost v are in units of one plain "
+    "decoding step."
 )
 _TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 

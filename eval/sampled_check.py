@@ -37,15 +37,19 @@ def sampled_checks(
     samples: int,
     rule: str | None = None,
     seed: int = 0,
+    families: int = 1,
 ) -> list[Check]:
-    """One chi-square test for each temperature and prompt, of `samples` completions with drafts and as many without."""
+    """One chi-square test for each temperature and prompt, of `samples` completions with drafts and as many without.
+
+    `families` is how often this function is called for one verdict.
+    """
     cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
     # A row of a step has the distributions of nodes + 1 positions in memory.
     batch = max(1, min(_BATCH, samples, _MAX_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
     # One engine for each sample, so that a prompt is prefilled once for all its batches.
     engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]
     # Bonferroni: with many prompts one of them would fail by chance.
-    alpha, checks = _ALPHA / len(cases), []
+    alpha, checks = _ALPHA / families / len(cases), []
     for case, (temperature, number) in enumerate(Progress(cases, title="sampling", unit="prompts")):
         # The seeds of the samples are 2**32 apart, so no two rows share a random stream.
         drafted, plain = (
@@ -92,7 +96,7 @@ def coupled_checks(
             generations.append(generate(target, drafter, [prompt], sampling, max_new_tokens=count))
             drafted += generations[-1].tokens
             plain.append(recorder.decode(prompt, sampling, max_new_tokens=count).tokens)
-            score_gaps.append(gaps(_scores(recorder.logits, sampling, len(prompt))))
+            score_gaps.append(gaps(_scores(recorder.logits, sampling, len(target.text(prompt)))))
         together = generate(target, drafter, prompts, samplings, max_new_tokens=count).tokens
         for name, made in (("text", drafted), ("text in a batch", together)):
             check = compare_completions(

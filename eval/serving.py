@@ -116,8 +116,10 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
             prompt=suite.prompts[number],
             max_tokens=max_new_tokens,
             temperature=sampling.temperature,
+            top_p=1.0,
             seed=sampling.seed + number,
-            extra_body={"ignore_eos": not suite.chat, "top_k": -1, "repetition_penalty": 1.0},
+            # Also what the model's own defaults would change.
+            extra_body={"ignore_eos": not suite.chat, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
         )
 
     with ThreadPoolExecutor(_REQUESTS) as pool:

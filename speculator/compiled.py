@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.utils._triton import has_triton
 
+from speculator.device import is_out_of_memory
 from speculator.errors import first_line
 from speculator.terminal import log
 
@@ -48,6 +49,8 @@ class Compiled(Generic[Result]):
         try:
             result = self.work(*given)
         except Exception as error:  # of the compiler, which fails in many ways, before the function has run
+            if is_out_of_memory(error):
+                raise
             log(f"warning: {self.name} is not compiled, so it is slower: {first_line(error)}")
             self.work = self.function
             return self.work(*given)

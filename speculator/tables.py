@@ -25,9 +25,9 @@ BASELINES = {
 
 
 def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:
-    """Format an interval: "1.32 (1.28 to 1.36)", or "1.32 (one prompt)" if it has no bounds."""
+    """Format an interval: "1.32 (1.28 to 1.36)", or "1.32 (one sample)" if it has no bounds."""
     if interval["low"] is None:
-        return f"{interval['value']:{form}} (one prompt)"
+        return f"{interval['value']:{form}} (one sample)"
     return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"
 
 

@@ -54,6 +54,8 @@ class AttentionConfig(SpeculatorConfig):
     target_options: ClassVar[tuple[str, ...]] = ("aux_layers",)
 
     def __post_init__(self, **kwargs):
+        if self.num_attention_heads < 1 or self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"{self.num_attention_heads} heads of {self.head_dim}: at least one, of an even size")
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"{self.num_attention_heads} heads are not a multiple of {self.num_key_value_heads}")
         if self.aux_layers is not None and (

@@ -52,7 +52,7 @@ def probe_training(target: InProcessTarget) -> None:
         hidden = target.hidden(texts, sources=_sources(target))
         logits = target.logits(hidden)
         output = model.get_output_embeddings()
-        if output is not None and torch.equal(output(hidden), logits):
+        if output is not None and torch.equal(output(hidden).to(logits.device), logits):
             target.output_matrix = output
         if not target.encoder:
             target.document_attention = _choose_document_attention(target, texts, allowed)

@@ -43,7 +43,7 @@ def test_the_verdict_follows_the_interval():
     assert "| +0.40 (+0.26 to +0.54) | differs |" in table(REPORT, faster)
     assert "| -0.40 (-0.54 to -0.26) | differs |" in table(faster, REPORT)
     alone = changed(acceptance_length_interval={"low": None, "high": None})
-    assert "| +0.00 (one prompt) |  |" in table(REPORT, alone)
+    assert "| +0.00 (one sample) |  |" in table(REPORT, alone)
 
 
 def test_the_command_prints_a_line_per_figure(tmp_path, capsys):

@@ -7,6 +7,7 @@ from conftest import tiny_head
 
 from eval import gate
 from eval.__main__ import main
+from speculator import UserError
 
 SUITE = {"name": "s", "prompts": 9, "tokens_per_second": [10.0, 12.0], "acceptance_length": [2.0, 2.5]}
 
@@ -38,6 +39,20 @@ def heads(target_folder, tmp_path):
     head.save_pretrained(tmp_path / "old")
     head.save_pretrained(tmp_path / "same")
     return tmp_path
+
+
+def test_as_another_server_each_head_drafts_as_deep_as_it_would_there(target_folder, heads, text_file, monkeypatch):
+    tiny_head(vocab_size=300, n_predict=2).save_pretrained(heads / "new")
+    seen = []
+    monkeypatch.setattr("eval.gate.compare", lambda target, drafters, *given: seen.extend(drafters) or _stop())
+    argv = ["--target", str(target_folder), "--suite", str(text_file), "--max_prompts", "1", "--prompt_tokens", "16"]
+    argv += ["--max_new_tokens", "8"]
+    assert main(["gate", str(heads / "old"), str(heads / "new"), *argv, "--as", "vllm"]) == 2
+    assert [drafter.nodes for drafter in seen] == [3, 2]
+
+
+def _stop():
+    raise UserError("seen")
 
 
 def test_the_command_rejects_a_head_that_is_not_faster_and_writes_the_figures(target_folder, heads, text_file, capsys):

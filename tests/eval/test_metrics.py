@@ -62,7 +62,7 @@ def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path, quick):
             assert parts["b"]["speedup"]["plain"]["low"] is None, "two turns of one conversation are one sample"
             assert parts["b"]["acceptance_length_interval"] == {"low": None, "high": None}
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "(one prompt)" in text
+    assert "(one sample)" in text
     assert "4 prompts, 6 turns" in text
     assert (tmp_path / "out" / "categories.png").exists()
     json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)  # no NaN
@@ -219,6 +219,21 @@ def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch, quick):
         "transformers assisted generation": "it needs a draft model",
     }
     assert "no compiler here" in (tmp_path / "report.md").read_text()
+
+
+def test_a_compiled_baseline_is_warmed_up_at_each_batch_size_with_the_longest_prompts(tmp_path, monkeypatch, quick):
+    target = Target(tiny_model(), tokenizer=None)
+    suite = Suite("s", [[1] * size for size in (2, 3, 1, 6, 5)])
+    compiled = []
+
+    def noting(*args, **kwargs):
+        if "compile_config" in kwargs:
+            compiled.append(sorted(map(len, args[1])))
+        time_transformers(*args, **{name: value for name, value in kwargs.items() if name != "compile_config"})
+
+    monkeypatch.setattr("eval.decoders.time_transformers", noting)
+    report_of(target, suite, tmp_path, tiny_head(), baselines=["hf_compiled"], batch_sizes=[2])
+    assert compiled[:4] == [[1, 6], [5], [1, 6], [5]]
 
 
 STEPS = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(2, 2, 3), Step(3, 3, 2)]

@@ -36,6 +36,8 @@ class Eagle3SpeculatorConfig(UnrolledConfig, AttentionConfig):
     def __post_init__(self, **kwargs):
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm are mutually exclusive: set one of them to false")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window {self.sliding_window} is below 1: a token would see nothing")
         super().__post_init__(**kwargs)
 
     def describe(self) -> str:

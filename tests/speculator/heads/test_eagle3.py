@@ -414,6 +414,9 @@ def test_the_output_matrix_starts_from_the_targets_rows():
         ({"aux_layers": [2, 2, 3]}, "ascending"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"num_attention_heads": 3}, "3 heads are not a multiple of 2"),
+        ({"num_attention_heads": 0}, "0 heads of"),
+        ({"head_dim": 7}, "heads of 7"),
+        ({"sliding_window": 0}, "sliding_window 0"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}}, "rope of type dynamic"),
     ],
 )
