@@ -129,12 +129,14 @@ async def _fetch(
 
     async def fetch(batch: int, row: int) -> None:
         longest = min(max_prompt_tokens, *(server.longest for server in servers))
-        answering = Answering(prompts[row], servers[0].tokenizer, longest)
-        while answering.prompt is not None:
+        answering: Answering | None = None
+        while answering is None or answering.prompt is not None:
             server = await free_slots.get()
             # A server that was dropped leaves its entries in the queue: take them out one by one.
             if server not in available:
                 continue
+            # Not before there is a slot: all rows wait here at once.
+            answering = answering or Answering(prompts[row], servers[0].tokenizer, longest)
             try:  # one server answers all turns: it has the chat so far in its cache
                 while answering.prompt is not None:
                     # As in `generate_rows`: with 100 prompts, the second answer to prompt 7 has the seed + 107.

@@ -120,7 +120,9 @@ def run(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:
         if arguments.layout:
-            VLLMServer(arguments.server, key).counters()
+            server = VLLMServer(arguments.server, key)
+            server.counters()
+            server.resume()
         elif arguments.server:
             _ask(arguments.server, key, {})
         first = str(arguments.head.resolve())
@@ -202,12 +204,14 @@ def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
     said, again = 0, 0.0
     while True:
-        # The last round ended inside its newest file, which may have grown: count that file whole, less what was read.
-        count = -last.get("newest_tokens", 0)
+        count = 0
         for shard in _shards(arguments.record):
-            # Names sort by age, so names from the last round's newest on hold what is new.
+            if shard.name < last["newest"]:  # names sort by age
+                continue
             try:
-                count += _answer_tokens(shard) if shard.name >= last["newest"] else 0
+                count += _answer_tokens(shard)
+                # The last round ended inside its newest file, which may have grown.
+                count -= last.get("newest_tokens", 0) if shard.name == last["newest"] else 0
             except (UserError, FileNotFoundError):
                 if shard.exists():  # else the server has deleted it: the oldest go first
                     raise

@@ -70,6 +70,10 @@ class VLLMServer:
         refuse((not known, f"--server {self.name}: /metrics has no vLLM counters of drafts"))
         return found["drafts"], found["accepted_tokens"]
 
+    def resume(self) -> None:
+        """Let the server go on, which a run that was killed may have paused."""
+        self._ask("POST", "/resume")
+
     def _replace(self, folder: str) -> str | None:
         """Load the weights in `folder` into the drafter between two steps; return the reason if that failed."""
         steps: list[tuple[str, dict | None]] = [
@@ -85,7 +89,7 @@ class VLLMServer:
                     return f"{path}: status {answer.status_code}: {answer.text[:300]}"
             return None
         finally:
-            self._ask("POST", "/resume")
+            self.resume()
 
     def _ask(self, method: str, path: str, json: dict | None = None) -> httpx.Response:
         timeout = httpx.Timeout(10, read=_LOAD_SECONDS)

@@ -76,6 +76,7 @@ class Scheduler:
                 ahead = slot.num_computed_tokens > kept or slot.request.finish_reason == "cancelled"
                 slot.num_computed_tokens = 0 if ahead and self.recurrent else min(kept, slot.num_computed_tokens)
                 slot.sequence, slot.request, slot.phase = slot.request.sequence, None, FREE
+                slot.prefix_source = None
                 slot.last_used, self._time = self._time, self._time + 1
 
     def preempt(self) -> None:

@@ -108,7 +108,7 @@ class AttentionConfig(SpeculatorConfig):
             "rms_norm_eps": getattr(target, "rms_norm_eps", None) or cls.rms_norm_eps,
             # Servers give a head with M-RoPE the positions of images.
             "rope_parameters": {name: value for name, value in rope.items() if not name.startswith("mrope_")},
-            "max_position_embeddings": target.max_position_embeddings,
+            "max_position_embeddings": getattr(target, "max_position_embeddings", None) or cls.max_position_embeddings,
         }
         layers = target.num_hidden_layers
         if "aux_layers" not in changes:

@@ -344,13 +344,13 @@ class KVCache(Cache):
         if self.cross is not None:
             self.cross.move(source, destination)
 
-    def grow(self, capacity: int) -> bool:
-        """Allocate at least `capacity` positions per row, and at least 1.5 times as many as now.
+    def grow(self, capacity: int) -> None:
+        """Allocate at least `capacity` positions per row, and at least 1.5 times as many as now, if there are fewer.
 
-        Returns True if the buffers were replaced; for a moment old and new ones exist together.
+        For a moment old and new buffers exist together.
         """
         if self.room_for(capacity) <= self.capacity:
-            return False
+            return
         capacity = self.room_for(max(capacity, self.capacity + self.capacity // 2))
         # pad counts from the last dimension: none to the head size, then positions at the end.
         more = (0, 0, 0, capacity - self.capacity)
@@ -359,7 +359,6 @@ class KVCache(Cache):
         self.capacity = capacity
         # `_share` has dropped the views of the selected rows: they showed the old buffers.
         self.select(*rows, self.longest)
-        return True
 
 
 def bucketed(longest: int, device: torch.device) -> int:

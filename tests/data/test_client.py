@@ -20,7 +20,7 @@ from datasets import load_from_disk
 from data import client
 from data.__main__ import main
 from data.client import fetch_rows
-from data.conversations import Conversation
+from data.conversations import Answering, Conversation
 from data.prompts import conversations
 from speculator import Sampling, UserError
 
@@ -217,11 +217,18 @@ def test_a_server_that_never_answers_is_an_error(serve, tokenizer, tmp_path, mon
     assert server.url in error_of(server, tokenizer, tmp_path)
 
 
-def test_requests_run_concurrently_up_to_the_limit(serve, tokenizer, tmp_path):
+def test_requests_run_concurrently_up_to_the_limit(serve, tokenizer, tmp_path, monkeypatch):
     server = serve(delay=0.02)
-    prompts = text_prompts(tokenizer) * 8
+    prompts, begun = text_prompts(tokenizer) * 8, []
+
+    def answering(*arguments):
+        begun.append(len(server.bodies))
+        return Answering(*arguments)
+
+    monkeypatch.setattr(client, "Answering", answering)
     check(fetched([server], tokenizer, tmp_path, prompts, concurrency=4), tokenizer, prompts)
     assert server.most == 4
+    assert begun[-1] > begun[0], "what a row holds is made before its turn"
 
 
 def test_a_server_that_does_not_sample_is_an_error_at_a_warm_temperature(serve, tokenizer, tmp_path):

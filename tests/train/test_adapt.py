@@ -107,6 +107,9 @@ def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monke
         def counters(self):
             return 0.0, 0.0
 
+        def resume(self):
+            tried.append("resume")
+
         def try_head(self, new, old):
             assert Path(new).is_dir()
             assert Path(old).is_dir()
@@ -118,7 +121,7 @@ def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monke
     assert main(loop.argv("--layout", "eagle3", "--rounds", "1")) == 0
     record_shard(loop.record, 1)
     assert main(loop.argv("--layout", "eagle3", "--rounds", "2")) == 0
-    assert tried == [("new", "old")] * 2
+    assert tried == ["resume", ("new", "old")] * 2
     assert [loop.round(number)["outcome"] for number in (1, 2)] == ["swapped back: 1.9", "in use"]
     start, runs = str(loop.folder / "head"), loop.folder / "out"
     made = [str(runs / f"round-00{number}" / "run/speculator") for number in (1, 2)]
@@ -232,6 +235,15 @@ def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
     assert main(loop.argv("--rounds", "2", "--every_tokens", "1000", "--every_minutes", "0")) == 0
     assert len(slept) == 3, "without a new answer nothing begins"
     assert loop.round(2)["newest"] == "00000003.jsonl.gz"
+
+
+def test_answers_count_whole_after_the_newest_file_of_the_last_round_was_deleted(loop, monkeypatch):
+    loop.verdicts = [True, True]
+    assert main(loop.argv("--rounds", "1")) == 0
+    record_shard(loop.record, 1)
+    (loop.record / "rows" / "00000000.jsonl.gz").unlink()
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits for answers that are there"))
+    assert main(loop.argv("--rounds", "2")) == 0
 
 
 def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_target, capsys):

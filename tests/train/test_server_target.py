@@ -263,7 +263,7 @@ def test_the_printed_line_starts_a_server_for_the_head(capsys, local):
     assert words[-2:] == ["--tensor-parallel-size", "4"]
 
 
-@pytest.mark.parametrize("architecture", ["mlp"])
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3"])
 def test_a_target_that_states_no_context_has_a_line_too(tmp_path, capsys, architecture):
     BloomConfig(vocab_size=300, hidden_size=32, n_layer=8, n_head=4).save_pretrained(tmp_path)
     flags = ["--config", "tests/plain.yaml", "--target.name_or_path", str(tmp_path), "--data.seq_length", "64"]
