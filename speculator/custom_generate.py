@@ -147,7 +147,7 @@ class _BorrowedModel:
     def drafter(
         self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int, adaptive: bool
     ) -> Drafter:
-        """Return the drafter; it is loaded once per temperature and batch size."""
+        """Return the drafter; it is loaded once for greedy decoding or sampling, and per batch size."""
         assert self._target is not None
         if not isinstance(given, str | Path | Speculator):
             return given

@@ -30,7 +30,7 @@ class Recorder:
     """Writes a share of the answers to a folder that is a data source of `train.py`.
 
         FOLDER/manifest.json          the target
-        FOLDER/rows/NUMBER.jsonl.gz   shards, the newest with the highest number: 256 rows, or those of a minute
+        FOLDER/rows/NUMBER.jsonl.gz   shards, the newest with the highest number: 256 rows, or a minute's
 
     A row has the columns of `speculator data generate`: "input_ids" (prompt and completion), "loss_mask" (1 on the
     completion) and "rejected" (1 on tokens that replaced a rejected draft token); with an encoder, "source_ids" are the
