@@ -249,7 +249,7 @@ class Chooser:
         def priced(choice: Choice | None, price: float) -> Plan:
             """Return the plan of a choice in which rows take their paths at this price."""
             nodes = choice.shape.nodes if choice else 0
-            tree = choice is not None and choice.shape.depth < nodes
+            tree = self._packed and choice is not None and choice.shape.depth < nodes
             if tree:  # its rows are as long as the longest: a short path saves nothing, a longer one costs in all rows
                 price = 0.0
 
@@ -265,9 +265,10 @@ class Chooser:
             taken = list(map(row, gains[choice], runs))
             lengths, expected = [length for length, _ in taken], rows + sum(gain for _, gain in taken)
             tokens = sum(length or nodes for length in lengths)
-            if tree or not self._packed:
-                longest = max(lengths) if self._packed else LONGEST_PATH * any(lengths)
-                tokens = rows * max(nodes, longest)
+            if tree:
+                tokens = rows * nodes
+            elif not self._packed:
+                tokens = rows * max(nodes, LONGEST_PATH * any(lengths))
             taken_cost = cost(None if all(lengths) else choice, tokens, any(lengths))
             return Plan(expected / taken_cost, choice, lengths, tokens)
 

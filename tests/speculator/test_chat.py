@@ -156,36 +156,40 @@ def test_a_template_without_reasoning_gets_the_answer_as_it_was():
     assert parsed["content"] == "Hm.\n</think>\n\n1."
 
 
-@pytest.mark.skipif(not hasattr(PreTrainedTokenizerBase, "get_response_parser"), reason="needs transformers 5.23")
-def test_a_tokenizers_response_template_parses_the_answer():
+PARSES = pytest.mark.skipif(
+    not hasattr(PreTrainedTokenizerBase, "get_response_parser"), reason="needs transformers 5.23"
+)
+
+
+def parsing_tokenizer(**fields) -> PreTrainedTokenizerBase:
+    """A tokenizer with a response template of these fields and the content."""
     tokenizer = tokenizer_with(CHATML)
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
-        "fields": {"reasoning_content": {"open": "((", "close": "))"}, "content": {"close": "<|im_end|>"}},
+        "fields": {**fields, "content": {"close": "<|im_end|>"}},
     }
+    return tokenizer
+
+
+@PARSES
+def test_a_tokenizers_response_template_parses_the_answer():
+    tokenizer = parsing_tokenizer(reasoning_content={"open": "((", "close": "))"})
     parsed, _ = as_history(tokenizer, "((Hm.))1.<|im_end|>")
     assert parsed == {"role": "assistant", "content": "1.", "reasoning_content": "Hm."}
 
 
-@pytest.mark.skipif(not hasattr(PreTrainedTokenizerBase, "get_response_parser"), reason="needs transformers 5.23")
+@PARSES
 def test_arguments_of_a_call_get_the_types_of_its_tool():
-    tokenizer = tokenizer_with(CHATML)
-    tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "tool_calls": {
-                "open_pattern": r"<call=(?P<name>\w+)>",
-                "close": "</call>",
-                "content": "xml-inline",
-                "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
-                "repeats": True,
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-            },
-            "content": {"close": "<|im_end|>"},
-        },
+    calls = {
+        "open_pattern": r"<call=(?P<name>\w+)>",
+        "close": "</call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
+        "repeats": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
     }
+    tokenizer = parsing_tokenizer(tool_calls=calls)
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}]
     answer = "<call=f><n>7</n><s>7</s></call><|im_end|>"

@@ -131,6 +131,9 @@ def test_beside_a_tree_a_path_is_no_cheaper_than_the_tree():
     assert not any(chooser.choose(requests, [(1, [5]), *[(0, [])] * 7]).lengths), "0.9 tokens instead of 0.99"
     plan = chooser.choose(requests, [(1, [5] * 8), *[(0, [])] * 7])
     assert (plan.lengths[0], plan.tokens) == (5, 40)
+    padded = Chooser([Choice(TREE, {True: [0.6, 0.5, 0.3]})], {True: [0.9]}, lambda *given: 1.0, packed=False)
+    plan = padded.choose(requests, [(1, [5] * 8), *[(0, [])] * 7])
+    assert (plan.lengths[0], plan.tokens) == (8, 64), "on a GPU any path makes all rows as long"
 
 
 def test_a_head_that_was_unlucky_at_first_is_used_again():
