@@ -45,7 +45,8 @@ SPECULATOR_SERVING ?= .venv-serving
 serving: .venv/installed
 	for part in speculators/installed vllm/installed vllm/plugin llama_cpp/server; do \
 		$(MAKE) --no-print-directory $(SPECULATOR_SERVING)/$$part || true; done
-	REFERENCE_TARGET=$(REFERENCE_TARGET) SPECULATOR_SERVING=$(SPECULATOR_SERVING) $(BIN)/python -m pytest -q -rs -s tests/serving
+	HF_HUB_CACHE=$${HF_HUB_CACHE:-$${HF_HOME:-$$HOME/.cache/huggingface}/hub} \
+		REFERENCE_TARGET=$(REFERENCE_TARGET) SPECULATOR_SERVING=$(SPECULATOR_SERVING) $(BIN)/python -m pytest -q -rs -s tests/serving
 
 # Remove packages that may come with another version of torch, which breaks the import; no test needs them.
 $(SPECULATOR_SERVING)/%/installed: tests/serving/%.txt

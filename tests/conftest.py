@@ -9,12 +9,19 @@ import json
 import os
 import signal
 import tarfile
+import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers share the cores; torch reads it when it is imported
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit it
+    # Libraries read these when they are imported. The folder is removed when the process ends.
+    _home = tempfile.TemporaryDirectory(prefix="home-of-tests-", ignore_cleanup_errors=True)
+    os.environ["HOME"] = _home.name
+    for _name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "SPECULATOR_CACHE", "HF_HOME", "MPLCONFIGDIR"):
+        os.environ.pop(_name, None)
 
 import pytest
 import torch

@@ -101,9 +101,14 @@ def test_a_wrong_draft_vocabulary_keeps_the_text_exact():
     assert overfit("mlp", shift=0, pruned=True, shift_map=1) < 1.5
 
 
-def test_an_overfit_head_of_a_multimodal_target_drafts_nearly_the_whole_text(tmp_path):
-    save_multimodal("qwen2_5_vl", tmp_path)
-    assert overfit("mlp", shift=0, target=Target.load(str(tmp_path))) > 3.5
+def test_an_overfit_head_of_a_multimodal_target_drafts_the_whole_text(tmp_path):
+    model = save_multimodal("qwen2_5_vl", tmp_path)
+    # With the usual weights the text repeats one token 50 times, and no head can tell which repetition is the last.
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data *= 4
+    model.save_pretrained(tmp_path)
+    assert overfit("mlp", shift=0, target=Target.load(str(tmp_path))) == 4.0
 
 
 @RECURRENT_RUNS

@@ -73,7 +73,10 @@ def test_costs_that_other_code_measured_are_measured_again(target_folder, tuned_
     assert len(measured) == 2
 
 
-def test_costs_of_another_place_are_used_if_there_is_no_time_to_measure(target_folder, tuned_folder, monkeypatch):
+def test_costs_of_another_place_are_used_if_there_is_no_time_to_measure(
+    target_folder, tuned_folder, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))  # no test before has measured them
     monkeypatch.setattr(tuning, "SECONDS", 0.0)
     write_tuning(tuned_folder, processor="another")
     target = Target.load(str(target_folder))
