@@ -16,7 +16,8 @@ from itertools import product
 from tqdm import tqdm
 
 from data.sources import PYTHON_SOURCES
-from eval.suites import Suite, add_flags, check_flags, check_rows, suite_of
+from eval.flags import add_flags
+from eval.suites import Suite, check_flags, check_rows, suite_of
 from speculator import Engine, HeadDrafter, Sampling, Target, load_head, model_flags
 from speculator.drafters import Drafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning

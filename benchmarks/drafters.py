@@ -19,8 +19,9 @@ import torch
 from tqdm import tqdm
 
 from data.sources import PYTHON_SOURCES
+from eval.flags import add_flags
 from eval.metrics import paired_bootstrap, speedup
-from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,

@@ -37,7 +37,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from data.sources import PYTHON_SOURCES
-from eval.suites import add_flags, check_flags, check_lengths, suite_of
+from eval.flags import add_flags
+from eval.suites import check_flags, check_lengths, suite_of
 from speculator import model_flags
 from speculator.device import hardware
 from speculator.errors import OneLineParser, refuse, run_command

@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from speculator.__main__ import run_module
+from speculator.__main__ import COMMANDS, run
 from speculator.errors import OneLineParser, start
-
-COMMANDS = ("prepare", "generate", "view")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,9 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(
         prog="speculator data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=[name.split()[1] for name in COMMANDS if name.startswith("data ")])
     command = parser.parse_args(argv[:1]).command
-    return run_module(f"data.cli.{command}", f"data {command}", argv[1:])
+    return run(f"data {command}", argv[1:])
 
 
 if __name__ == "__main__":

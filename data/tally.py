@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,25 +9,8 @@ from typing import Any
 from data.rows import RowError, SourceError
 from speculator.terminal import log
 
-MAX_BAD_ROWS = 0.05
 _EXAMPLES = 3
 _HOPELESS = 1000  # give up early after this many bad rows if most rows are bad
-
-
-def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the flag `--max_bad_rows` of the commands that read sources."""
-    parser.add_argument(
-        "--max_bad_rows",
-        type=float,
-        default=MAX_BAD_ROWS,
-        help=f"largest share of unusable rows; they are skipped with a warning (default: {MAX_BAD_ROWS})",
-    )
-
-
-def add_raw(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the flag `--raw` of the commands that read sources."""
-    what = "never apply the chat template: prompts and completions stay text"
-    parser.add_argument("--raw", action="store_true", help=what)
 
 
 @dataclass

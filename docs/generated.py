@@ -26,14 +26,12 @@ def fill(app: Any, page: str, source: list[str]) -> None:
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """Return the parser of `train.py`, or of `python -m COMMAND`."""
-    package, *subcommand = command.split()
-    if package == "train.py":
+    """Return the parser of `train.py`, or of a command of `speculator`."""
+    if command == "train.py":
         return import_module("train.command_line").build_parser()
-    if package == "speculator":
-        return import_module("speculator.__main__").build_parser(subcommand[0])
-    module = f"data.cli.{subcommand[0]}" if package == "data" else ".".join([package, *(subcommand or ["run"])])
-    return import_module(module).build_parser()
+    if command == "server-command":
+        return import_module("train.server_command").build_parser()
+    return import_module("speculator.__main__").build_parser(command.removeprefix("speculator "))
 
 
 def flags(command: str) -> str:

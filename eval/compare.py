@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.report import length_with_interval
-from speculator.errors import OneLineParser, UserError, show
+from speculator.errors import UserError, show
 from speculator.files import parse_json, read_text
 from speculator.tables import markdown_table, shown
 
@@ -21,14 +21,6 @@ _KEY = ("name", "temperature", "batch_size", "drafter")
 _LENGTH = "num_speculative_tokens"
 _BOUNDED = ("adaptive", "ngram")
 """Decoders for which that is a bound, and not the length of each draft."""
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator eval compare`."""
-    parser = OneLineParser(prog="speculator eval compare", description=__doc__)
-    parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
-    parser.add_argument("b", type=Path, metavar="B", help="second report")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

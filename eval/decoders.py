@@ -17,14 +17,11 @@ from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridD
 from speculator.drafters.measure import StepSeconds, measure
 from speculator.errors import UserError, refuse
 from speculator.heads import Speculator
-from speculator.tables import BASELINES
 from speculator.target.gguf import located
 from speculator.target.loading import auto_class
 from speculator.target.model import Target
 from speculator.terminal import Progress
 
-OPTIONAL = tuple(BASELINES)[2:]
-"""Baselines that run only if they are asked for."""
 _ONE_PROMPT = ("hf_prompt_lookup", "hf_assisted")  # transformers supports these at batch size 1 only
 _COST_BATCHES = 16  # batches, evenly spread over the suite, after which the costs of a step are measured
 _COST_BLOCKS = 16  # blocks of steps to measure per drafter and suite
@@ -64,7 +61,7 @@ def decoders(
 
     Args:
         lengths: numbers of speculative tokens of the head's chains; the other drafters use the first.
-        baselines: names from `OPTIONAL`.
+        baselines: names from `speculator.tables.OPTIONAL`.
         engines: engines to share with other decoders, see `time_ours`.
         rule: accept rule of every drafter that supports it (default: each drafter's own).
         hybrid: also measure the hybrid draft of the head's first chain and n-gram lookup.

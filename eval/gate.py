@@ -11,47 +11,22 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from eval.metrics import paired_bootstrap
-from eval.servers import SERVERS, default_lengths
-from eval.suites import Suite, add_flags, check_flags, check_lengths, suite_of
+from eval.servers import default_lengths
+from eval.suites import Suite, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head, model_flags
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import load_drafter
 from speculator.decoding.request import acceptance_length
 from speculator.drafters import Chain
-from speculator.errors import OneLineParser, refuse, show
+from speculator.errors import refuse, show
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import shown
 from speculator.terminal import Progress
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator eval gate`."""
-    parser = OneLineParser(prog="speculator eval gate", description=__doc__)
-    parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
-    parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
-    model_flags.add_revision(parser, "OLD")
-    add_flags(parser, max_prompts=64)
-    parser.add_argument(
-        "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"
-    )
-    parser.add_argument("--guard", help="suite on which OLD was published (default: no guard)")
-    parser.add_argument(
-        "--guard_loss",
-        type=float,
-        default=0.05,
-        help="share of OLD's acceptance length that NEW may lose on the guard suite (default: 0.05)",
-    )
-    parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

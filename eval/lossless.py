@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
-from data.sources import PYTHON_SOURCES
 from eval.checks import Check
 from eval.greedy_check import greedy_checks
 from eval.sampled_check import coupled_checks, sampled_checks
-from eval.suites import add_flags, check_flags, check_lengths, suite_of
+from eval.suites import check_flags, check_lengths, suite_of
 from speculator import Drafter, Target, model_flags
 from speculator.decoding.drafter import Shape
 from speculator.decoding.verify import MATCH
@@ -23,27 +21,9 @@ from speculator.device import dtype_name
 from speculator.drafters import HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
-from speculator.errors import OneLineParser, refuse_below
+from speculator.errors import refuse_below
 from speculator.files import check_output_file, write_json
 from speculator.tables import markdown_table
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator eval lossless`."""
-    parser = OneLineParser(prog="speculator eval lossless", description=__doc__)
-    add_flags(parser, max_prompts=32)
-    model_flags.add_flags(parser)
-    parser.add_argument(
-        "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
-    )
-    parser.add_argument(
-        "--suite", default=PYTHON_SOURCES, help="prompts, as in `speculator eval` (default: python-sources)"
-    )
-    parser.add_argument("--sampled_prompts", type=int, default=4, help="prompts to sample from (default: 4)")
-    parser.add_argument("--samples", type=int, default=4000, help="completions per sampled prompt (default: 4000)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--output", type=Path, help="JSON file to write the checks to")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,95 +15,31 @@ from collections.abc import Collection, Sequence
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from data.sources import PYTHON_SOURCES
 from eval import serving, tracking
-from eval.decoders import OPTIONAL, Decoder, check_batches, decoder_of, decoders, measure_suite
+from eval.decoders import Decoder, check_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
 from eval.report import markdown, warnings
-from eval.servers import SERVERS, default_lengths, server_decoders, server_log
-from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
+from eval.servers import default_lengths, server_decoders, server_log
+from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind
 from eval.traces import Trace, trace_suite
 from speculator import HeadDrafter, Sampling, Target, load_head, model_flags
 from speculator.checkpoints import head_folder
 from speculator.device import dtype_name, hardware
-from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
-from speculator.errors import OneLineParser, refuse
+from speculator.errors import refuse
 from speculator.files import check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.tables import BASELINES
 from speculator.terminal import log
 from speculator.verdict import headlines
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator eval`."""
-    parser = OneLineParser(prog="speculator eval", description=__doc__)
-    add_flags(parser, max_prompts=32)
-    parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
-    model_flags.add_revision(parser)
-    parser.add_argument(
-        "--suite",
-        action="append",
-        help="prompts to decode: python-sources (its held-out split), a local file or folder, or a hub dataset "
-        "ORG/NAME[/CONFIG][:SPLIT]; repeatable (default: python-sources)",
-    )
-    parser.add_argument("--raw", action="store_true", help="never apply the target's chat template")
-    parser.add_argument(
-        "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
-    )
-    parser.add_argument("--batch_size", type=int, action="append", help="prompts per batch; repeatable (default: 1)")
-    parser.add_argument(
-        "--num_speculative_tokens",
-        type=int,
-        action="append",
-        metavar="G",
-        help="tokens to draft per step, as a chain; repeatable (default: as tuned, else all the head's)",
-    )
-    parser.add_argument(
-        "--as",
-        dest="server",
-        choices=SERVERS,
-        default="ours",
-        help="draft as this server does by default, and predict the acceptance figures that it logs: chains of greedy "
-        "tokens, or with --rule rejection or block sampled ones (default: ours)",
-    )
-    parser.add_argument(
-        "--server",
-        dest="server_url",
-        metavar="URL",
-        help="measure the vLLM at this address, which serves the exported head, by its own counters",
-    )
-    parser.add_argument(
-        "--rule",
-        choices=Chain(1).rules,
-        help="accept rule of every drafter above temperature 0; the head then drafts chains (default: each drafter's)",
-    )
-    parser.add_argument(
-        "--draft_model", help="small causal LM with the target's tokenizer, measured as another drafter"
-    )
-    parser.add_argument("--hybrid", action="store_true", help="also measure the hybrid draft of head and n-gram lookup")
-    parser.add_argument(
-        "--baseline",
-        action="append",
-        choices=OPTIONAL,
-        help="further baseline next to plain decoding and transformers' generate; repeatable (default: hf_compiled on "
-        "a GPU, hf_assisted with a draft model)",
-    )
-    parser.add_argument("--repeats", type=int, default=1, help="timings per batch; the median counts (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument(
-        "--report_to", choices=get_args(tracking.Tracker), default="none", help="tracker of the figures (default: none)"
-    )
-    parser.add_argument("--output", type=Path, required=True, help="folder of the report")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -185,12 +121,12 @@ def evaluate(
         tuned_in: the head's folder. Without `lengths`, and with server "ours", adaptive drafting is measured too
             (unless a `rule` is given). If the folder has a decoding.json, the head's fixed draft is then the one that
             the file predicts to be fastest.
-        baselines: names from `eval.decoders.OPTIONAL`.
+        baselines: names from `speculator.tables.OPTIONAL`.
         repeats: timings per batch, of which the median counts.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
         hybrid: also measure the hybrid draft of head and n-gram lookup.
         training: curves of the head's training for the report, see `train.stages.curves`.
-        server: a name from `SERVERS`. Another server's drafts are compared with plain decoding only.
+        server: a name from `eval.flags.SERVERS`. Another server's drafts are compared with plain decoding only.
     """
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     chains = list(lengths) or [head.n_predict]

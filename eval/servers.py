@@ -16,7 +16,6 @@ from speculator.drafters import Chain, HeadDrafter
 from speculator.heads import Speculator
 from speculator.target.model import Target
 
-SERVERS = ("ours", "vllm", "sglang", "llama.cpp")
 _LLAMA_CPP_LENGTH = 3  # its --spec-draft-n-max
 
 

@@ -16,10 +16,9 @@ from data.readers import is_recorded, raw_rows
 from data.rows import content
 from data.sources import PYTHON_SOURCES, parse
 from data.tally import Tally
-from speculator import model_flags
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
-from speculator.errors import OneLineParser, UserError, refuse, refuse_below
+from speculator.errors import UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
 from speculator.target.model import Target
 
@@ -183,18 +182,6 @@ def from_text(
         raise UserError(f"no {f'{split} ' if split else ''}document of {name} has {prompt_tokens} tokens for a prompt")
     ids, ends = [prompt.ids for prompt in found], any(prompt.ends for prompt in found)
     return Suite(f"{name} ({split})" if split else name, ids, left_out=left_out, ends=ends)
-
-
-def add_flags(parser: OneLineParser, max_prompts: int) -> None:
-    """Add the flags of every measurement: the target, and the number and size of the prompts."""
-    model_flags.add_target_flags(parser)
-    parser.add_argument(
-        "--max_prompts", type=int, default=max_prompts, help=f"prompts per suite (default: {max_prompts})"
-    )
-    parser.add_argument(
-        "--prompt_tokens", type=int, default=64, help="tokens of a prompt that is cut from text (default: 64)"
-    )
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="new tokens per prompt and turn (default: 128)")
 
 
 def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from data.sources import PYTHON_SOURCES
-from eval.suites import Suite, add_flags, check_flags, check_lengths, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head, model_flags
 from speculator.checkpoints.hub import is_hub_id
 from speculator.drafters.costs import CostTable
@@ -26,7 +25,7 @@ from speculator.drafters.measure import measure_costs, timed_steps
 from speculator.drafters.price import expected_tokens
 from speculator.drafters.shapes import Chain
 from speculator.drafters.tuning import TUNED, Tuning, choices_of, measured_on, shapes_to_measure
-from speculator.errors import OneLineParser, UserError, refuse
+from speculator.errors import UserError, refuse
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
@@ -40,22 +39,6 @@ _NEAR = 0.97  # predictions are off by about 3%: of drafts this near the fastest
 _LOOKUP_SIZES = 8  # matches of this many tokens or more count together
 _ROWS = (1, 8, 32, 4, 2, 16)  # numbers of rows at which costs are measured, the most important first
 _COST_SECONDS = 60.0  # for several rows; half of it for one row
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator eval tune`."""
-    parser = OneLineParser(prog="speculator eval tune", description=__doc__)
-    add_flags(parser, max_prompts=16)
-    parser.add_argument(
-        "--speculator",
-        required=True,
-        help="folder of a head, to write decoding.json to; with --output, also a hub id",
-    )
-    model_flags.add_revision(parser)
-    parser.add_argument("--suite", default=PYTHON_SOURCES, help="prompts to measure on (default: python-sources)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--output", type=Path, help="file to write instead of decoding.json in the head's folder")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

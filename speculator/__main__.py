@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from contextlib import nullcontext
 from importlib import import_module
@@ -28,13 +29,15 @@ from speculator.terminal import working
 from speculator.workshop import make_importable
 
 COMMANDS = {name: f"speculator.cli.{name}" for name in ("generate", "serve", "inspect", "export", "push")}
-COMMANDS["adapt"] = "train.adapt"
-"""Modules with `HELP`, `add_flags(parser)` and `run(arguments)`."""
-WORKSHOP = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__main__"}
-"""Packages whose commands have parsers of their own: modules with `main(argv)`."""
-_MAINS = {**WORKSHOP, "server-command": "train.server_command"}
-_SILENT = ("inspect", "export", "push")
-"""Commands of `COMMANDS` that print nothing while they work."""
+COMMANDS |= {f"data {name}": f"data.cli.{name}" for name in ("prepare", "generate", "view")}
+COMMANDS |= {f"eval {name}": f"eval.{name}" for name in ("tune", "compare", "gate", "lossless")}
+COMMANDS |= {"eval": "eval.run", "adapt": "train.adapt"}
+"""Modules with `run(arguments)`. The module `flags` next to each has a function of its name, which adds the flags."""
+PACKAGES = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__main__"}
+"""Packages that start as `python -m PACKAGE` too: modules with `main(argv)`."""
+_MAINS = {**PACKAGES, "server-command": "train.server_command"}
+_SPEAKING = ("generate", "serve", "adapt")
+"""Commands that print while they work."""
 _DISTRIBUTION = "speculator-llm"
 
 
@@ -43,16 +46,31 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"speculator {_version()}")
-    parser.add_argument("command", choices=(*_MAINS, *COMMANDS))
+    parser.add_argument("command", choices=(*_MAINS, *(name for name in COMMANDS if name.split()[0] not in _MAINS)))
     if not argv:
         parser.print_help()
         return 0
     command = parser.parse_args(argv[:1]).command
     if command in _MAINS:
-        return _module(command).main(argv[1:])
-    arguments = build_parser(command).parse_args(argv[1:])
-    with working(command) if command in _SILENT else nullcontext():
-        return run_command("speculator", lambda: arguments.run(arguments))
+        return _import(_MAINS[command], command).main(argv[1:])
+    return run(command, argv[1:])
+
+
+def build_parser(command: str) -> OneLineParser:
+    """Build the parser of one of `COMMANDS`. The libraries that its work needs are not imported: they take seconds."""
+    package, _, name = COMMANDS[command].rpartition(".")
+    add_flags = getattr(_import(f"{package}.flags", command), name)
+    parser = OneLineParser(prog=f"speculator {command}", description=inspect.getdoc(add_flags))
+    add_flags(parser)
+    return parser
+
+
+def run(command: str, argv: list[str]) -> int:
+    """Parse the flags of one of `COMMANDS`, run it, and return its exit code."""
+    arguments = build_parser(command).parse_args(argv)
+    title = command if command.split()[0] in PACKAGES else "speculator"
+    with nullcontext() if command in _SPEAKING else working(command):
+        return run_command(title, lambda: _import(COMMANDS[command], command).run(arguments))
 
 
 def _version() -> str:
@@ -62,12 +80,11 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _module(command: str) -> Any:
-    """Import the module of one command, which takes seconds.
+def _import(name: str, command: str) -> Any:
+    """Import a module, which may take seconds.
 
     Exits with code 2 and one line if a package of the extra `train` is missing, which some commands need.
     """
-    name = {**_MAINS, **COMMANDS}[command]
     if name.startswith("speculator."):
         return import_module(name)
     make_importable()
@@ -79,28 +96,6 @@ def _module(command: str) -> Any:
             file=sys.stderr,
         )
         raise SystemExit(2) from None
-
-
-def run_module(module: str, title: str, argv: list[str]) -> int:
-    """Parse the flags of a command and run it; return its exit code: 2 after wrong input, with one line on stderr.
-
-    Args:
-        module: name of the command's module. Only this one is imported, because libraries take seconds.
-        title: name of the command in its errors and progress lines.
-    """
-    command = import_module(module)
-    arguments = command.build_parser().parse_args(argv)
-    with working(title):
-        return run_command(title, lambda: command.run(arguments))
-
-
-def build_parser(command: str) -> OneLineParser:
-    """Build the parser of one of `COMMANDS`."""
-    module = _module(command)
-    parser = OneLineParser(prog=f"speculator {command}", description=module.HELP)
-    parser.set_defaults(run=module.run)
-    module.add_flags(parser)
-    return parser
 
 
 def console() -> None:

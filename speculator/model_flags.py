@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from speculator.chat import set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
-from speculator.decoding.verify import RULES
 from speculator.drafters import (
     Candidates,
     Chain,
@@ -22,7 +19,7 @@ from speculator.drafters import (
     Tree,
 )
 from speculator.drafters.hybrid import Hybrid
-from speculator.errors import OneLineParser, UserError, refuse
+from speculator.errors import UserError, refuse
 from speculator.target.model import Target
 from speculator.terminal import loading
 
@@ -30,33 +27,6 @@ _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
 _CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
 _TREE = ("branches", "nodes")
-
-
-def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
-    """Add the flags of the target."""
-    parser.add_argument("--target", required=required, help="hub id, folder or GGUF file of a causal LM")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
-    parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
-    dtypes = ["auto", "float32", "bfloat16", "float16"]
-    parser.add_argument(
-        "--dtype",
-        choices=dtypes,
-        default="auto",
-        help="dtype of the target (default: auto, as stored; float32 on a CPU)",
-    )
-    what = "JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"
-    parser.add_argument("--chat_template_kwargs", type=_object, metavar="JSON", help=what)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a JSON object")
-    return value
 
 
 def load_target(arguments: argparse.Namespace) -> Target:
@@ -71,46 +41,6 @@ def load_target(arguments: argparse.Namespace) -> Target:
         )
     set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
     return target
-
-
-def add_flags(parser: OneLineParser) -> None:
-    """Add the flags of drafter, shape and rule."""
-    who = parser.add_mutually_exclusive_group()
-    who.add_argument("--speculator", help="hub id or folder of a trained head (default: plain decoding)")
-    who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
-    who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
-    add_revision(parser)
-    parser.add_argument(
-        "--ngram",
-        action="store_true",
-        help="draft by n-gram lookup in the text so far, alone or together with another drafter",
-    )
-    parser.add_argument("--rule", choices=RULES, help="accept rule (default: the first that fits the draft)")
-    parser.add_argument(
-        "--num_speculative_tokens",
-        type=int,
-        help="tokens per draft (default: a head drafts adaptively, other drafters draft 4)",
-    )
-    parser.add_argument(
-        "--branches", type=_numbers, metavar="4,2,1", help="number of children of a drafted token, level by level"
-    )
-    parser.add_argument("--nodes", type=int, help="draft a tree of the N likeliest tokens among --branches")
-    parser.add_argument(
-        "--draft_sampling", choices=["sampled", "greedy"], help="sampled or greedy tokens of a chain (default: sampled)"
-    )
-    parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
-
-
-def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head: str = "the head") -> None:
-    """Add the flag of a head's version on the hub."""
-    parser.add_argument("--speculator_revision", metavar="REVISION", help=f"hub branch, tag or commit of {head}")
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers with commas between, as 4,2,1") from None
 
 
 def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bool = False) -> None:

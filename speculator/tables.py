@@ -22,6 +22,8 @@ BASELINES = {
     "hf_assisted": "transformers assisted generation",
 }
 """Baselines: name in report.json, name in tables."""
+OPTIONAL = tuple(BASELINES)[2:]
+"""Baselines that run only if they are asked for."""
 
 
 def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:

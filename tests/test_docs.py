@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import data.__main__ as data
-import eval.__main__ as eval_
 import speculator
-from speculator.__main__ import WORKSHOP
+from speculator.__main__ import COMMANDS, PACKAGES
 from speculator.errors import OneLineParser
 from train import server_command
 from train.command_line import parse
@@ -55,8 +53,7 @@ def test_the_reference_has_every_public_name():
 
 def test_the_reference_has_every_command():
     named = set(re.findall(r"<!-- generated: flags (.*) -->", (ROOT / "docs/reference/command-line.md").read_text()))
-    assert {f"data {name}" for name in data.COMMANDS} | {f"eval {name}" for name in eval_.COMMANDS} <= named
-    assert {"eval", "speculator generate", "speculator serve", "speculator adapt", "speculator export"} <= named
+    assert named == {*COMMANDS, "server-command"}
 
 
 def test_the_reference_has_every_section_of_settings():
@@ -101,7 +98,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(re.findall(r"\w+", " ".join(re.findall(r"\[.*?\]", words[-1])))) <= set(extras)
     elif words[:2] == ["speculator", "server-command"]:
         parse(server_command.split(words[2:])[1])
-    elif words[0] == "speculator" and words[1] in WORKSHOP:
+    elif words[0] == "speculator" and words[1] in PACKAGES:
         check(["python", "-m", *words[1:]] if words[1] != "train" else ["train.py", *words[2:]], monkeypatch)
     elif words[0] == "speculator" or words[1:3] in (["-m", "speculator"], ["-m", "data"]):
         name, *flags = words[1:] if words[0] == "speculator" else words[3:]
@@ -145,7 +142,5 @@ def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
 
 
 def known_flags() -> set[str]:
-    names = [f"speculator {name}" for name in ("generate", "serve", "adapt", "export", "inspect", "push")]
-    names += [f"data {name}" for name in ("prepare", "generate", "view")]
-    names += ["train.py", "train server_command", "eval", "eval tune", "eval lossless", "eval compare", "eval gate"]
+    names = [*COMMANDS, "train.py", "server-command"]
     return {flag for name in names for action in parser_of(name)._actions for flag in action.option_strings}

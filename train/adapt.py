@@ -17,7 +17,6 @@ import argparse
 import fcntl
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -32,75 +31,19 @@ from typing import IO, Any
 import httpx
 
 import speculator
-from speculator import model_flags
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
 from speculator.drafters.tuning import TUNED
-from speculator.errors import OneLineParser, UserError, check_secret, first_line, refuse
+from speculator.errors import UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
 from speculator.terminal import log
-from speculator.workshop import ROOT
-from train.vllm_server import LAYOUTS, VLLMServer
+from train.vllm_server import VLLMServer
 
-HELP = "train a head on the server's recorded answers, load it into the server if it is faster, and repeat"
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30
 """Shortest time between two lines about the answers that have arrived."""
 _LOAD_SECONDS = 600
-
-
-def add_flags(parser: OneLineParser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("--server", metavar="URL", help="server to load new heads into (default: load them nowhere)")
-    parser.add_argument(
-        "--record",
-        required=True,
-        type=Path,
-        metavar="FOLDER",
-        help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
-    )
-    parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
-    model_flags.add_revision(parser)
-    parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
-    parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=ROOT / "configs" / "continue.yaml",
-        help="settings of train.py (default: configs/continue.yaml)",
-    )
-    parser.add_argument(
-        "--mix",
-        action="append",
-        default=[],
-        metavar="SOURCE@WEIGHT",
-        help="another source to train on, such as self@0.25; the recorded answers have the weight 1",
-    )
-    parser.add_argument(
-        "--gate_flags",
-        type=shlex.split,
-        default=[],
-        metavar="FLAGS",
-        help="flags of `speculator eval gate`, such as '--guard python-sources'",
-    )
-    parser.add_argument(
-        "--every_tokens",
-        type=int,
-        default=200_000,
-        help="recorded answer tokens since the last round that start a round (default: 200000)",
-    )
-    parser.add_argument(
-        "--every_minutes", type=float, help="minutes after which fewer tokens start a round too (default: never)"
-    )
-    parser.add_argument("--rounds", type=int, help="number of rounds after which to stop (default: no end)")
-    parser.add_argument("--api_key", help=f"key of the server (default: ${KEY_VARIABLE})")
-    parser.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        help="--server is a vLLM that reads heads in this layout; its drafter's weights are updated, and taken back if "
-        "its acceptance falls",
-    )
 
 
 def run(arguments: argparse.Namespace) -> None:

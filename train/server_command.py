@@ -8,14 +8,17 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedConfig
-
-from data.magpie import names_self
 from speculator.errors import OneLineParser, refuse, run_command
-from speculator.target.server import STORAGE, ServerTarget, layers_folder
 from train.command_line import parse
 from train.config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Libraries that take seconds are imported where they are used, so that a mistyped flag shows at once.
+_STORAGE = "/dev/shm/speculator"
 
 HELP = """print the `vllm serve` line with which a server runs the target of a recipe and gives its hidden states; also
 takes the settings of a run, as train.py does, and after -- flags that are added to the line"""
@@ -26,8 +29,8 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="speculator server-command", description=HELP)
     check = "send a text to every server of target.server, and compare the answers with what the recipe expects"
     parser.add_argument("--check", action="store_true", help=check)
-    storage = f"RAM disk that server and trainer see at the same path (default: {STORAGE})"
-    parser.add_argument("--storage", metavar="FOLDER", default=STORAGE, help=storage)
+    storage = f"RAM disk that server and trainer see at the same path (default: {_STORAGE})"
+    parser.add_argument("--storage", metavar="FOLDER", default=_STORAGE, help=storage)
     return parser
 
 
@@ -45,7 +48,8 @@ def needed_of_server(config: RunConfig, target: PreTrainedConfig, context: int) 
         target: the target's text config.
         context: its context length.
     """
-    from train.initialise import head_config  # imports torch
+    from data.magpie import names_self
+    from train.initialise import head_config
 
     head = head_config(config.speculator, target)
     longest = config.data.seq_length
@@ -66,6 +70,8 @@ def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: 
         storage: folder of the files.
         more: flags of the user.
     """
+    from speculator.target.server import layers_folder
+
     target = config.target
     speculative = {
         "method": "extract_hidden_states",
@@ -99,6 +105,7 @@ def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> No
         storage, more: see `serve_line`.
     """
     from speculator.target.probe import context_length
+    from speculator.target.server import ServerTarget
     from train import checks
     from train.inputs import load_target
     from train.plan import target_config

@@ -12,19 +12,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import state
+from data.cli.flags import ALL, MAX_BAD_ROWS
 from data.client import CONCURRENCY, fetch_rows
 from data.conversations import Conversation
 from data.magpie import ROWS, SELF, prompt_sampling_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import PromptLimits, conversations
 from data.rendering import load_tokenizer
-from data.tally import MAX_BAD_ROWS, Tally, add_max_bad_rows, add_raw
+from data.tally import Tally
 from speculator import model_flags
 from speculator.chat import DATA_DAY, set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
-from speculator.errors import OneLineParser, UserError, check_text, printable, refuse
+from speculator.errors import UserError, check_text, printable, refuse
 from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
 from speculator.target.gguf import read_config
@@ -36,57 +37,6 @@ from speculator.terminal import quiet_libraries
 TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
 SELF_FLAGS = {"max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
 """Flags that only one kind of prompts has, with their defaults."""
-ALL = sys.maxsize
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator data generate`."""
-    parser = OneLineParser(prog="speculator data generate", description=__doc__)
-    model_flags.add_target_flags(parser)
-    who = parser.add_mutually_exclusive_group()
-    who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
-    who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows")
-    model_flags.add_revision(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
-    what = (
-        "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
-    )
-    source.add_argument("--sources", nargs="+", help=what)
-    source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
-    parser.add_argument("--output", type=Path, required=True, help="output folder; an unfinished one is resumed")
-    parser.add_argument("--max_rows", type=int, help=f"largest number of prompts (default: all; {ROWS} for self)")
-    text = parser.add_argument_group("--sources of text")
-    text.add_argument("--split", help="split of the sources (default: train)")
-    add_raw(text)
-    add_max_bad_rows(text)
-    text.add_argument("--prompt_tokens", type=int, help="length of each prompt (default: 64)")
-    what = "answers to write in a chat of --sources: all, or the first N (default: all; 1 for self)"
-    parser.add_argument("--turns", type=_turns, metavar="all|N", help=what)
-    own = parser.add_argument_group("--sources self")
-    own.add_argument("--max_prompt_tokens", type=int, help="largest length of a user turn (default: 256)")
-    own.add_argument("--prompt_temperature", type=float, help="sampling temperature of the user turns (default: 1)")
-    own.add_argument("--prompt_top_p", type=float, help="top-p of the user turns (default: 0.99)")
-    parser.set_defaults(max_bad_rows=None)
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum new tokens per row (default: 256)")
-    what = "sampling temperature; 0 decodes greedily; the rows cycle through several values (default: 1)"
-    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help=what)
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="total probability of the tokens to sample (default: 1)"
-    )
-    what = "minimum probability relative to the most likely token (default: 0)"
-    parser.add_argument("--min_p", type=float, default=0.0, help=what)
-    what = f"rows decoded together (default: {BATCH_SIZE}), or concurrent requests per server (default: {CONCURRENCY})"
-    parser.add_argument("--batch_size", type=int, help=what)
-    parser.add_argument("--num_speculative_tokens", type=int, help="tokens to draft per step (default: adaptive)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    return parser
-
-
-def _turns(text: str) -> int:
-    if text != "all" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither all nor a number of turns")
-    return ALL if text == "all" else int(text)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,40 +7,12 @@ The output is a `datasets` folder with the splits train, validation and held-out
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from data.prepare import save_rows
 from data.rendering import load_tokenizer
-from data.tally import add_max_bad_rows, add_raw
-from speculator.errors import OneLineParser, refuse
+from speculator.errors import refuse
 from speculator.files import check_output_folder
 from speculator.terminal import quiet_libraries
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator data prepare`."""
-    parser = OneLineParser(prog="speculator data prepare", description=__doc__)
-    parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
-    parser.add_argument(
-        "--sources",
-        required=True,
-        nargs="+",
-        metavar="SOURCE",
-        help="python-sources; a .jsonl, .json, .parquet or .txt file (also .gz) or a folder of them; a hub dataset: "
-        "org/name, org/name/config, org/name:split; append a weight to mix sources by tokens: a.jsonl@0.7",
-    )
-    parser.add_argument("--seq_length", required=True, type=int, help="tokens per row")
-    parser.add_argument("--max_tokens", type=int, help="largest number of tokens per split (default: all)")
-    parser.add_argument(
-        "--num_proc",
-        type=int,
-        help="processes that tokenize; the rows do not depend on it (default: one per core, up to 8)",
-    )
-    add_raw(parser)
-    add_max_bad_rows(parser)
-    parser.add_argument("--output", required=True, type=Path, help="output folder, which must not exist")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

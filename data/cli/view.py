@@ -16,21 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.rendering import load_tokenizer
 from data.sources import token_documents
-from data.tally import Tally, add_raw
-from speculator.errors import OneLineParser, printable, refuse
+from data.tally import Tally
+from speculator.errors import printable, refuse
 from speculator.terminal import DIM, GREEN, PLAIN, colours, log, quiet_libraries
-
-
-def build_parser() -> OneLineParser:
-    """Return the parser of `speculator data view`."""
-    parser = OneLineParser(prog="speculator data view", description=__doc__)
-    parser.add_argument("source", help="a folder that `speculator data prepare` wrote, or any other source")
-    parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
-    add_raw(parser)
-    parser.add_argument("--rows", type=int, default=3, help="number of rows (default: 3)")
-    parser.add_argument("--color", action="store_true", help="use colors even if stdout is not a terminal")
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -8,28 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from speculator.checkpoints import FORMATS, head_folder, layout_of, load_any, save
+from speculator.checkpoints import head_folder, layout_of, load_any, save
 from speculator.checkpoints.card import NAME, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.device import dtype_name
 from speculator.drafters.tuning import TUNED
-from speculator.errors import OneLineParser, refuse
+from speculator.errors import refuse
 from speculator.heads.base import SpeculatorConfig
-from speculator.model_flags import add_revision
-
-HELP = "write a head in another checkpoint layout, and show which servers load it and how"
-
-
-def add_flags(parser: OneLineParser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("--speculator", required=True, help="folder or hub id of a head, in any layout")
-    add_revision(parser)
-    parser.add_argument("--format", required=True, choices=FORMATS, help="layout to write")
-    parser.add_argument("--output", required=True, type=Path, help="folder to write; must be new or empty")
-    expand = "write tied tensors under every head's name, for loaders that do not tie them"
-    parser.add_argument("--expand-tied", "--expand_tied", action="store_true", help=expand)
-    parser.add_argument("--dtype", choices=list(DTYPES), help="dtype of the weights (default: as stored)")
-    parser.add_argument("--base_model", help="hub id or folder of the target (default: as recorded)")
 
 
 def run(arguments: argparse.Namespace) -> None:

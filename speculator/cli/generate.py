@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from speculator import model_flags
 from speculator.chat import answer_message
@@ -17,44 +16,14 @@ from speculator.decoding.request import Request, acceptance_length, check_prompt
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import TextStream, decode
 from speculator.drafters.ngram import MEMORY
-from speculator.errors import OneLineParser, UserError, refuse, refuse_below, show
+from speculator.errors import UserError, refuse, refuse_below, show
 from speculator.files import check_output_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
 from speculator.terminal import colours
 
-HELP = "continue prompts or chat; the text is the target's own with any drafter"
 Rows = list[tuple[dict, Prompt]]
 Submit = Callable[..., Request]
 """`Engine.submit` with the settings of the command; prompt, sampling and on_step are left to pass."""
-
-
-def add_flags(parser: OneLineParser) -> None:
-    """Add the command's flags."""
-    model_flags.add_target_flags(parser)
-    model_flags.add_flags(parser)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to continue; with --chat, the user's message")
-    source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
-    parser.add_argument(
-        "--chat", action="store_true", help="apply the chat template; without --prompt, converse over stdin"
-    )
-    parser.add_argument("--num_samples", type=int, default=1, help="texts to generate per prompt (default: 1)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="sampling temperature; 0 decodes greedily (default: 0)"
-    )
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="sample from the most likely tokens of this total probability"
-    )
-    parser.add_argument(
-        "--min_p", type=float, default=0.0, help="sample from tokens at least this likely relative to the most likely"
-    )
-    parser.add_argument("--stop", action="append", default=[], metavar="STRING", help="stop string; can be repeated")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="most new tokens per text (default: 128)")
-    parser.add_argument("--batch_size", type=int, default=1, help="texts to decode at a time (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--output", type=Path, help=".jsonl file for the texts, which are then not printed")
-    parser.add_argument("--show_drafts", action="store_true", help="mark accepted draft tokens: green, or [[...]]")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -78,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     submit = partial(engine.submit, max_new_tokens=arguments.max_new_tokens, stop_strings=arguments.stop)
     if arguments.show_drafts:
         mark = "green" if colours(sys.stdout) else "in [[brackets]]"
-        print(f"accepted draft tokens are {mark}; the other tokens are sampled from the target", file=sys.stderr)
+        print(f"accepted draft tokens are {mark}; the other tokens come from the target itself", file=sys.stderr)
     requests = _converse(submit, engine, arguments) if conversation else _continue(submit, engine, rows, arguments)
     cut = sum(each.finish_reason == "length" for each in requests)
     if cut and not conversation and any(prompt.chat for _, prompt in rows):

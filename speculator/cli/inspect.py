@@ -7,16 +7,6 @@ from typing import Any
 
 from speculator.checkpoints import head_folder, layouts, load, recognise
 from speculator.device import dtype_name
-from speculator.errors import OneLineParser
-from speculator.model_flags import add_revision
-
-HELP = "describe a head's folder: architecture, size, base model, layout, and the layouts it can be exported to"
-
-
-def add_flags(parser: OneLineParser) -> None:
-    """Add the command's argument."""
-    parser.add_argument("path", metavar="PATH", help="folder or hub id of a head, in any layout")
-    add_revision(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HTTPError
@@ -11,16 +10,7 @@ from huggingface_hub.errors import HTTPError
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME, write_card
 from speculator.checkpoints.hub import FILES
-from speculator.errors import OneLineParser, UserError, check_secret, hide, refuse
-
-HELP = "upload a head's folder to the Hugging Face hub, with a model card"
-
-
-def add_flags(parser: OneLineParser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any layout")
-    parser.add_argument("--repo_id", required=True, help="repository org/name, created if necessary")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
+from speculator.errors import UserError, check_secret, hide, refuse
 
 
 def run(arguments: argparse.Namespace) -> None:

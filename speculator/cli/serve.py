@@ -22,53 +22,17 @@ from speculator.checkpoints.files import read_config
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
 from speculator.drafters.ngram import MEMORY
-from speculator.errors import OneLineParser, UserError, check_secret, refuse, refuse_below
+from speculator.errors import UserError, check_secret, refuse, refuse_below
 from speculator.files import check_output_folder
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import similar_target
 from speculator.target.model import Target
 from speculator.terminal import log
 
-HELP = "start a server with OpenAI's API"
 KEY_VARIABLE = "SPECULATOR_API_KEY"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _SWITCH_SECONDS = 0.001  # longest wait of the engine's thread for the interpreter, which the event loop shares
-
-
-def add_flags(parser: OneLineParser) -> None:
-    """Add the command's flags."""
-    parser.add_argument("model", nargs="?", metavar="TARGET", help="the target, in place of --target")
-    model_flags.add_target_flags(parser, required=False)
-    model_flags.add_flags(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback only)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    parser.add_argument(
-        "--served_model_name", metavar="NAME", help="name of the model in the API (default: the target)"
-    )
-    parser.add_argument("--max_num_seqs", type=int, default=8, help="requests to decode at a time (default: 8)")
-    parser.add_argument("--max_model_len", type=int, help="tokens of a prompt and its answer (default: the context)")
-    parser.add_argument(
-        "--queue", type=int, default=256, help="requests that may wait; further ones get status 429 (default: 256)"
-    )
-    parser.add_argument(
-        "--api_key", help=f"key that requests under /v1 must send (default: ${KEY_VARIABLE}, else none)"
-    )
-    parser.add_argument(
-        "--allow_load",
-        action="store_true",
-        help="load another head at POST /v1/speculator/load, while requests are decoded; needs --api_key",
-    )
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for the token ids of prompts and answers, to train on (default: nothing is recorded)",
-    )
-    parser.add_argument("--record_share", type=float, default=0.1, help="share of requests to record (default: 0.1)")
-    parser.add_argument(
-        "--record_max", type=float, default=10, metavar="GB", help="size at which the oldest shards go (default: 10)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> None:

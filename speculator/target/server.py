@@ -29,7 +29,6 @@ _TOLERANCE = 0.25
 _PROBED = 16  # tokens of the text that every server reads before training
 
 
-STORAGE = "/dev/shm/speculator"
 """Default folder of hidden states: a RAM disk."""
 
 

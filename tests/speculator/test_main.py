@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speculator.__main__ import WORKSHOP, main
+from speculator.__main__ import PACKAGES, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_the_version_is_printed(capsys):
 
 @pytest.mark.parametrize("command", ["train --stage1.max_stepz 3", "data view --colour", "eval compare a b"])
 def test_the_commands_run_from_a_folder_with_packages_of_the_same_names(command, tmp_path):
-    for name in WORKSHOP:
+    for name in PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong package')")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

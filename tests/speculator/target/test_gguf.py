@@ -5,9 +5,10 @@ import torch
 from conftest import tiny_tokenizer
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
 
-from data.cli.generate import _context_length, build_parser
+from data.cli.generate import _context_length
 from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, generate
+from speculator.__main__ import build_parser
 from speculator.checkpoints.layout import base_config
 from speculator.target.gguf import metadata
 from train.command_line import parse
@@ -52,7 +53,7 @@ def test_a_target_has_the_weights_tokenizer_and_settings_of_its_file(file, model
 
 def test_the_config_is_read_without_the_weights(file, tmp_path):
     flags = ["--target", str(file), "--sources", "x", "--output", "y"]
-    assert _context_length(build_parser().parse_args(flags)) == 128
+    assert _context_length(build_parser("data generate").parse_args(flags)) == 128
     known = known_config(parse(["--target.name_or_path", str(file)]))
     for config in (known, base_config(str(file))):
         assert (config.model_type, config.hidden_size, config.max_position_embeddings) == ("llama", 32, 128)

@@ -1,0 +1,171 @@
+"""Flags of `speculator eval` and its commands. Each function has a command's name and its description."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from eval.tracking import Tracker
+from speculator.errors import OneLineParser
+from speculator.flags import add_drafter_flags, add_revision, add_target_flags
+from speculator.tables import OPTIONAL
+
+SERVERS = ("ours", "vllm", "sglang", "llama.cpp")
+CHAIN_RULES = ("match", "block", "rejection")
+
+
+def add_flags(parser: OneLineParser, max_prompts: int) -> None:
+    """Add the flags of every measurement: the target, and the number and size of the prompts."""
+    add_target_flags(parser)
+    parser.add_argument(
+        "--max_prompts", type=int, default=max_prompts, help=f"prompts per suite (default: {max_prompts})"
+    )
+    parser.add_argument(
+        "--prompt_tokens", type=int, default=64, help="tokens of a prompt that is cut from text (default: 64)"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="new tokens per prompt and turn (default: 128)")
+
+
+def run(parser: OneLineParser) -> None:
+    """`speculator eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
+
+    Other commands (each has --help):
+    `speculator eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
+    `speculator eval lossless` checks that speculative decoding keeps the target's output.
+    `speculator eval compare A/report.json B/report.json` shows the differences of two reports.
+    `speculator eval gate OLD NEW` says whether a new head should replace an old one.
+    """
+    add_flags(parser, max_prompts=32)
+    parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
+    add_revision(parser)
+    parser.add_argument(
+        "--suite",
+        action="append",
+        help="prompts to decode: python-sources (its held-out split), a local file or folder, or a hub dataset "
+        "ORG/NAME[/CONFIG][:SPLIT]; repeatable (default: python-sources)",
+    )
+    parser.add_argument("--raw", action="store_true", help="never apply the target's chat template")
+    parser.add_argument(
+        "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
+    )
+    parser.add_argument("--batch_size", type=int, action="append", help="prompts per batch; repeatable (default: 1)")
+    parser.add_argument(
+        "--num_speculative_tokens",
+        type=int,
+        action="append",
+        metavar="G",
+        help="tokens to draft per step, as a chain; repeatable (default: as tuned, else all the head's)",
+    )
+    parser.add_argument(
+        "--as",
+        dest="server",
+        choices=SERVERS,
+        default="ours",
+        help="draft as this server does by default, and predict the acceptance figures that it logs: chains of greedy "
+        "tokens, or with --rule rejection or block sampled ones (default: ours)",
+    )
+    parser.add_argument(
+        "--server",
+        dest="server_url",
+        metavar="URL",
+        help="measure the vLLM at this address, which serves the exported head, by its own counters",
+    )
+    parser.add_argument(
+        "--rule",
+        choices=CHAIN_RULES,
+        help="accept rule of every drafter above temperature 0; the head then drafts chains (default: each drafter's)",
+    )
+    parser.add_argument(
+        "--draft_model", help="small causal LM with the target's tokenizer, measured as another drafter"
+    )
+    parser.add_argument("--hybrid", action="store_true", help="also measure the hybrid draft of head and n-gram lookup")
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        choices=OPTIONAL,
+        help="further baseline next to plain decoding and transformers' generate; repeatable (default: hf_compiled on "
+        "a GPU, hf_assisted with a draft model)",
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="timings per batch; the median counts (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--report_to", choices=get_args(Tracker), default="none", help="tracker of the figures (default: none)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of the report")
+
+
+def tune(parser: OneLineParser) -> None:
+    """Measure what adaptive drafting starts from, and write it to `decoding.json` in the head's folder.
+
+    That is: how often each token of a draft is accepted at temperatures 0 and 1, how often n-gram lookup is right, and
+    the cost of steps with several drafts at 1 to 32 rows. They give the trees worth drafting and the predicted
+    speedups, which are printed. Measured speedups come from `speculator eval`.
+    """
+    add_flags(parser, max_prompts=16)
+    parser.add_argument(
+        "--speculator",
+        required=True,
+        help="folder of a head, to write decoding.json to; with --output, also a hub id",
+    )
+    add_revision(parser)
+    parser.add_argument("--suite", default="python-sources", help="prompts to measure on (default: python-sources)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--output", type=Path, help="file to write instead of decoding.json in the head's folder")
+
+
+def compare(parser: OneLineParser) -> None:
+    """Compare two reports of `speculator eval`: the differences B - A, with 95% intervals.
+
+    The measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores
+    intervals and not the samples behind them. If both decoded the same prompts, the interval is wider than necessary.
+    """
+    parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
+    parser.add_argument("b", type=Path, metavar="B", help="second report")
+
+
+def gate(parser: OneLineParser) -> None:
+    """Accept a new head in place of an old one, or not: exit code 0 or 1, and one line with the figures.
+
+    The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
+    acceptance length on the guard suite has not fallen by more than `--guard_loss`. Both heads draft adaptively, as in
+    `speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
+    other.
+    """
+    parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
+    parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
+    add_revision(parser, "OLD")
+    add_flags(parser, max_prompts=64)
+    parser.add_argument(
+        "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"
+    )
+    parser.add_argument("--guard", help="suite on which OLD was published (default: no guard)")
+    parser.add_argument(
+        "--guard_loss",
+        type=float,
+        default=0.05,
+        help="share of OLD's acceptance length that NEW may lose on the guard suite (default: 0.05)",
+    )
+    parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+
+
+def lossless(parser: OneLineParser) -> None:
+    """Check on this machine, with these weights, that speculative decoding keeps the target's output.
+
+    At temperature 0, completions are compared token by token with plain decoding and with transformers. Above it, a
+    chi-square test compares many short completions with drafts and without.
+    """
+    add_flags(parser, max_prompts=32)
+    add_drafter_flags(parser)
+    parser.add_argument(
+        "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
+    )
+    parser.add_argument(
+        "--suite", default="python-sources", help="prompts, as in `speculator eval` (default: python-sources)"
+    )
+    parser.add_argument("--sampled_prompts", type=int, default=4, help="prompts to sample from (default: 4)")
+    parser.add_argument("--samples", type=int, default=4000, help="completions per sampled prompt (default: 4000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument("--output", type=Path, help="JSON file to write the checks to")

@@ -1,0 +1,61 @@
+"""Parsers import no library that takes seconds, and offer what the code has."""
+
+import subprocess
+import sys
+
+import pytest
+
+from data.client import CONCURRENCY
+from data.magpie import ROWS
+from data.onpolicy import BATCH_SIZE
+from eval import flags as eval_flags
+from speculator import flags
+from speculator.__main__ import COMMANDS, build_parser
+from speculator.checkpoints import FORMATS
+from speculator.checkpoints.layout import DTYPES
+from speculator.cli.serve import KEY_VARIABLE
+from speculator.decoding import verify
+from train.vllm_server import LAYOUTS
+
+_ALL_PARSERS = """
+import sys
+from speculator.__main__ import COMMANDS, build_parser
+from train import command_line, server_command
+for parser in (*map(build_parser, COMMANDS), command_line.build_parser(), server_command.build_parser()):
+    parser.format_help()
+print([name for name in ("torch", "transformers", "datasets", "openai", "matplotlib") if name in sys.modules])
+"""
+
+
+def test_no_parser_imports_a_large_library():
+    assert subprocess.check_output([sys.executable, "-c", _ALL_PARSERS], text=True) == "[]\n"
+
+
+def _choices(command: str, flag: str) -> set[str]:
+    return set(next(each.choices for each in build_parser(command)._actions if flag in each.option_strings))
+
+
+def test_the_choices_of_flags_are_those_of_the_code():
+    assert flags.RULES == verify.RULES
+    assert eval_flags.CHAIN_RULES == verify.CHAIN_RULES
+    assert _choices("export", "--format") == set(FORMATS)
+    assert _choices("export", "--dtype") == set(DTYPES)
+    assert _choices("adapt", "--layout") == set(LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("data generate", f"{ROWS} for self"),
+        ("data generate", f"(default: {BATCH_SIZE}), or concurrent requests per server (default: {CONCURRENCY})"),
+        ("serve", f"default: ${KEY_VARIABLE}"),
+        ("adapt", f"default: ${KEY_VARIABLE}"),
+    ],
+)
+def test_help_states_the_defaults_of_the_code(command, text):
+    assert text in " ".join(build_parser(command).format_help().split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_describes_itself(command):
+    assert len(build_parser(command).description) > 20
