@@ -77,8 +77,9 @@ def test_a_trained_weight_is_not_copied(layer):
     torch.optim.AdamW(layer.parameters(), 0.1, fused=True).step()
     with torch.inference_mode():
         after = layer(x)
-    torch.testing.assert_close(after, dense(layer, x))
-    assert (after - before).abs().max() > 0.1
+    # The update moves every weight by 0.1, and so outputs by tens; a copy of the old weights would be that far off.
+    torch.testing.assert_close(after, dense(layer, x), rtol=1e-5, atol=1e-3)
+    assert (after - before).abs().max() > 10
 
 
 def test_an_input_that_needs_a_gradient_gets_it_without_a_copy_of_the_weight(layer):
