@@ -42,7 +42,7 @@ from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import TrainingBatch
 from speculator.heads.unrolled import align
 from speculator.tables import markdown_table
-from speculator.target.linear import FAST_DTYPES
+from speculator.target.linear import HAS_ONEDNN
 from speculator.target.model import Target
 from train.config import LossConfig
 from train.losses import ChunkedLoss
@@ -206,7 +206,7 @@ def _attention(query: torch.Size, key: torch.Size, *_: object, **__: object) -> 
 
 
 # The counter knows torch's own products alone, and no attention whose query heads share key heads.
-_COUNTED = {torch.ops.mkldnn._linear_pointwise: _product} if FAST_DTYPES else {}
+_COUNTED = {torch.ops.mkldnn._linear_pointwise: _product} if HAS_ONEDNN else {}
 for _kind in ("cudnn", "flash", "efficient"):
     _COUNTED[getattr(torch.ops.aten, f"_scaled_dot_product_{_kind}_attention")] = _attention
 

@@ -20,9 +20,9 @@ from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
 from speculator.target.linear import product
 from train.config import LossConfig
 
-_CHUNK = {"cpu": 2**23}
+_CHUNK = {"cpu": 2**25}
 _CHUNK_ON_GPU = 2**26
-"""Logits in memory at a time, over the whole vocabulary: 32 MiB and 256 MiB in float32."""
+"""Logits in memory at a time, over the whole vocabulary: 128 MiB and 256 MiB in float32."""
 _OUTER_ROWS = 8192
 _TILE = 256
 _LK_ETA = 3.0
@@ -52,6 +52,11 @@ def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> 
     """Cross-entropy with the text's next token (2404.19124); 0 where that is outside the draft vocabulary."""
     # Labels below 0 (IGNORE, or outside the draft vocabulary) read column 0, and the factor makes that 0.
     return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
+
+
+def label_probs(z: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
+    """Return the probability of each label; 1 where it is outside the draft vocabulary."""
+    return cross_entropy(exact(z).log_softmax(-1), labels).neg().exp()
 
 
 def kl(log_q: Tensor, target: TargetProbs) -> Tensor:  # [C, V_d] -> [C]
@@ -160,7 +165,7 @@ def compiling_pays(device: torch.device, vocab_size: int) -> bool:
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
     """Number of tokens whose logits are in memory at a time, by kind of device."""
-    # 2^23 logits are 65 tokens of a vocabulary of 128,256.
+    # 2^25 logits are 261 tokens of a vocabulary of 128,256.
     chunk = max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
     # 523 rows, for a vocabulary of 128,256, would leave a fifth of a product's last tiles on a GPU empty.
     return chunk if device in _CHUNK or chunk < _TILE else chunk // _TILE * _TILE
@@ -189,7 +194,9 @@ class ChunkedLoss:
     ):
         self.target_probs: Callable[..., TargetProbs] = target_probs
         self.replace_by_gradient: Callable[..., tuple[Tensor, Tensor, Tensor]] = replace_by_gradient
+        self.label_probs: Callable[..., Tensor] = label_probs
         if compiled:
+            self.label_probs = Compiled(label_probs, "the weights of D-PACE")
             self.target_probs = Compiled(target_probs, "the target's distribution")
             self.replace_by_gradient = Compiled(replace_by_gradient, "the loss")
         self.logits, self.weights, self.vocab_size, self.chunk = logits, weights, vocab_size, chunk
@@ -211,13 +218,14 @@ class ChunkedLoss:
         steps, kept = labels.shape
         q = torch.zeros(steps, kept, device=labels.device)
         chunk = self.chunk or chunk_tokens(labels.device.type, self.vocab_size)
+        dtype = _product_dtype(logits[0][0][1])
+        cast = {id(matrix): matrix.to(dtype) for terms in logits for _, matrix in terms}  # steps may share a matrix
         for i, terms in enumerate(logits):
-            dtype = _product_dtype(terms[0][1])
-            matrices = [matrix.to(dtype) for _, matrix in terms]
+            matrices = [cast[id(matrix)] for _, matrix in terms]
             for start in range(0, kept, chunk):
                 span = slice(start, start + chunk)
                 z = _logits([x[span].contiguous().to(dtype) for x, _ in terms], matrices)
-                q[i, span] = cross_entropy(z.float().log_softmax(-1), labels[i, span]).neg().exp()
+                q[i, span] = self.label_probs(z, labels[i, span])
         counted = labels != IGNORE
         # Labels of one draft lie in different columns, because `labels` is arranged by what predicts them. `slots` says
         # to which token of which draft a label belongs: scatter them there, weigh each draft, and gather them back.
@@ -303,47 +311,37 @@ class _Chunked(torch.autograd.Function):
         loss, accepted = (torch.zeros(steps, kept, device=device, dtype=kept_in) for _ in range(2))
         hits = torch.zeros(steps, kept, dtype=torch.long, device=device)
         chunk = call.loss.chunk or chunk_tokens(device.type, call.loss.vocab_size)
-        # A matrix's gradient is as large as the vocabulary. On a GPU it is read and written once for all steps of a
-        # chunk, whose logits therefore stay until the chunk's end.
-        together = train and device.type != "cpu"
-        if together:
-            buffer = cast[0].new_empty(steps * min(chunk, kept) * len(cast[0]))
+        # Steps with the same matrices are multiplied together. Products of many rows are faster, and a matrix's
+        # gradient, which is as large as the vocabulary, is read and written once per chunk and not once per step.
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for i, which in enumerate(call.matrix_of):
+            groups.setdefault(tuple(which), []).append(i)
         for start in range(0, kept, chunk):
             span = slice(start, min(start + chunk, kept))
             target = None
             if call.loss.needs_target:
                 target = _target(call, span)
-            if together:
-                every = buffer[: steps * (span.stop - start) * len(cast[0])].view(steps, -1, len(cast[0]))
-            # For each matrix the steps that multiplied by it, with their features.
-            users: list[list[tuple[int, Tensor]]] = [[] for _ in matrices]
-            for i, which in enumerate(call.matrix_of):
-                xs = [x[span].to(dtype) for x in features[i]]
-                z = _logits(xs, [cast[j] for j in which], every[i] if together else None)
-                # The gradient is computed in the forward pass, while the chunk's logits exist, and overwrites them. The
-                # backward pass then only multiplies by the gradient of the objective: no logits are kept or computed
-                # twice.
-                if train:
-                    given = labels[i, span], call.weights[i, span], target, options
-                    loss[i, span], hits[i, span], accepted[i, span] = call.loss.replace_by_gradient(z, *given)
-                else:
-                    loss[i, span], hits[i, span], accepted[i, span] = measure(z, labels[i, span], target, options)
-                    continue
-                for x, d_x, j in zip(xs, d_features[i], which, strict=True):
-                    # z holds d loss / d logits now: [C, V] times the matrix [V, I] gives the features' gradient [C, I].
-                    d_x[span] = product(z, cast[j].T).to(d_x.dtype)
-                    if (d_matrix := d_matrices[j]) is None:
-                        continue
-                    if together:
-                        users[j].append((i, x))
+            for which, members in groups.items():
+                # For each of the matrices, the features of all steps of the group, end to end: [n C, I].
+                xs = [torch.cat([features[i][k][span] for i in members]).to(dtype) for k in range(len(which))]
+                z = _logits(xs, [cast[j] for j in which])  # [n C, V_d]
+                for i, own in zip(members, z.chunk(len(members)), strict=True):
+                    # The gradient is computed in the forward pass, while the chunk's logits exist, and overwrites them.
+                    # The backward pass then only multiplies by the gradient of the objective: no logits are kept or
+                    # computed twice.
+                    if train:
+                        given = labels[i, span], call.weights[i, span], target, options
+                        loss[i, span], hits[i, span], accepted[i, span] = call.loss.replace_by_gradient(own, *given)
                     else:
+                        loss[i, span], hits[i, span], accepted[i, span] = measure(own, labels[i, span], target, options)
+                for k, (x, j) in enumerate(zip(xs, which, strict=True) if train else ()):
+                    # z holds d loss / d logits now: [C, V] times the matrix [V, I] gives the features' gradient [C, I].
+                    d_x = product(z, cast[j].T)
+                    for i, part in zip(members, d_x.chunk(len(members)), strict=True):
+                        d_features[i][k][span] = part
+                    if (d_matrix := d_matrices[j]) is not None:
                         _add_outer(d_matrix, z, x)
-            for d_matrix, terms in zip(d_matrices, users, strict=True):
-                if terms and d_matrix is not None:
-                    # One product for all steps that share the matrix: its gradient is as large as the vocabulary times
-                    # I, and would be read and written once per step otherwise.
-                    own = every if len(terms) == steps else every[[i for i, _ in terms]]
-                    _add_outer(d_matrix, own.flatten(0, 1), torch.cat([x for _, x in terms]))
+                del z, own  # before the next ones are allocated
         ctx.missing = [d_matrix is None for d_matrix in d_matrices]
         ctx.save_for_backward(*(x for xs in d_features for x in xs), *(x for x in d_matrices if x is not None))
         ctx.mark_non_differentiable(loss, hits, accepted)
@@ -368,16 +366,11 @@ def _product_dtype(matrix: Tensor) -> torch.dtype:
 def _logits(
     features: Sequence[Tensor],  # [C, I] each
     matrices: Sequence[Tensor],  # [V, I] each
-    out: Tensor | None = None,  # [C, V]
 ) -> Tensor:  # [C, V]
-    terms = [(x, matrix) for x, matrix in zip(features, matrices, strict=True)]
-    if out is None:
-        products = [product(x, matrix) for x, matrix in terms]
-        return sum(products[1:], products[0])
-    torch.mm(features[0], matrices[0].T, out=out)
-    for x, matrix in terms[1:]:
-        out += product(x, matrix)
-    return out
+    z = product(features[0], matrices[0])
+    for x, matrix in zip(features[1:], matrices[1:], strict=True):
+        z += product(x, matrix)
+    return z
 
 
 def _target(call: _Call, span: slice) -> TargetProbs:

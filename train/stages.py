@@ -26,6 +26,7 @@ from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
+from speculator.target.linear import bfloat16_pays
 from speculator.target.model import Target
 from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
@@ -76,6 +77,9 @@ def train_stage(
     ours = {"epochs", "save_total_limit", "patience", "rejected_token_weight", "optimizer"}
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
+    if settings.bf16 and target.device.type == "cpu" and not bfloat16_pays():
+        fields["bf16"] = False
+        log(f"{name}.bf16: this processor multiplies float32 faster, so the head's products are computed in float32")
     # KV cache positions of a process that decodes its share of the prompts at once, as the plan counts them; chats may
     # be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)

@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from speculator.target.linear import FAST_DTYPES
+from speculator.target.linear import bfloat16_pays
 from train.trainer import on_one_gpu
 
 EOS = "<|endoftext|>"
@@ -81,7 +81,7 @@ def arguments(**settings: Any) -> TrainingArguments:
     """TrainingArguments with the settings that all trainings of the model share."""
     on_gpu = torch.cuda.is_available()
     shared = {"weight_decay": 0.1, "adam_beta2": 0.95, "logging_steps": 50, "seed": 0, "report_to": "none"}
-    bf16 = on_gpu or torch.bfloat16 in FAST_DTYPES
+    bf16 = on_gpu or bfloat16_pays()
     return on_one_gpu(TrainingArguments(**(shared | settings), bf16=bf16, use_cpu=not on_gpu))
 
 

@@ -6,15 +6,27 @@ weight therefore has a second copy in oneDNN's layout, multiplied by the operato
 
 Products that need a gradient use oneDNN too, without a copy; there torch's own float32 products took twice as long.
 Small products, other dtypes and other devices use torch's own.
+
+Most processors have no unit for bfloat16, and emulate its products at a tenth of float32's rate and less. There a
+bfloat16 weight's copy is in float32. A product of two bfloat16 numbers is exact in float32, which holds the sums either
+way, and the result is rounded to bfloat16: the same product, up to the order of the sum.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from speculator.device import processor
+from speculator.files import cached_object
+from speculator.terminal import log
 
 _MIN_MULTIPLICATIONS = 2**20
 """Below this torch's own product is as fast or faster: calling oneDNN takes longer."""
@@ -23,15 +35,47 @@ _MIN_MULTIPLICATIONS_PACKED = 2**16
 verification did not, drafts would seem to pay more than they do."""
 
 
-def _dtypes() -> tuple[torch.dtype, ...]:
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return ()
-    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,)
+_TIMED = (128, 1024, 1024)  # rows, inputs and outputs of the product that is timed
 
 
-FAST_DTYPES = _dtypes()
-"""Dtypes that oneDNN multiplies on this processor without emulation."""
+def _has_onednn() -> bool:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return torch.backends.mkldnn.is_available() and capability in ("AVX2", "AVX512")
+
+
+HAS_ONEDNN = _has_onednn()
+"""Whether oneDNN's products are used on this processor."""
+
+
+@cache
+def bfloat16_pays() -> bool:
+    """Return whether this CPU multiplies bfloat16 at least as fast as float32.
+
+    The first process on a machine times both, which takes up to a second; the user's cache keeps the result.
+    """
+    if not (HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    name = f"{processor()} {torch.__version__} {os.environ.get('ONEDNN_MAX_CPU_ISA', '')}"
+    with cached_object("products", name) as stored:
+        with suppress(KeyError, TypeError):  # never measured, or damaged
+            return bool(stored["bfloat16"] <= stored["float32"])
+        stored |= {"bfloat16": _seconds(torch.bfloat16), "float32": _seconds(torch.float32)}
+        if stored["bfloat16"] > stored["float32"]:
+            rates = (2e-12 * _TIMED[0] * _TIMED[1] * _TIMED[2] / stored[kind] for kind in ("bfloat16", "float32"))
+            what = "this processor multiplies bfloat16 at {:.2f} TFLOP/s and float32 at {:.2f}"
+            log(f"{what.format(*rates)}: products of bfloat16 are computed in float32")
+        return bool(stored["bfloat16"] <= stored["float32"])
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    """Return the shortest of several times that a product takes."""
+    rows, inputs, outputs = _TIMED
+    x, weight, times = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype), []
+    for _ in range(4):
+        started = time.perf_counter()
+        _onednn(x, weight)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def product(
@@ -39,18 +83,31 @@ def product(
     matrix: Tensor,  # [O, I]
 ) -> Tensor:  # [..., O]
     """Return `x @ matrix.T`, for use without autograd, by oneDNN if that is faster; the matrix is not copied."""
-    large = x.numel() * matrix.shape[0] >= _MIN_MULTIPLICATIONS
-    return _onednn(x, matrix) if large and _is_fast(x, matrix) else nn.functional.linear(x, matrix)
+    if x.numel() * matrix.shape[0] < _MIN_MULTIPLICATIONS or not _is_ours(x, matrix):
+        return nn.functional.linear(x, matrix)
+    return _widened(x, matrix) if _widens(x) else _onednn(x, matrix)
 
 
-def _is_fast(x: Tensor, weight: Tensor) -> bool:
+def _is_ours(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a product is oneDNN's: float32, or bfloat16, maybe by way of float32."""
     return (
-        x.dtype is weight.dtype
-        and x.dtype in FAST_DTYPES
+        HAS_ONEDNN
+        and x.dtype is weight.dtype
+        and x.dtype in (torch.float32, torch.bfloat16)
         and x.is_cpu
         and weight.is_cpu
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _widens(x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and not bfloat16_pays()
+
+
+def _widened(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply bfloat16 in float32; the matrix may be packed already."""
+    wide = matrix.float() if matrix.dtype is torch.bfloat16 else matrix
+    return _onednn(x.float(), wide, None if bias is None else bias.float()).to(torch.bfloat16)
 
 
 def _onednn(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,10 +115,11 @@ def _onednn(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Copy:
-    """A weight in oneDNN's layout."""
+    """A weight in oneDNN's layout, in float32 where bfloat16 is slower."""
 
     def __init__(self, weight: Tensor):
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        dense = weight.detach().float() if _widens(weight) else weight.detach()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(dense, None)
         # Keeps the memory, so that no other tensor can have the same address.
         self._original, self._version = weight.detach(), weight._version
 
@@ -104,15 +162,16 @@ class PackedLinear(nn.Linear):
         # Not `self.weight`: torch looks attributes up in 1 µs, and a small model has hundreds of products in a step.
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
-        if weight is None or not _is_fast(input, weight) or torch.compiler.is_compiling():
+        if weight is None or not _is_ours(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)
         if input.numel() * weight.shape[0] < (_MIN_MULTIPLICATIONS if trained else _MIN_MULTIPLICATIONS_PACKED):
             return nn.functional.linear(input, weight, bias)
+        widens = _widens(weight)
         if trained:
-            return _Trained.apply(input, weight, bias)
+            return super().forward(input) if widens else _Trained.apply(input, weight, bias)
         if self._copy is None or not self._copy.is_current(weight):
             self._copy = _Copy(weight)
-        return _onednn(input, self._copy.packed, bias)
+        return (_widened if widens else _onednn)(input, self._copy.packed, bias)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}

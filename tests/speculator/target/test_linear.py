@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from speculator.target.linear import FAST_DTYPES, PackedLinear, pack_linears, product, unpack_linears
+from speculator.files import cache_folder
+from speculator.target import linear
+from speculator.target.linear import HAS_ONEDNN, PackedLinear, pack_linears, product, unpack_linears
 
 WIDE, HIGH = 1024, 1152  # large enough for oneDNN with one row
 
-needs_onednn = pytest.mark.skipif(not FAST_DTYPES, reason="no oneDNN here")
+needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="no oneDNN here")
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def dense(layer, x):
 
 
 @needs_onednn
-@pytest.mark.parametrize("dtype", FAST_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), (64,)])
 def test_packed_products_equal_torchs_own(layer, shape, dtype):
     layer.to(dtype)
@@ -34,6 +36,38 @@ def test_packed_products_equal_torchs_own(layer, shape, dtype):
         ours, theirs = layer(x), dense(layer, x)
     assert layer._copy is not None
     torch.testing.assert_close(ours, theirs)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_bfloat16_in_float32_are_rounded_exact_ones(monkeypatch, bias):
+    """Rounding the sum to bfloat16 once is within half a unit of the last place, 2^-9, of the exact product."""
+    monkeypatch.setattr(linear, "bfloat16_pays", lambda: False)
+    torch.manual_seed(0)
+    layer = nn.Linear(WIDE, HIGH, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    pack_linears(layer)
+    x = torch.randn(3, WIDE, dtype=torch.bfloat16)
+    exact = dense(copy.deepcopy(layer).double(), x.double())
+    with torch.no_grad():
+        ours, unpacked = layer(x), product(x, layer.weight)
+    assert layer._copy is not None
+    assert layer._copy.packed.dtype is torch.float32
+    assert ours.dtype is unpacked.dtype is torch.bfloat16
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(unpacked.double(), exact - (layer.bias.double() if bias else 0), rtol=2**-8, atol=1e-5)
+
+
+@needs_onednn
+def test_the_rates_of_products_are_measured_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    seconds = {torch.bfloat16: [2.0], torch.float32: [1.0]}
+    monkeypatch.setattr(linear, "_seconds", lambda dtype: seconds[dtype].pop())
+    for _ in range(2):  # as two processes
+        linear.bfloat16_pays.cache_clear()
+        assert not linear.bfloat16_pays()
+    linear.bfloat16_pays.cache_clear()
+    assert len([*cache_folder().rglob("*.json")]) == 1
 
 
 @needs_onednn
