@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, split_at_answers
 from data.rendering import as_chat, check_tokens, document_text, text_tokens
-from data.rows import RowError, SourceError
-from data.sources import interleave, streams
+from data.rows import RowError, SourceError, errors_of_row
+from data.sources import interleave, name_of, streams
 from data.tally import Tally, log
 from speculator.chat import chat_tokens
 from speculator.target.training import TrainingTarget
@@ -45,6 +45,10 @@ class PromptLimits:
         context, room = (target.encoder.longest, 0) if target.encoder else (target.context_length, new_tokens)
         return cls(target.name, context, room, seq_length)
 
+    def fits(self, ids: list[int]) -> bool:
+        """Return whether a prompt leaves room for its answer."""
+        return len(ids) <= min(self.seq_length, self.context - self.new_tokens)
+
     def take(
         self, source: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
     ) -> tuple[list[tuple[list[int], Item]], int]:
@@ -56,7 +60,7 @@ class PromptLimits:
         found: list[tuple[list[int], Item]] = []
         skipped = 0
         for ids, item in prompts:
-            if len(ids) > min(self.seq_length, self.context - self.new_tokens):
+            if not self.fits(ids):
                 skipped += 1
                 continue
             found.append((ids, item))
@@ -100,11 +104,16 @@ class _Cut:
         packed_text = all(all(row.get("loss_mask", [1])) for row in first)
         for row in (as_chat(row, self.tokenizer) for row in chain(first, documents)):
             try:
-                if "input_ids" in row:
-                    check_tokens(row, self.tokenizer)
-                yield from self._of(row, packed_text)
+                with errors_of_row(row["where"]):
+                    if "input_ids" in row:
+                        check_tokens(row, self.tokenizer)
+                    found = list(self._of(row, packed_text))
             except RowError as error:
                 self.tally.add(error)
+                continue
+            self.tally.used += bool(found)
+            self.tally.skipped[f"too short for a prompt of {self.prompt_tokens} tokens"] += not found
+            yield from found
 
     def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
         """Yield the prompts of one document; with `packed_text`, packed rows are texts, whose tokens all have loss."""
@@ -129,10 +138,10 @@ class _Cut:
 
     def _of_lines(self, row: dict[str, Any]) -> Iterator[list[int]]:
         """Yield prompts that begin at up to `per_text` different lines of a text."""
-        lines, made = row["text"].splitlines(keepends=True), set()
+        lines, made, name = row["text"].splitlines(keepends=True), set(), name_of(row)
         for k in range(self.per_text):
-            # The line depends on the document's id alone, so every run takes the same prompt.
-            digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
+            # The line depends on the document's name alone, so every run takes the same prompt.
+            digest = hashlib.sha256(f"start of {name}{f', {k}' if k else ''}".encode()).digest()
             start = int.from_bytes(digest[:8], "big") % len(lines)
             # Cut before it is tokenised: a megabyte is not read for 64 tokens.
             text = "".join(lines[start:])[: self.prompt_tokens * 16]

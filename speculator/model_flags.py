@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from speculator.chat import set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
@@ -25,6 +23,7 @@ from speculator.drafters.hybrid import Hybrid
 from speculator.errors import OneLineParser, UserError, refuse
 from speculator.target.model import Target
 from speculator.terminal import loading
+from speculator.tokenizer_flags import add_tokenizer_flags
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model, --early_exit or --ngram"
@@ -35,9 +34,8 @@ _TREE = ("branches", "nodes")
 def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
     """Add the flags of the target."""
     parser.add_argument("--target", required=required, help="hub id, folder or GGUF file of a causal LM")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    add_tokenizer_flags(parser)
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     parser.add_argument(
         "--dtype",
@@ -45,18 +43,6 @@ def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
         default="auto",
         help="dtype of the target (default: auto, as stored; float32 on a CPU)",
     )
-    what = "JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"
-    parser.add_argument("--chat_template_kwargs", type=_object, metavar="JSON", help=what)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a JSON object")
-    return value
 
 
 def load_target(arguments: argparse.Namespace) -> Target:

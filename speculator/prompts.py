@@ -117,15 +117,15 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     if key is None:
         needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in keys)
         raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
-    value, category = row[key], row.get("category") or ""
+    value, category = row[key], row.get("category")
+    category = str(category) if isinstance(category, str | int | float) else ""  # any other value groups nothing
     if key == "prompt" and isinstance(value, list):  # TRL's conversational form
         key = "messages"
     if key == "messages":
         try:
-            messages = clean_messages(value)
+            return Prompt(clean_messages(value), [], True, clean_tools(row.get("tools")), category, where)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        return Prompt(messages, [], True, clean_tools(row.get("tools")), category, where)
     texts = value if key == "turns" else [value]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f'{where}: "{key}" must be {KEYS[key]}')

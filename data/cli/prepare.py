@@ -10,18 +10,19 @@ import argparse
 from pathlib import Path
 
 from data.prepare import save_rows
-from data.rendering import load_tokenizer
+from data.rendering import tokenizer_of
 from data.tally import add_max_bad_rows, add_raw
 from speculator.errors import OneLineParser, refuse
 from speculator.files import check_output_folder
 from speculator.terminal import quiet_libraries
+from speculator.tokenizer_flags import add_tokenizer_flags
 
 
 def build_parser() -> OneLineParser:
     """Return the parser of `speculator data prepare`."""
     parser = OneLineParser(prog="speculator data prepare", description=__doc__)
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    add_tokenizer_flags(parser)
     parser.add_argument(
         "--sources",
         required=True,
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     counts = save_rows(
         arguments.sources,
-        load_tokenizer(arguments.target, arguments.revision, raw=arguments.raw),
+        tokenizer_of(arguments),
         arguments.seq_length,
         arguments.output,
         max_tokens=arguments.max_tokens,

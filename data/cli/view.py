@@ -14,11 +14,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.rendering import load_tokenizer
+from data.rendering import tokenizer_of
 from data.sources import token_documents
 from data.tally import Tally, add_raw
 from speculator.errors import OneLineParser, printable, refuse
 from speculator.terminal import DIM, GREEN, PLAIN, colours, log, quiet_libraries
+from speculator.tokenizer_flags import add_tokenizer_flags
 
 
 def build_parser() -> OneLineParser:
@@ -26,7 +27,7 @@ def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="speculator data view", description=__doc__)
     parser.add_argument("source", help="a folder that `speculator data prepare` wrote, or any other source")
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    add_tokenizer_flags(parser)
     add_raw(parser)
     parser.add_argument("--rows", type=int, default=3, help="number of rows (default: 3)")
     parser.add_argument("--color", action="store_true", help="use colors even if stdout is not a terminal")
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the first rows."""
     refuse((arguments.rows < 1, "--rows must be at least 1"))
     quiet_libraries()
-    tokenizer = load_tokenizer(arguments.target, arguments.revision, raw=arguments.raw)
+    tokenizer = tokenizer_of(arguments)
     marks = (DIM, PLAIN, GREEN, PLAIN) if arguments.color or colours(sys.stdout) else ("", "", "[[", "]]")
     tally = Tally(max_share=1.0)
     documents = token_documents([arguments.source], None, tokenizer, tally=tally)

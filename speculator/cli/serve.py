@@ -55,6 +55,13 @@ def add_flags(parser: OneLineParser) -> None:
         "--api_key", help=f"key that requests under /v1 must send (default: ${KEY_VARIABLE}, else none)"
     )
     parser.add_argument(
+        "--allowed_origins",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="origins of the web pages that may use the server, such as http://localhost:3000 (default: none)",
+    )
+    parser.add_argument(
         "--allow_load",
         action="store_true",
         help="load another head at POST /v1/speculator/load, while requests are decoded; needs --api_key",
@@ -107,6 +114,8 @@ def run(arguments: argparse.Namespace) -> None:
         max_queue=arguments.queue,
         recorder=recorder,
         load_drafter=load,
+        allowed_origins=arguments.allowed_origins,
+        hosts=_LOOPBACK if arguments.host in _LOOPBACK and not key else (),
     )
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -133,3 +133,11 @@ def test_prompts_are_drawn_by_weight(tmp_path):
     tokenizer = tiny_tokenizer()
     found = prompts([f"{sources[0]}@0.75", f"{sources[1]}@0.25"], None, tokenizer, 8, 40)
     assert [tokenizer.decode(ids)[0] for ids in found].count("a") == 30
+
+
+def test_a_greeting_belongs_to_the_opening_of_a_chat(tmp_path):
+    system, greeting = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Welcome!"}
+    chats = [{"messages": [system, greeting, {"role": "user", "content": f"Q{i}"}, CHAT[1], *CHAT]} for i in range(9)]
+    found, _ = conversations([write(tmp_path / "chats.jsonl", chats)], None, chat_tokenizer("llama3"), 8, 99)
+    assert [prompt.messages for prompt in found] == [chat["messages"][:3] for chat in chats]
+    assert all(list(prompt.later) == [CHAT[:1]] for prompt in found)
