@@ -89,8 +89,8 @@ def load_suite(
     taken, left_out = limits.take(source, _interleave(wanted), max_prompts)
     tally.used, tally.skipped["too long"] = len(taken), left_out
     tally.skipped["beyond --max_prompts"] = tally.rows - tally.bad - left_out - len(taken)
-    tally.warn(f"--suite {source}")
     refuse((not taken, f"--suite {source}: no usable row in it; the first fault is {[*tally.first, 'none'][0]}"))
+    tally.warn(f"--suite {source}")
     prompts, kept = [ids for ids, _ in taken], [conversation for _, conversation in taken]
     turns = target.encoder and any(conversation.later for conversation in kept)
     refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
