@@ -62,9 +62,11 @@ def chat_text(
         text = _render(tokenizer, template, messages, tools, ask, variables)
         check_text("the rendered chat", text)
         for number, message in enumerate(messages):
-            if message["role"] in ("user", "assistant") or (message.get("content") or "").strip() in text:
+            content = (message.get("content") or "").strip()
+            escaped = json.dumps(content, ensure_ascii=False)[1:-1]  # as the filter `tojson` writes it
+            if message["role"] in ("user", "assistant") or content in text or escaped in text:
                 continue
-            # The template may also have escaped the content: does it write another one in this place?
+            # The template may also write the content in a way of its own: does it write another one in this place?
             marked = [*messages[:number], {**message, "content": _MARK}, *messages[number + 1 :]]
             if _MARK not in _render(tokenizer, template, marked, tools, ask, variables):
                 raise RefusedError(f"the chat template leaves out messages of the role {message['role']!r:.40}")

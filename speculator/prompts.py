@@ -1,6 +1,6 @@
 """Prompts: rows of a JSON lines file, in one of four formats.
 
-{"prompt": "..."}                           text to continue; with a "completion", one user turn
+{"prompt": "..."}                           text to continue; with a "completion" or "chosen", one user turn
 {"messages": [{"role", "content"}, ...]}    chat; optional "tools" go to the chat template
 {"turns": ["...", ...]}                     user turns of a conversation, each asked after the answers so far
 {"question": "..."}                         one user turn
@@ -129,7 +129,7 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     texts = value if key == "turns" else [value]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
-    chat = key != "prompt" or isinstance(row.get("completion"), str)
+    chat = key != "prompt" or any(row.get(name) is not None for name in ("completion", "chosen"))
     return Prompt([_user(texts[0])], texts[1:], chat, None, category, where)
 
 

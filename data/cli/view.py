@@ -67,6 +67,8 @@ def _facts(chat: dict[str, Any] | None) -> Iterator[str]:
         yield from (f"  {why}" for why in chat["why"])
     if chat["dropped"]:
         yield f"the first {chat['dropped']} messages are dropped: the assistant speaks before anyone asks"
+    if chat["marked"]:
+        yield f"{chat['marked']} answers have no loss: the row marks them as not to be learnt"
     yield from (f"message {number + 1} has no loss: {reason}" for number, reason in chat["left_out"])
 
 

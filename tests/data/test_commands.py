@@ -149,3 +149,12 @@ def test_rows_are_rendered_with_the_variables_of_the_run(target, capsys):
     assert "STYLE<|begin_of_text|>" in capsys.readouterr().out
     assert prepare(target, "--output", "rows", *variables) == 0
     assert "STYLE" in tokenizer.decode(load_from_disk("rows")["train"][0]["input_ids"])
+
+
+def test_view_names_answers_that_the_row_excludes(target, tmp_path, capsys):
+    asked, answer, *rest = CHATS[0]["messages"]
+    (tmp_path / "marked.jsonl").write_text(json.dumps({"messages": [asked, {**answer, "weight": 0}, *rest]}) + "\n")
+    assert main(["view", "marked.jsonl", "--target", target]) == 0
+    out = capsys.readouterr().out
+    assert "    1 answers have no loss: the row marks them" in out
+    assert ("[[Yes.<|eot_id|>]]" in out, "[[Answer" in out) == (True, False)

@@ -28,6 +28,10 @@ FORMATS = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
     {"instruction": "Hi", "input": "", "output": "Hello"},
     {"prompt": "Hi", "completion": "Hello"},
+    {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+    {"prompt": "Hi", "chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+    {"input": [{"role": "user", "content": "Hi"}], "output": "Hello"},
+    {"conversation": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
     {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
 ]
 
