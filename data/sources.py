@@ -144,7 +144,8 @@ def _documents(
     first = list(islice(rows, _FEW))
     few = _splits_of_few(first) if len(first) < _FEW else {}
     for row in chain(first, rows):
-        name = row["id"] if "fault" in row else name_of(row)
+        digest = b"" if "fault" in row else _digest(row)
+        name = row.get("name") or digest.hex() or row["id"]  # a bad row has no content
         in_split = split is None or (row.get("split") or few.get(name) or split_of(name)) == split
         tally.rows += in_split
         if "fault" in row:
@@ -156,7 +157,6 @@ def _documents(
             continue
         # Duplicates are dropped before splitting, or two sources could each have a copy. Rows of a prepared dataset
         # already have a split, and their documents were compared when they were prepared.
-        digest = _digest(row)
         if "split" not in row and (digest in seen or elsewhere(digest)):
             tally.skipped[COPY] += in_split
             continue
