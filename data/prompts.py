@@ -15,7 +15,7 @@ from data.conversations import Conversation, split_at_answers
 from data.rendering import as_chat, check_tokens, document_text, text_tokens
 from data.rows import RowError, SourceError, errors_of_row
 from data.sources import interleave, name_of, streams
-from data.tally import Tally, log
+from data.tally import TOO_LONG, Tally, log
 from speculator.chat import chat_tokens
 from speculator.target.training import TrainingTarget
 
@@ -85,7 +85,8 @@ class _Cut:
         per_text: largest number of prompts of a text.
         last_turn: cut chats after the user's last turn, not before the first answer.
         turns: number of answers for which a chat keeps the messages between them; None: all.
-        tally: counts unusable rows.
+        limits: a row whose prompts do not fit is not used.
+        tally: counts rows.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -93,6 +94,7 @@ class _Cut:
     per_text: int
     last_turn: bool
     turns: int | None
+    limits: PromptLimits
     tally: Tally
 
     def prompts(self, documents: Iterator[dict[str, Any]]) -> Iterator[Conversation]:
@@ -111,8 +113,10 @@ class _Cut:
             except RowError as error:
                 self.tally.add(error)
                 continue
-            self.tally.used += bool(found)
-            self.tally.skipped[f"too short for a prompt of {self.prompt_tokens} tokens"] += not found
+            if any(self.limits.fits(prompt.ids) for prompt in found):
+                self.tally.used += 1
+            else:
+                self.tally.skipped[TOO_LONG if found else f"too short for {self.prompt_tokens} tokens of a prompt"] += 1
             yield from found
 
     def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
@@ -202,10 +206,10 @@ def conversations(
     Raises:
         SourceError: an unreadable source or row, or no prompt fits.
     """
-    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, turns, tally or Tally())
+    limits = limits or PromptLimits("the target", sys.maxsize, 0)
+    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, turns, limits, tally or Tally())
     parts, weights = streams(sources, split, tally)
     mixed = interleave([cut.prompts(part) for part in parts], weights, lambda prompt: 1)
-    limits = limits or PromptLimits("the target", sys.maxsize, 0)
     name = ", ".join(sources) + (f" ({split})" if split else "")
     taken, left_out = limits.take(name, ((prompt.ids, prompt) for prompt in mixed), count)
     return [prompt for _, prompt in taken], left_out

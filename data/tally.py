@@ -11,7 +11,7 @@ from data.rows import NothingToLearnError, RowError, SourceError
 from speculator.terminal import log
 
 MAX_BAD_ROWS = 0.05
-COPY, EMPTY = "exact copies of other rows", "without text"
+COPY, EMPTY, TOO_LONG = "exact copies of other rows", "without text", "too long"
 """Reasons to skip a row without a fault."""
 _EXAMPLES = 3
 _HOPELESS = 1000  # give up early after this many bad rows if most rows are bad

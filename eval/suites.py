@@ -16,7 +16,7 @@ from data.prompts import PromptLimits, conversations
 from data.readers import is_recorded, raw_rows
 from data.rows import RowError, content, errors_of_row
 from data.sources import PYTHON_SOURCES, parse
-from data.tally import Tally
+from data.tally import TOO_LONG, Tally
 from speculator import model_flags
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
@@ -87,7 +87,7 @@ def load_suite(
     chat, tally = not raw and tokenizer.chat_template is not None and not target.encoder, Tally(max_share=1.0)
     wanted = _wanted(chain(first, rows), tokenizer, chat, max_prompts, limits, tally)
     taken, left_out = limits.take(source, _interleave(wanted), max_prompts)
-    tally.used, tally.skipped["too long"] = len(taken), left_out
+    tally.used, tally.skipped[TOO_LONG] = len(taken), left_out
     tally.skipped["beyond --max_prompts"] = tally.rows - tally.bad - left_out - len(taken)
     refuse((not taken, f"--suite {source}: no usable row in it; the first fault is {[*tally.first, 'none'][0]}"))
     tally.warn(f"--suite {source}")
