@@ -1,7 +1,9 @@
 # Training and serving on a GPU. torch brings CUDA's libraries; the host has the driver and NVIDIA's container toolkit.
 #   docker build -t speculator .
 #   docker run --gpus all -v "$PWD/runs:/speculator/runs" -v ~/.cache/huggingface:/root/.cache/huggingface speculator \
-#       accelerate launch --config_file configs/accelerate/single.yaml train.py
+#       speculator train --config configs/llama-3.1-8b-instruct.yaml
+# `speculator train` is one process, which `docker stop` tells to save a checkpoint and end. `accelerate launch`, for several
+# GPUs, passes no SIGTERM on: there `docker stop` kills the run, and the same command resumes it at its last checkpoint.
 FROM python:3.12-slim
 
 # Triton compiles with a C compiler, and runs record the git commit. Debian keeps no old versions to pin.
@@ -13,4 +15,6 @@ RUN apt-get update \
 WORKDIR /speculator
 COPY . .
 RUN pip install --no-cache-dir -c constraints.txt -e ".[train,gguf,peft,serve]"
+# Prepared rows, and the chats that a target writes for hours, belong into the volume and not into the container's layer.
+ENV SPECULATOR_CACHE=/speculator/runs/cache
 CMD ["speculator", "--help"]

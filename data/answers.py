@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.rows import RowError
-from speculator.chat import DATA_DAY, RefusedError, any_added, chat_text, text_after_answer
+from data.rows import NothingToLearnError, RowError, has_loss
+from speculator.chat import DATA_DAY, THOUGHTS, RefusedError, any_added, chat_text, text_after_answer
 
 # Two renders that differ in empty marks of thinking alone count as equal: <think>\n\n</think>, [THINK][/THINK], ...
 _EMPTY_MARKS = re.compile(r"([<\[]\|?)([\w:]*think[\w:]*)(\|?[>\]])\s*\1/\2\3\n*")
@@ -47,10 +47,14 @@ class TextRow:
 
 @dataclass
 class ChatRows:
-    """The rows of a chat, and (number of the message, from 0; reason) of each answer without loss."""
+    """The rows of a chat, and (number of the message, from 0; reason) of each answer without loss.
+
+    `marked` counts the answers that the row itself excludes.
+    """
 
     rows: list[TextRow] = field(default_factory=list)
     left_out: list[tuple[int, str]] = field(default_factory=list)
+    marked: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
 
     Raises:
         RowError: the template rejects the chat, or none of its answers can have loss.
+        NothingToLearnError: all answers are marked as not to be learnt.
     """
     if not tokenizer.chat_template:
         raise RowError(document["where"], f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template")
@@ -118,6 +123,9 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
     found, dropped = ChatRows(), document.get("dropped", 0)
     for number, message in enumerate(document["messages"]):
         if message["role"] != "assistant":
+            continue
+        if not has_loss(message):
+            found.marked += 1
             continue
         try:
             text, start, end = chat.answer(number)
@@ -130,6 +138,8 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
             why = _difference(found.rows[-1], text[:start], number + dropped) if found.rows else ""
             found.rows.append(TextRow(text, [(start, end)], why))
     if not found.rows:
+        if found.marked and not found.left_out:
+            raise NothingToLearnError(document["where"], "chats whose answers are all marked as not to be learnt")
         if not found.left_out:
             raise RowError(document["where"], "a chat without an answer")
         first, reason = found.left_out[0]
@@ -297,18 +307,25 @@ def _without_marks(text: str) -> _Unmarked:
 def _fault(message: dict[str, Any], text: str, start: int, end: int) -> str:
     """Return why an answer can have no loss; empty if it can.
 
-    A turn needs a trace of its content and of each tool call. Without one, as of a call under a template that knows no
-    tools, the head would learn to end where the target calls.
+    A turn needs a trace of its content, of its thoughts and of each tool call. Without one, as of a call under a
+    template that knows no tools, the head would learn to end where the target calls.
     """
     content, calls = message.get("content") or "", message.get("tool_calls") or []
-    lines = [line.strip() for line in re.split(rf"\n|{_MARK_OF_THINKING}", content) if line.strip()]
+    lines, thoughts = _lines(content), _lines(next((message[key] for key in THOUGHTS if message.get(key)), ""))
     named = [name for call in calls if (name := (call.get("function") or call).get("name"))]
     turn = text[start:end]
     if not (lines or calls):
         return "the answer is empty"
     if (lines and not any(line in turn for line in lines)) or not all(name in turn for name in named):
         return "the chat template leaves out the answer's content or its tool calls"
+    if thoughts and not any(line in turn for line in thoughts):
+        return "the chat template leaves out the answer's thoughts"
     return "" if start else "nothing stands before the answer"
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of a text without marks of thinking, stripped and without the empty ones."""
+    return [line.strip() for line in re.split(rf"\n|{_MARK_OF_THINKING}", text) if line.strip()]
 
 
 def _common(a: str, b: str) -> int:

@@ -194,7 +194,7 @@ class _Server(Connection):
         return super().describe(error)
 
     async def probe(self, prompts: Sequence[Conversation], seed: int) -> None:
-        """Find the model's name, and check that two seeds give two texts for at least one prompt."""
+        """Find the model's name, and check that two seeds give two texts for the beginning of at least one prompt."""
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
             if len(models) == 1:
@@ -208,23 +208,30 @@ class _Server(Connection):
             end = end_token(self.tokenizer) if chat else None
             self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
         warm = [row for row in range(len(prompts)) if self._sampling(row).temperature >= _WARM]
-        # One prompt is not enough: an answer may be certain, as "Paris" is.
+        # An answer may be certain, as "Paris" or a label is, and the run's top_k may be 1. Half a prompt is open, and
+        # without filters only a greedy server continues several of them in the same way for both seeds.
         for row in warm[:_PROBE_PROMPTS]:
             prompt = prompts[row]
-            texts = [await self.complete(row, prompt.ids, prompt, s, _PROBE_TOKENS) for s in (seed, seed + 1)]
+            ids = prompt.ids[: (len(prompt.ids) + 1) // 2]
+            texts = [
+                await self.complete(row, ids, prompt, each, _PROBE_TOKENS, Sampling(1.0)) for each in (seed, seed + 1)
+            ]
             if texts[0] != texts[1]:
                 return
         if warm:
-            raise UserError(
-                f"{self.url} returns the same text for two seeds: it does not sample at temperature "
-                f"{self._sampling(row).temperature:g}"
-            )
+            raise UserError(f"{self.url} returns the same text for two seeds: it does not sample at temperature 1")
 
     def _sampling(self, row: int) -> Sampling:
         return self._samplings[row % len(self._samplings)]
 
     async def complete(
-        self, row: int, ids: list[int], prompt: Conversation, seed: int, max_tokens: int | None = None
+        self,
+        row: int,
+        ids: list[int],
+        prompt: Conversation,
+        seed: int,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
     ) -> tuple[list[int], bool]:
         """Return the tokens of the answer to the prompt `ids`, and whether it ended by itself.
 
@@ -232,8 +239,9 @@ class _Server(Connection):
             row: number of the prompt, which chooses the sampling and names the prompt in errors.
             prompt: the conversation that `ids` belongs to.
             max_tokens: default: that of `fetch_rows`.
+            sampling: default: that of the row.
         """
-        sampling, max_tokens = self._sampling(row), max_tokens or self._max_new_tokens
+        sampling, max_tokens = sampling or self._sampling(row), max_tokens or self._max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
         samplers: dict[str, Any] = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
         if self._ends:

@@ -42,13 +42,14 @@ class Conversation:
 def split_at_answers(messages: list[dict], answers: int | None) -> tuple[list[dict], list[list[dict]]]:
     """Split a chat into the messages before the first answer, and lists of those between the first `answers` answers.
 
-    None for `answers` means all. The lists end where two answers follow each other.
+    What the assistant says before the user speaks, as a greeting, is no answer. None for `answers` means all. The lists
+    end where two answers follow each other.
     """
     # user a, assistant b, user c, assistant d gives [a] and [[c]]: what follows d asks for no further answer.
     opening: list[dict] = []
     later: list[list[dict]] = []
     for message in messages:
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and any(each["role"] == "user" for each in opening):
             later.append([message] if message.get("tool_calls") else [])
         else:
             (later[-1] if later else opening).append(message)

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
@@ -29,6 +29,7 @@ from speculator.terminal import Progress, log
 
 _COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
+_LIBRARIES = ("transformers", "tokenizers", "jinja2")  # render and tokenise
 _MANIFEST = "manifest.json"
 
 
@@ -72,6 +73,7 @@ class _Request:
             "special_tokens": [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id],
             "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
             "chat_template": self.tokenizer.chat_template,
+            "versions": {name: version(name) for name in _LIBRARIES},
             "code": [hashlib.sha256(path.read_bytes()).hexdigest() for path in _CODE],
         }
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
@@ -92,8 +94,9 @@ def token_rows(
     """Return packed rows (see `data.packing.pack`) of one split of some sources; with `pairs`, one row a document.
 
     The cache key covers the sources (names, weights, sizes, modification times), the arguments, the tokenizer with its
-    chat template, and the code of this package. One process prepares the rows under a file lock; the others wait for
-    the lock, outside of any collective, so that a long preparation does not time out.
+    chat template, the code of this package, and the versions of the libraries that render and tokenise. One process
+    prepares the rows under a file lock; the others wait for the lock, outside of any collective, so that a long
+    preparation does not time out.
 
     Args:
         max_bad_rows: largest share of unusable rows in the training split; they are skipped with a warning. Other
@@ -199,13 +202,8 @@ def _prepare(folder: Path, request: _Request) -> None:
     features = Features({column: List(Value("int32")) for column in columns})
     bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=max_tokens)
 
-    def counted() -> Iterator[dict[str, Any]]:
-        for document in documents:
-            counts["documents"] += 1
-            yield document
-
     def rows() -> Iterator[dict[str, list[int]]]:
-        for row in make(counted(), request.length, max_tokens):
+        for row in make(documents, request.length, max_tokens):
             counts["rows"] += 1
             counts["tokens"] += len(row["input_ids"])
             counts["tokens_with_loss"] += sum(row["loss_mask"])
@@ -214,6 +212,7 @@ def _prepare(folder: Path, request: _Request) -> None:
             # Not before a token has loss: rows without labels would measure nothing.
             if first_rows and counts["rows"] >= first_rows and counts["tokens_with_loss"]:
                 break
+        counts["documents"] = tally.used
         tally.check(name)
         if not counts["rows"]:
             copies = f": {tally.counted_copies()}" if tally.copies else ""

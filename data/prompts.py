@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, split_at_answers
 from data.rendering import as_chat, check_tokens, document_text, text_tokens
-from data.rows import RowError, SourceError
-from data.sources import interleave, streams
-from data.tally import Tally, log
+from data.rows import RowError, SourceError, errors_of_row
+from data.sources import interleave, name_of, streams
+from data.tally import TOO_LONG, Tally, log
 from speculator.chat import chat_tokens
 from speculator.target.training import TrainingTarget
 
@@ -45,6 +45,10 @@ class PromptLimits:
         context, room = (target.encoder.longest, 0) if target.encoder else (target.context_length, new_tokens)
         return cls(target.name, context, room, seq_length)
 
+    def fits(self, ids: list[int]) -> bool:
+        """Return whether a prompt leaves room for its answer."""
+        return len(ids) <= min(self.seq_length, self.context - self.new_tokens)
+
     def take(
         self, source: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
     ) -> tuple[list[tuple[list[int], Item]], int]:
@@ -56,7 +60,7 @@ class PromptLimits:
         found: list[tuple[list[int], Item]] = []
         skipped = 0
         for ids, item in prompts:
-            if len(ids) > min(self.seq_length, self.context - self.new_tokens):
+            if not self.fits(ids):
                 skipped += 1
                 continue
             found.append((ids, item))
@@ -81,7 +85,8 @@ class _Cut:
         per_text: largest number of prompts of a text.
         last_turn: cut chats after the user's last turn, not before the first answer.
         turns: number of answers for which a chat keeps the messages between them; None: all.
-        tally: counts unusable rows.
+        limits: a row whose prompts do not fit is not used.
+        tally: counts rows.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -89,6 +94,7 @@ class _Cut:
     per_text: int
     last_turn: bool
     turns: int | None
+    limits: PromptLimits
     tally: Tally
 
     def prompts(self, documents: Iterator[dict[str, Any]]) -> Iterator[Conversation]:
@@ -100,11 +106,18 @@ class _Cut:
         packed_text = all(all(row.get("loss_mask", [1])) for row in first)
         for row in (as_chat(row, self.tokenizer) for row in chain(first, documents)):
             try:
-                if "input_ids" in row:
-                    check_tokens(row, self.tokenizer)
-                yield from self._of(row, packed_text)
+                with errors_of_row(row["where"]):
+                    if "input_ids" in row:
+                        check_tokens(row, self.tokenizer)
+                    found = list(self._of(row, packed_text))
             except RowError as error:
                 self.tally.add(error)
+                continue
+            if any(self.limits.fits(prompt.ids) for prompt in found):
+                self.tally.used += 1
+            else:
+                self.tally.skipped[TOO_LONG if found else f"too short for {self.prompt_tokens} tokens of a prompt"] += 1
+            yield from found
 
     def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
         """Yield the prompts of one document; with `packed_text`, packed rows are texts, whose tokens all have loss."""
@@ -129,10 +142,10 @@ class _Cut:
 
     def _of_lines(self, row: dict[str, Any]) -> Iterator[list[int]]:
         """Yield prompts that begin at up to `per_text` different lines of a text."""
-        lines, made = row["text"].splitlines(keepends=True), set()
+        lines, made, name = row["text"].splitlines(keepends=True), set(), name_of(row)
         for k in range(self.per_text):
-            # The line depends on the document's id alone, so every run takes the same prompt.
-            digest = hashlib.sha256(f"start of {row['id']}{f', {k}' if k else ''}".encode()).digest()
+            # The line depends on the document's name alone, so every run takes the same prompt.
+            digest = hashlib.sha256(f"start of {name}{f', {k}' if k else ''}".encode()).digest()
             start = int.from_bytes(digest[:8], "big") % len(lines)
             # Cut before it is tokenised: a megabyte is not read for 64 tokens.
             text = "".join(lines[start:])[: self.prompt_tokens * 16]
@@ -193,10 +206,10 @@ def conversations(
     Raises:
         SourceError: an unreadable source or row, or no prompt fits.
     """
-    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, turns, tally or Tally())
+    limits = limits or PromptLimits("the target", sys.maxsize, 0)
+    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, turns, limits, tally or Tally())
     parts, weights = streams(sources, split, tally)
     mixed = interleave([cut.prompts(part) for part in parts], weights, lambda prompt: 1)
-    limits = limits or PromptLimits("the target", sys.maxsize, 0)
     name = ", ".join(sources) + (f" ({split})" if split else "")
     taken, left_out = limits.take(name, ((prompt.ids, prompt) for prompt in mixed), count)
     return [prompt for _, prompt in taken], left_out

@@ -33,8 +33,8 @@ def documents() -> Iterator[dict[str, Any]]:
     """Yield the Python files of the standard library and installed packages: real text on every machine.
 
     Tests, files outside of 1-200 kB, generated tables (more than 10% digits) and text that is not UTF-8 are skipped.
-    Ids are module paths ("json/decoder.py"). Files come in the order of their ids' hashes, so `MAX_PACKAGE_BYTES`
-    selects the same files everywhere.
+    Ids are module paths ("json/decoder.py"), which also decide the splits: a file keeps its split when it changes.
+    Files come in the order of their ids' hashes, so `MAX_PACKAGE_BYTES` selects the same files everywhere.
     """
     found = files()
     taken: Counter[str] = Counter()
@@ -51,4 +51,4 @@ def documents() -> Iterator[dict[str, Any]]:
         digits = size - len(raw.translate(None, b"0123456789"))
         if digits <= _MAX_DIGIT_SHARE * size:
             taken[package] += size
-            yield {"id": name, "where": str(found[name]), "text": text}
+            yield {"id": name, "name": name, "where": str(found[name]), "text": text}

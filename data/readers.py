@@ -1,8 +1,9 @@
 """Read documents: Python sources of this machine, local files and folders, `datasets` folders and hub datasets.
 
-A document is {"id", "where", ...}. `id` names it in its source, `where` is its place for error messages, and the rest
-is the content that `data.rows` finds in the row, or "fault": the `RowError` of a bad row. Files are read row by row,
-except .json lists; `datasets` folders and hub datasets are memory-mapped.
+A document is {"id", "where", ...}. `id` is its place in its source, `where` its place for error messages, and the rest
+is the content that `data.rows` finds in the row, or "fault": the `RowError` of a bad row. A "name" stands for the
+content when documents are split. Files are read row by row, except .json lists; `datasets` folders and hub datasets
+are memory-mapped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from data import python_sources
 from data.rows import KEYS, RowError, SourceError, content
 from speculator.chat import from_json
 from speculator.errors import first_line
-from speculator.files import check_input, open_binary, parse_rows, read_json, read_rows
+from speculator.files import check_input, open_binary, parse_rows, read_json
 from speculator.terminal import loading
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
@@ -93,7 +94,10 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _readable_files(path: Path) -> list[Path]:
-    return [file for file in _files_in(path) if _suffix(file) in _SUFFIXES]
+    files = [file for file in _files_in(path) if _suffix(file) in _SUFFIXES]
+    # The card of a dataset's repository lies beside its rows.
+    rows = path.is_dir() and any(_suffix(file) not in _TEXT_SUFFIXES for file in files)
+    return [file for file in files if not (rows and file.stem.lower() == "readme")]
 
 
 def is_recorded(path: Path) -> bool:
@@ -113,7 +117,7 @@ def _recorded(folder: Path) -> Iterator[Document]:
 
 
 def _suffix(file: Path) -> str:
-    return Path(file.name.removesuffix(".gz")).suffix
+    return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
 def local_files(path: Path) -> Iterator[Document]:
@@ -182,7 +186,10 @@ def _list_of(file: Path) -> Any:
 def _parquet(file: Path) -> Iterator[Any]:
     table = pyarrow.parquet.ParquetFile(file)
     columns = _readable(table.schema_arrow.names, str(file))
-    features = Features.from_arrow_schema(pyarrow.schema([table.schema_arrow.field(name) for name in columns]))
+    try:
+        features = Features.from_arrow_schema(pyarrow.schema([table.schema_arrow.field(name) for name in columns]))
+    except (ValueError, TypeError, NotImplementedError) as error:  # such as Spark's maps
+        raise SourceError(f"{file}: a column among {', '.join(columns)} can't be read: {first_line(error)}") from None
     batches = table.iter_batches(columns=columns, batch_size=1024)
     return (_without_nulls(row, features) for batch in batches for row in batch.to_pylist())
 
@@ -277,12 +284,11 @@ def _readable(columns: list[str], place: str) -> list[str]:
     return readable
 
 
-def raw_rows(location: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, unparsed row) of a .jsonl file (also .gz) or of a hub dataset."""
-    if Path(location).exists():
-        return read_rows(Path(location))
-    rows = _objects(hub_dataset(*hub_id(location)))
-    return ((f"{location}:{number}", row) for number, row in enumerate(rows, start=1))
+def raw_rows(location: str) -> Iterator[tuple[str, Any, str | None]]:
+    """Yield (place, unparsed row, error or None) of each row of a .jsonl file (also .gz) or of a hub dataset."""
+    path = Path(location)
+    rows = parse_rows(path) if path.exists() else _enumerate(_objects(hub_dataset(*hub_id(location))))
+    return ((f"{location}:{number}", row, error) for number, row, error in rows)
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:

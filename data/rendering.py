@@ -9,6 +9,7 @@ server: rendering does not separate the template's own special tokens from those
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,15 +20,16 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.answers import ChatRows, TextRow, chat_rows
-from data.rows import RowError, SourceError
+from data.rows import NothingToLearnError, RowError, SourceError, errors_of_row
 from data.tally import Tally
 from data.workers import map_in_order
-from speculator.chat import DATA_DAY, RefusedError, chat_text
+from speculator.chat import DATA_DAY, RefusedError, chat_text, set_template_variables
 from speculator.errors import UserError, first_line, refuse
 from speculator.target.gguf import located, read_config
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
+_ROLES, _TEXTS = ("user", "assistant"), ("prompt", "completion")
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,18 @@ class Pairs:
 
 
 def load_tokenizer(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, raw: bool = False
+    name: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    variables: dict[str, Any] | None = None,
+    raw: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a hub id or a local folder; with `raw`, without its chat template."""
+    """Load the tokenizer of a hub id or a local folder.
+
+    Args:
+        variables: variables of its chat template, such as `enable_thinking`.
+        raw: without its chat template.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(**located(name, revision), trust_remote_code=trust_remote_code)
         tokenizer("a", verbose=False)
@@ -57,17 +68,24 @@ def load_tokenizer(
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"can't load the tokenizer of {name!r}: {type(tokenizer).__name__} is not a fast tokenizer")
+    set_template_variables(tokenizer, variables)
     if raw:
         tokenizer.chat_template = None
     return tokenizer
+
+
+def tokenizer_of(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a command's flags name."""
+    how = {name: getattr(arguments, name, False) for name in ("revision", "trust_remote_code", "raw")}
+    return load_tokenizer(arguments.target, variables=arguments.chat_template_kwargs, **how)
 
 
 def as_chat(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Add the messages of a chat to a prompt with its completion, if the tokenizer has a chat template."""
     if "completion" not in document or not tokenizer.chat_template or not document["prompt"].strip():
         return document
-    roles = {"user": "prompt", "assistant": "completion"}
-    return {**document, "messages": [{"role": r, "content": document[key].strip()} for r, key in roles.items()]}
+    asked, answer = ({"role": r, "content": document[k].strip()} for r, k in zip(_ROLES, _TEXTS, strict=True))
+    return {**document, "messages": [asked, answer | ({"weight": 0} if "label" in document else {})]}
 
 
 def text_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[list[int]]:
@@ -89,7 +107,7 @@ def render(
     Texts and completions end with EOS, chats as their template ends them.
 
     Args:
-        tally: counts documents that can't be rendered (default: the first one raises), and chats.
+        tally: counts documents, those that can't be rendered (default: the first one raises), and chats.
         processes: processes that render. The rows do not depend on it, but more processes read further ahead.
         pairs: the target is an encoder-decoder model; prompts are then read without a chat template.
     """
@@ -100,47 +118,66 @@ def render(
         for each in rendered:
             if isinstance(each, RowError):
                 tally.add(each)
-            else:
-                if "chat" in each:
-                    tally.add_chat(each["chat"])
-                yield each
+                continue
+            tally.used += 1
+            for row in each:
+                if "chat" in row:
+                    tally.add_chat(row["chat"])
+                yield row
 
 
 def _render_batch(
     batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, pairs: Pairs | None
-) -> list[dict[str, Any] | RowError]:
-    """Return the rows of some documents, with a RowError in the place of a bad one."""
+) -> list[list[dict[str, Any]] | RowError]:
+    """Return the rows of each of some documents, or the RowError of a bad one."""
     # One call for all texts: the tokenizer then uses all cores, unless this is one of several processes.
     single = [] if pairs else batch
     tokens = iter(text_tokens([document["text"] for document in single if "text" in document], tokenizer))
     chats = _chats([document for document in single if "messages" in document], tokenizer)
-    rows: list[dict[str, Any] | RowError] = []
+    found: list[list[dict[str, Any]] | RowError] = []
     for document in batch:
-        rendered: Any  # pairs or triples: token ids, loss mask, and maybe the marks of rejected drafts
-        facts: dict[str, Any] = {}
         try:
-            if pairs:
-                rows.append(_pair(document, tokenizer, pairs))
-                continue
-            if "text" in document:
-                ids = _with_eos(next(tokens), tokenizer)
-                rendered = [(ids, [1] * len(ids))]
-            elif "messages" in document:
-                chat = next(chats)
-                if isinstance(chat, RowError):
-                    raise chat
-                rendered, facts = chat
-            elif "prompt" in document:
-                rendered = [_completion(document, tokenizer)]
-            else:
-                rendered = list(_unpacked(document, tokenizer))
+            with errors_of_row(document["where"]):
+                found.append(_rows_of(document, tokenizer, pairs, tokens, chats))
         except RowError as error:
-            rows.append(error)
-            continue
-        for ids, mask, *marks in rendered:
-            rejected = marks[0] if marks else [0] * len(ids)
-            rows.append({"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, **facts})
-            facts = {}
+            found.append(error)
+    return found
+
+
+def _rows_of(
+    document: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Pairs | None,
+    tokens: Iterator[list[int]],
+    chats: Iterator[Any],
+) -> list[dict[str, Any]]:
+    """Return the rows of a document.
+
+    Args:
+        tokens: token ids of the next texts.
+        chats: what `_chats` yields of the next chats.
+    """
+    if pairs:
+        return [_pair(document, tokenizer, pairs)]
+    rendered: Any  # pairs or triples: token ids, loss mask, and maybe the marks of rejected drafts
+    facts: dict[str, Any] = {}
+    if "text" in document:
+        ids = _with_eos(next(tokens), tokenizer)
+        rendered = [(ids, [1] * len(ids))]
+    elif "messages" in document:
+        chat = next(chats)
+        if isinstance(chat, RowError):
+            raise chat
+        rendered, facts = chat
+    elif "prompt" in document:
+        rendered = [_completion(document, tokenizer)]
+    else:
+        rendered = list(_unpacked(document, tokenizer))
+    rows = []
+    for ids, mask, *marks in rendered:
+        rejected = marks[0] if marks else [0] * len(ids)
+        rows.append({"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, **facts})
+        facts = {}
     return rows
 
 
@@ -166,6 +203,7 @@ def _with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _completion(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    _check_wanted(document)
     prompt, whole = text_tokens([document["prompt"], document["prompt"] + document["completion"]], tokenizer)
     # The model continues the prompt's own tokens, so no token may span the end of the prompt.
     if whole[: len(prompt)] != prompt:
@@ -174,10 +212,16 @@ def _completion(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     return ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt))
 
 
+def _check_wanted(document: dict[str, Any]) -> None:
+    if "label" in document:
+        raise NothingToLearnError(document["where"], 'completions with "label": false')
+
+
 def _pair(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> dict[str, Any]:
     """Render what the encoder reads, and what the decoder writes after its start tokens."""
     start, where = list(pairs.start), document["where"]
     if "completion" in document:
+        _check_wanted(document)
         (source,) = text_tokens([document["prompt"]], tokenizer)
         written = tokenizer(text_target=document["completion"], split_special_tokens=True, verbose=False)["input_ids"]
         # The tokenizer may have added the BOS token that the start tokens end with.
@@ -237,7 +281,8 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
     found: list[ChatRows | RowError] = []
     for document in documents:
         try:
-            found.append(chat_rows(document, tokenizer))
+            with errors_of_row(document["where"]):
+                found.append(chat_rows(document, tokenizer))
         except RowError as error:
             found.append(error)
     rows = [row for chat in found if isinstance(chat, ChatRows) for row in chat.rows]
@@ -264,6 +309,7 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
             "rows": len(rendered),
             "answers": sum(len(row.spans) for row in chat.rows),
             "left_out": chat.left_out,
+            "marked": chat.marked,
             "dropped": document.get("dropped", 0),
             "why": [row.why for row in chat.rows if row.why],
         }

@@ -3,23 +3,33 @@
 {"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones; "rejected" marks tokens that
                                             replaced a rejected draft token; "source_ids" are what an encoder reads
 {"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template
-{"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format
+{"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format; also "conversation", as in WildChat
 {"prompt": "...", "completion": "..."}      texts; or two lists of messages, TRL's conversational form of a chat
-{"instruction", "input", "output"}          a chat in Alpaca's format; "input" and "system" may be missing
+{"prompt", "chosen", "rejected"}            preferences, texts or messages: "chosen" is the completion
+{"instruction", "input", "output"}          a chat in Alpaca's format; "input" and "system" may be missing. Dolly calls
+                                            them "context" and "response"; a list as "input" is messages
 {"text": "..."}
+
+A message with "weight": 0 or "train": false, and a completion with "label": false, is context and has no loss.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
-from speculator.chat import clean_messages, clean_tools, from_json
-from speculator.errors import UserError, check_text
+from speculator.chat import THOUGHTS, clean_messages, clean_tools, from_json
+from speculator.errors import UserError, check_text, first_line
 
 _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
+_SYNONYMS = {"conversation": "conversations", "chosen": "completion", "context": "input", "response": "output"}
+"""Other names of keys, by which some public datasets call them; a row's own key counts first."""
 _ALPACA = ("system", "instruction", "input", "output")
-KEYS = (*_TOKENS, "messages", "tools", "conversations", "prompt", "completion", *_ALPACA, "text")
+_PAIR = ("prompt", "completion", "label")
+KEYS = (*_TOKENS, "messages", "tools", "conversations", *_PAIR, *_ALPACA, "text", *_SYNONYMS)
 """All keys that are read; other keys are ignored."""
 
 _ROLES = {
@@ -38,6 +48,8 @@ _ROLES = {
 MAX_CHARACTERS = 2_000_000
 """Largest length of a row; its tokens need about a hundred times the memory."""
 _MAX_MESSAGES = 1000
+_MARKS = ("weight", "train")
+"""Keys of a message that say whether it is to be learnt."""
 
 
 class SourceError(UserError):
@@ -62,6 +74,25 @@ class RowError(SourceError):
         return RowError, self._arguments
 
 
+class NothingToLearnError(RowError):
+    """A row without a fault that has nothing to train on, because it says so; it does not count as a bad row."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NothingToLearnError, self._arguments
+
+
+@contextmanager
+def errors_of_row(where: str) -> Iterator[None]:
+    """Turn any error of a row's content into a RowError: a library's type for odd content can't be foreseen."""
+    try:
+        yield
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        kind = f"can't be read: {type(error).__name__}"
+        raise RowError(where, f"{kind}: {first_line(error)}", kind) from error
+
+
 def content(row: Any, where: str) -> dict[str, Any]:
     """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
     `input_ids`, `loss_mask` and maybe `document_ids`, `rejected` and `source_ids`.
@@ -70,27 +101,43 @@ def content(row: Any, where: str) -> dict[str, Any]:
         row: the parsed row; a key whose value is null counts as missing.
         where: file and line, for errors.
     """
-    given = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
+    with errors_of_row(where):
+        return _content(row, where)
+
+
+def _content(row: Any, where: str) -> dict[str, Any]:
+    own = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
+    given = {_SYNONYMS[key]: value for key, value in own.items() if key in _SYNONYMS} | own
+    tools = given.get("tools")
     if "input_ids" in given:
         return _tokens(given, where)
     if "messages" in given:
-        return _chat(given["messages"], given.get("tools"), where)
+        return _chat(given["messages"], tools, where)
     if "conversations" in given:
-        return _chat(_from_sharegpt(given["conversations"], where), given.get("tools"), where)
-    if all(isinstance(given.get(key), list) for key in ("prompt", "completion")):
-        return _chat(given["prompt"] + given["completion"], given.get("tools"), where)
-    if "instruction" in given and "output" in given:
-        return _chat(_from_alpaca(given, where), None, where)
+        return _chat(_from_sharegpt(given["conversations"], where), tools, where)
+    completion = given.get("completion")
+    if isinstance(completion, list) and all(isinstance(each, dict) for each in completion):
+        return _chat(_from_pair(given, where), tools, where)
+    if "output" in given and ("instruction" in given or isinstance(given.get("input"), list)):
+        return _chat(_from_alpaca(given, where), tools, where)
     for keys in (("prompt", "completion"), ("text",)):
         if all(key in given for key in keys):
             texts = {key: _text(given[key], where, f'"{key}"') for key in keys}
             _check_size(where, sum(map(len, texts.values())))
-            return texts
-    raise RowError(
-        where,
+            return {**texts, **({"label": False} if given.get("label") is False and "completion" in texts else {})}
+    needs = (
         'not a row in a supported format: it needs "text", "prompt" and "completion", "messages", "conversations", '
-        '"instruction" and "output", or "input_ids"',
+        '"instruction" and "output", or "input_ids"'
     )
+    near = [(key, *get_close_matches(str(key).lower(), KEYS, n=1)) for key in own if key not in KEYS]
+    guesses = [f'"{pair[0]!s:.40}" is near "{pair[1]}"' for pair in near if pair[1:]][:3]
+    listed = f"its keys are {', '.join(map(str, own)) or 'none':.200}"
+    raise RowError(where, "; ".join([needs, *guesses, listed]), needs)
+
+
+def has_loss(message: dict[str, Any]) -> bool:
+    """Return whether an assistant's message is to be learnt: OpenAI's "weight" is not 0, and "train" is not false."""
+    return message.get("weight") != 0 and message.get("train") is not False
 
 
 def _text(value: Any, where: str, what: str) -> str:
@@ -111,18 +158,16 @@ def _check_size(where: str, characters: int) -> None:
 
 def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     messages = from_json(messages)
-    if not isinstance(messages, list) or not messages:
-        raise RowError(where, "a chat without messages" if messages == [] else '"messages" is not a list of objects')
-    if len(messages) > _MAX_MESSAGES:
+    if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
         raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
     try:
-        chat = clean_messages(messages)
+        chat, tools = clean_messages(messages), clean_tools(tools)
     except UserError as error:
         raise RowError(where, str(error), re.sub(r"message \d+", "a message", str(error))) from None
     texts = [
         _text(message[key], where, f'the "{key}" of message {number}')
         for number, message in enumerate(chat, start=1)
-        for key in ("role", "content")
+        for key in ("role", "content", *THOUGHTS)
         if key in message
     ]
     _check_size(where, sum(map(len, texts)))
@@ -130,9 +175,6 @@ def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     dropped = next((number for number, message in enumerate(chat) if message["role"] != "assistant"), len(chat))
     if dropped == len(chat):
         raise RowError(where, "a chat of the assistant alone")
-    tools = clean_tools(tools)
-    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
-        raise RowError(where, '"tools" is not a list of objects')
     return {
         "messages": chat[dropped:],
         **({"tools": tools} if tools else {}),
@@ -151,12 +193,30 @@ def _from_sharegpt(conversations: Any, where: str) -> Any:
             raise RowError(where, f'"from" is {speaker!r:.40}, {kind}', f'"from" is {kind}')
     # Some datasets use this key with the keys of "messages".
     return [
-        turn if "role" in turn else {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+        turn
+        if "role" in turn
+        else {"role": _ROLES[turn["from"]], "content": turn.get("value"), **{k: turn[k] for k in _MARKS if k in turn}}
         for turn in conversations
     ]
 
 
+def _from_pair(given: dict[str, Any], where: str) -> list[Any]:
+    """Return the chat of a prompt, messages or text, and its completion in messages, which may repeat the prompt."""
+    prompt, completion = given.get("prompt") or [], given["completion"]
+    if completion and completion[0].get("role") in ("system", "user"):
+        prompt = []
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list):
+        raise RowError(where, '"prompt" is no text and no list of objects')
+    marks = {"weight": 0} if given.get("label") is False else {}
+    return [*prompt, *({**each, **marks} for each in completion)]
+
+
 def _from_alpaca(given: dict[str, Any], where: str) -> list[dict[str, str]]:
+    if isinstance(given.get("input"), list):
+        output = given["output"]
+        return [*given["input"], *(output if isinstance(output, list) else [{"role": "assistant", "content": output}])]
     system, instruction, context, output = (_text(given.get(key, ""), where, f'"{key}"') for key in _ALPACA)
     user = "\n\n".join(filter(None, (instruction, context)))
     first = [{"role": "system", "content": system}] if system else []

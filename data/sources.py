@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from data.readers import PYTHON_SOURCES, SPLITS, fingerprint, read
 from data.rendering import Pairs, render
 from data.rows import SourceError
-from data.tally import Tally
+from data.tally import COPY, EMPTY, Tally
 
 __all__ = [
     "PYTHON_SOURCES",
@@ -40,7 +40,7 @@ __all__ = [
 
 _FEW = 200
 """Documents below which a source may have an empty split by chance."""
-_CONTENT = ("text", "prompt", "completion", "messages", "tools", "input_ids", "loss_mask", "source_ids")
+_CONTENT = ("text", "prompt", "completion", "label", "messages", "tools", "input_ids", "loss_mask", "source_ids")
 Item = TypeVar("Item")
 
 
@@ -78,10 +78,18 @@ def _parse(source: str) -> Source:
     return Source(match[1], float(match[2]))
 
 
-def split_of(document_id: str) -> str:
-    """Return the split of a document, which depends on its id alone."""
-    bucket = int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100
-    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
+def name_of(row: dict[str, Any]) -> str:
+    """Return a name of a document that decides its split and where its text is cut.
+
+    It follows the content, wherever the document stands, unless the source gives its documents names of their own.
+    """
+    return row.get("name") or _digest(row).hex()
+
+
+def split_of(name: str) -> str:
+    """Return the split of a document, which depends on its name alone."""
+    bucket = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
+    return next(split for split, buckets in SPLITS.items() if bucket in buckets)
 
 
 def _splits_of_few(rows: list[dict[str, Any]]) -> dict[str, str]:
@@ -89,14 +97,14 @@ def _splits_of_few(rows: list[dict[str, Any]]) -> dict[str, str]:
 
     The validation and the held-out split then have a twentieth each, and at least one document.
     """
-    ids = [row["id"] for row in rows if "split" not in row and "fault" not in row]
-    if len(ids) < len(SPLITS) or {split_of(each) for each in ids} == set(SPLITS):
+    names = {name_of(row) for row in rows if "split" not in row and "fault" not in row}
+    if len(names) < len(SPLITS) or {split_of(each) for each in names} == set(SPLITS):
         return {}
     # By the hash's rank, not its value: 30 documents may all hash to "train", but one of 30 is the first.
-    ids.sort(key=lambda each: hashlib.sha256(each.encode()).digest())
-    count = max(1, len(ids) // 20)
-    names = ["validation"] * count + ["held-out"] * count + ["train"] * (len(ids) - 2 * count)
-    return dict(zip(ids, names, strict=True))
+    ranked = sorted(names, key=lambda each: hashlib.sha256(each.encode()).digest())
+    count = max(1, len(ranked) // 20)
+    splits = ["validation"] * count + ["held-out"] * count + ["train"] * (len(ranked) - 2 * count)
+    return dict(zip(ranked, splits, strict=True))
 
 
 def documents(
@@ -136,28 +144,30 @@ def _documents(
     first = list(islice(rows, _FEW))
     few = _splits_of_few(first) if len(first) < _FEW else {}
     for row in chain(first, rows):
-        in_split = split is None or (row.get("split") or few.get(row["id"]) or split_of(row["id"])) == split
+        digest = b"" if "fault" in row else _digest(row)
+        name = row.get("name") or digest.hex() or row["id"]  # a bad row has no content
+        in_split = split is None or (row.get("split") or few.get(name) or split_of(name)) == split
         tally.rows += in_split
         if "fault" in row:
             if in_split or not tally.max_share:
                 tally.add(row["fault"])
             continue
-        # Duplicates are dropped before splitting, or two splits could each have a copy. Rows of a prepared dataset
-        # already have a split, and their documents were compared when they were prepared.
-        digest = _digest(row)
-        if digest is None:
+        if not row.get("text", "x").strip():
+            tally.skipped[EMPTY] += in_split
             continue
+        # Duplicates are dropped before splitting, or two sources could each have a copy. Rows of a prepared dataset
+        # already have a split, and their documents were compared when they were prepared.
         if "split" not in row and (digest in seen or elsewhere(digest)):
-            tally.copies += in_split
+            tally.skipped[COPY] += in_split
             continue
         seen.add(digest)
         if in_split:
             yield row
 
 
-def _digest(row: dict[str, Any]) -> bytes | None:
-    """Return a hash of a document's content, 16 bytes, or None for an empty text."""
-    return hashlib.sha256(_identity(row)).digest()[:16] if row.get("text", "x").strip() else None
+def _digest(row: dict[str, Any]) -> bytes:
+    """Return a hash of a document's content, 16 bytes."""
+    return hashlib.sha256(_identity(row)).digest()[:16]
 
 
 def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
@@ -165,9 +175,8 @@ def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
     first: dict[bytes, int] = {}
     for source, location in enumerate(locations[:-1]):
         for row in read(location):
-            digest = None if "fault" in row else _digest(row)
-            if digest is not None:
-                first.setdefault(digest, source)
+            if "fault" not in row:
+                first.setdefault(_digest(row), source)
     return first
 
 

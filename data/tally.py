@@ -6,34 +6,39 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from data.rows import RowError, SourceError
+from data.rows import NothingToLearnError, RowError, SourceError
 from speculator.terminal import log
 
+COPY, EMPTY, TOO_LONG = "exact copies of other rows", "without text", "too long"
+"""Reasons to skip a row without a fault."""
 _EXAMPLES = 3
 _HOPELESS = 1000  # give up early after this many bad rows if most rows are bad
 
 
 @dataclass
 class Tally:
-    """Counts of the rows that were read, and of the bad rows and exact copies among them, which are skipped.
+    """Counts of the rows that were read: each is used, or skipped for a reason, or a bad row.
 
     Attributes:
         max_share: largest accepted share of bad rows; 0 raises the first one.
-        rows: number of rows read, including bad ones.
-        copies: number of rows whose content an earlier row has.
+        rows: number of rows read, including bad ones and those whose use is not yet known.
+        used: number of rows that were used.
+        skipped: number of rows that were left out although nothing is wrong with them, by reason.
         kinds: number of bad rows by what is wrong with them.
         first: messages of the first few bad rows.
         chats, chat_rows: number of chats, and of the rows that they became.
         answers: number of the assistant's turns that have loss.
         left_out: number of the assistant's turns that have none, by reason.
         first_left_out: place of the first of them by reason.
+        marked: number of the assistant's turns that have none because the row says so.
         completions: number of chats that are a prompt with its completion.
         greetings: number of the assistant's turns that began a chat, and were dropped.
     """
 
     max_share: float = 0.0
     rows: int = 0
-    copies: int = 0
+    used: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
     chats: int = 0
@@ -41,13 +46,14 @@ class Tally:
     answers: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     first_left_out: dict[str, str] = field(default_factory=dict)
+    marked: int = 0
     completions: int = 0
     greetings: int = 0
 
     @classmethod
     def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
         """Restore the counts that `record` returned."""
-        counts = {name: Counter(record[name]) for name in ("kinds", "left_out")}
+        counts = {name: Counter(record[name]) for name in ("skipped", "kinds", "left_out")}
         return cls(**{**record, **counts, "max_share": max_share})
 
     def record(self) -> dict[str, Any]:
@@ -59,8 +65,18 @@ class Tally:
     def bad(self) -> int:
         return self.kinds.total()
 
+    @property
+    def copies(self) -> int:
+        return self.skipped[COPY]
+
     def add(self, error: RowError) -> None:
-        """Count a bad row; raise it if `max_share` is 0, or a SourceError if most of many rows so far are bad."""
+        """Count a bad row; raise it if `max_share` is 0, or a SourceError if most of many rows so far are bad.
+
+        A row that has nothing to learn is skipped.
+        """
+        if isinstance(error, NothingToLearnError):
+            self.skipped[error.kind] += 1
+            return
         if not self.max_share:
             raise error
         self.kinds[error.kind] += 1
@@ -77,6 +93,7 @@ class Tally:
         self.answers += chat["answers"]
         self.greetings += chat["dropped"]
         self.completions += chat["completion"]
+        self.marked += chat["marked"]
         for number, reason in chat["left_out"]:
             self.left_out[reason] += 1
             self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
@@ -85,8 +102,8 @@ class Tally:
         """Raise a SourceError if the share of bad rows, or of answers without loss, is above `max_share`."""
         if self.bad > self.max_share * self.rows:
             raise SourceError(
-                f"{self._counts(name)}, more than max_bad_rows {self.max_share:g} allows: {self._kinds()}; "
-                f"the first is {self.first[0]}"
+                f"{name}: {self.bad:,} of {self.rows:,} rows ({self.bad / self.rows:.1%}) can't be used, more than "
+                f"max_bad_rows {self.max_share:g} allows: {self._kinds(self.kinds)}; the first is {self.first[0]}"
             )
         silent = self.left_out.total()
         if silent > self.max_share * (silent + self.answers):
@@ -97,17 +114,19 @@ class Tally:
             )
 
     def warn(self, name: str) -> None:
-        """Print, for the rows called `name`, what became of chats, and the exact copies and bad rows, if any."""
-        if self.copies:
-            log(f"{name}: {self.counted_copies()}")
-        if self.bad:
-            log(f"{self._counts(name)} and are skipped: {self._kinds()}")
-            for line in self.first:
-                log(f"  {line}")
+        """Print what became of the rows called `name`, all of them, and of the answers of chats.
+
+        Rows that were read ahead and not asked for are not counted.
+        """
+        left_out = self.skipped.total() + self.bad
+        reasons = f", {left_out:,} left out: {self._kinds(self.skipped + self.kinds)}" if left_out else ""
+        log(f"{name}: {self.used + left_out:,} rows read, {self.used:,} used{reasons}")
+        for line in self.first:
+            log(f"  {line}")
         if self.chats:
             line = f"{name}: {self.chats:,} chats became {self.chat_rows:,} rows; {self.answers:,} answers have loss"
-            reasons = [f"{count:,} x {reason}" for reason, count in self.left_out.most_common(5)]
-            line += f", {self.left_out.total():,} have none: {'; '.join(reasons)}" if reasons else ""
+            line += f", {self.left_out.total():,} have none: {self._kinds(self.left_out)}" if self.left_out else ""
+            line += f"; {self.marked:,} more are marked as not to be learnt" if self.marked else ""
             line += f"; {self.greetings:,} answers before the first question are dropped" if self.greetings else ""
             log(line)
         if self.completions:
@@ -120,8 +139,9 @@ class Tally:
         """Return how many rows were left out because they are copies."""
         return f"{self.copies:,} of {self.rows:,} rows are exact copies of others and are skipped"
 
-    def _counts(self, name: str) -> str:
-        return f"{name}: {self.bad:,} of {self.rows:,} rows ({self.bad / self.rows:.1%}) can't be used"
-
-    def _kinds(self) -> str:
-        return "; ".join(f"{count:,} x {kind}" for kind, count in self.kinds.most_common(5))
+    @staticmethod
+    def _kinds(counts: Counter[str]) -> str:
+        """List reasons with their counts, the five commonest and the sum of the others."""
+        others = counts.total() - sum(count for _, count in counts.most_common(5))
+        words = [f"{count:,} x {kind}" for kind, count in counts.most_common(5)]
+        return "; ".join([*words, *([f"{others:,} x other reasons"] if others else [])])

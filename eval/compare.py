@@ -1,6 +1,7 @@
 """Compare two reports of `speculator eval`: the differences B - A, with 95% intervals.
 
-The measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores intervals
+Rows of other numbers of prompts, turns or new tokens, or with and without a chat template, have no verdict. The
+measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores intervals
 and not the samples behind them. If both decoded the same prompts, the interval is wider than necessary.
 """
 
@@ -18,6 +19,8 @@ from speculator.files import parse_json, read_text
 from speculator.tables import markdown_table, shown
 
 _KEY = ("name", "temperature", "batch_size", "drafter")
+_NAMES = ("target", "speculator", "hardware")
+_CONDITIONS = ("prompts", "turns", "max_new_tokens", "chat")
 _LENGTH = "num_speculative_tokens"
 _BOUNDED = ("adaptive", "ngram")
 """Decoders for which that is a bound, and not the length of each draft."""
@@ -43,11 +46,12 @@ def table(a: dict, b: dict) -> str:
     common = list(pairs(a["suites"], b["suites"]))
     if not common:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")
-    lines = [f"{name}: {a[name]} | {b[name]}" for name in ("target", "speculator", "hardware") if a[name] != b[name]]
-    settings = [(name, a["settings"].get(name), b["settings"].get(name)) for name in {**a["settings"], **b["settings"]}]
-    lines += [f"{name}: {ours} | {theirs}" for name, ours, theirs in settings if ours != theirs]
-    rules = [(row["drafter"], row["rule"], other["rule"]) for row, other in common]
-    lines += dict.fromkeys(f"rule, {drafter}: {ours} | {theirs}" for drafter, ours, theirs in rules if ours != theirs)
+    lines = _changes({name: a[name] for name in _NAMES}, {name: b[name] for name in _NAMES})
+    lines += _changes(*(report.get("versions", {}) for report in (a, b))) + _changes(a["settings"], b["settings"])
+    for row, other in common:
+        lines += _changes({f"rule, {row['drafter']}": row["rule"]}, {f"rule, {row['drafter']}": other["rule"]})
+        lines += _changes(_conditions(row), _conditions(other))
+    lines = list(dict.fromkeys(lines))
     header = ("suite", "temperature", "decoder", "figure", "A", "B", "B - A", "")
     rows = []
     for row, other in common:
@@ -58,12 +62,23 @@ def table(a: dict, b: dict) -> str:
             if name in theirs:
                 gap = difference(figure, theirs[name])
                 verdict = "" if gap["low"] is None else "differs" if gap["low"] > 0 or gap["high"] < 0 else "same"
+                verdict = verdict if _conditions(row) == _conditions(other) else "other conditions"
                 rows.append((*where, name, shown(figure), shown(theirs[name]), shown(gap, "+.2f"), verdict))
     lines += ["", markdown_table(header, rows)]
     missing = sum(row["drafter"] != "none" for report in (a, b) for row in report["suites"]) - 2 * len(common)
     if missing:
         lines += ["", f"{missing} rows are in only one of the reports."]
     return "\n".join(lines)
+
+
+def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return a line for each key whose values differ."""
+    return [f"{name}: {a.get(name)} | {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name)]
+
+
+def _conditions(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal before a difference of two rows can come from the heads."""
+    return {f"{name} of {row['name']}": row.get(name) for name in _CONDITIONS}
 
 
 def pairs(a: list[dict], b: list[dict]) -> Iterator[tuple[dict, dict]]:

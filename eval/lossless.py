@@ -15,6 +15,7 @@ from eval.greedy_check import greedy_checks
 from eval.sampled_check import coupled_checks, sampled_checks
 from eval.suites import check_flags, check_lengths, suite_of
 from speculator import Drafter, Target, model_flags
+from speculator.checkpoints import head_folder
 from speculator.decoding.drafter import Shape
 from speculator.decoding.verify import MATCH
 from speculator.device import dtype_name
@@ -77,7 +78,7 @@ def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | 
     """Make an adaptive drafter if no flag names a shape. It uses the step costs of one row, at which drafting pays."""
     if not isinstance(drafter, HeadDrafter) or model_flags.shaped(arguments):
         return None
-    tuning = read_tuning(arguments.speculator, drafter.head)
+    tuning = read_tuning(head_folder(arguments.speculator, arguments.speculator_revision), drafter.head)
     tuned = adaptive_drafter(drafter.head, target, tuning, temperatures=arguments.temperature)
 
     def alone(shape: Shape | None, tokens: int, path: bool, greedy: bool, rows: int) -> float:

@@ -25,26 +25,31 @@ _RESAMPLES = 2000
 
 
 def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float]) -> dict[str, Any]:
-    """Return {"value", "low", "high"}: a statistic of the samples and its 95% percentile interval.
+    """Return {"value", "low", "high"}: a statistic of the samples and its 95% interval.
 
     A single sample has None for both bounds. One sample holds all measurements of one prompt or conversation, so the
     decoders that are compared stay paired.
+
+    The interval is value +- t s sqrt(n / (n - 1)), with the bootstrap's standard error s, and t of n - 1 degrees of
+    freedom. It has its nominal error from two samples on, where the bootstrap's percentiles are far too narrow: of two
+    equal heads they call the second one faster in 24% of the cases at n = 2, and in 8% at n = 5.
     """
-    value = statistic(samples)
-    if len(samples) == 1:
+    value, count = statistic(samples), len(samples)
+    if count == 1:
         return {"value": value, "low": None, "high": None}
     # Resample the indices of prompts, not the figures: each draw takes both decoders' time on the same prompts, so what
     # makes a prompt slow for both cancels out.
     found = stats.bootstrap(
-        (np.arange(len(samples)),),
+        (np.arange(count),),
         lambda chosen: statistic([samples[i] for i in chosen]),
         n_resamples=_RESAMPLES,
         vectorized=False,
         method="percentile",
         rng=0,
     )
-    low, high = map(float, found.confidence_interval)
-    return {"value": value, "low": low, "high": high}
+    # Resampling divides by n where the variance of a mean divides by n - 1.
+    reach = float(stats.t.ppf(0.975, count - 1) * found.standard_error * math.sqrt(count / (count - 1)))
+    return {"value": value, "low": value - reach, "high": value + reach}
 
 
 def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from urllib.request import urlopen
 from data.rendering import load_tokenizer
 from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, suite_of
-from speculator.chat import set_template_variables
 from speculator.checkpoints import head_folder, layouts, load_any
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, first_line, refuse
@@ -78,8 +77,9 @@ def run(arguments: argparse.Namespace) -> None:
     (base,) = base_urls([arguments.server_url], "--server")
     server = Connection(base, "--server", openai.OpenAI)
     head = head_folder(arguments.speculator, arguments.speculator_revision)
-    tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code)
-    set_template_variables(tokenizer, arguments.chat_template_kwargs)
+    tokenizer = load_tokenizer(
+        arguments.target, arguments.revision, arguments.trust_remote_code, arguments.chat_template_kwargs
+    )
     with server.client as client:
         try:
             model = client.models.list().data[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
@@ -13,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.prompts import PromptLimits, conversations
 from data.readers import is_recorded, raw_rows
-from data.rows import content
+from data.rows import RowError, content, errors_of_row
 from data.sources import PYTHON_SOURCES, parse
-from data.tally import Tally
+from data.tally import TOO_LONG, Tally
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse, refuse_below
@@ -74,16 +75,21 @@ def load_suite(
     tokenizer, limits = target.tokenizer, PromptLimits.of(target, max_new_tokens)
     if source == PYTHON_SOURCES or _is_document(source):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
-    rows = list(raw_rows(source))
-    if not rows:
-        raise UserError(f"--suite {source}: no rows in it")
-    if _is_text(rows[0][1]):
+    rows, first = raw_rows(source), []
+    for row in rows:  # up to the first row that can be parsed
+        first.append(row)
+        if row[2] is None:
+            break
+    refuse((not first, f"--suite {source}: no rows in it"))
+    if _is_text(first[-1][1]):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
-    chat = not raw and tokenizer.chat_template is not None and not target.encoder
-    conversations = _interleave(_prompt(where, row, chat) for where, row in rows)
-    taken, left_out = limits.take(
-        source, ((conversation.tokens(tokenizer), conversation) for conversation in conversations), max_prompts
-    )
+    chat, tally = not raw and tokenizer.chat_template is not None and not target.encoder, Tally(max_share=1.0)
+    wanted = _wanted(chain(first, rows), tokenizer, chat, max_prompts, limits, tally)
+    taken, left_out = limits.take(source, _interleave(wanted), max_prompts)
+    tally.used, tally.skipped[TOO_LONG] = len(taken), left_out
+    tally.skipped["beyond --max_prompts"] = tally.rows - tally.bad - left_out - len(taken)
+    refuse((not taken, f"--suite {source}: no usable row in it; the first fault is {[*tally.first, 'none'][0]}"))
+    tally.warn(f"--suite {source}")
     prompts, kept = [ids for ids, _ in taken], [conversation for _, conversation in taken]
     turns = target.encoder and any(conversation.later for conversation in kept)
     refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
@@ -97,8 +103,8 @@ def _is_document(source: str) -> bool:
     """
     path = Path(source)
     if path.is_file():
-        return not path.name.removesuffix(".gz").endswith(".jsonl")
-    return path.is_dir() or source.startswith((".", "/")) or source.endswith(_SUFFIXES) or "/" not in source
+        return not path.name.lower().removesuffix(".gz").endswith(".jsonl")
+    return path.is_dir() or source.startswith((".", "/")) or source.lower().endswith(_SUFFIXES) or "/" not in source
 
 
 def _is_text(row: Any) -> bool:
@@ -121,14 +127,44 @@ def _prompt(where: str, row: Any, chat: bool) -> Prompt:
     return replace(prompt, messages=messages, chat=prompt.chat and chat, today=DATA_DAY)
 
 
-def _interleave(conversations: Iterable[Prompt]) -> Iterator[Prompt]:
+def _wanted(
+    rows: Iterable[tuple[str, Any, str | None]],
+    tokenizer: PreTrainedTokenizerBase,
+    chat: bool,
+    count: int,
+    limits: PromptLimits,
+    tally: Tally,
+) -> Iterator[tuple[list[int], Prompt]]:
+    """Yield the token ids and the prompt of usable rows, until `count` of each category fit.
+
+    A file without categories is read no further than that. Of one with categories the rows are kept that may be asked.
+    """
+    fitting: Counter[str] = Counter()
+    for where, row, error in rows:
+        tally.rows += 1
+        try:
+            with errors_of_row(where):
+                refuse((error, f"{where}: {error}"))
+                prompt = _prompt(where, row, chat)
+                full = fitting[prompt.category] >= count
+                ids = [] if full else prompt.tokens(tokenizer)
+        except UserError as fault:
+            text = str(fault).removeprefix(f"{where}: ")
+            tally.add(fault if isinstance(fault, RowError) else RowError(where, text))
+            continue
+        if not full:
+            yield ids, prompt
+            fitting[prompt.category] += limits.fits(ids)
+        if fitting[""] >= count and len(fitting) == 1:
+            return
+
+
+def _interleave(prompts: Iterable[tuple[list[int], Prompt]]) -> Iterator[tuple[list[int], Prompt]]:
     """Yield the first prompt of every category, then the second of each, so that a short run covers all."""
-    groups: dict[str, list[Prompt]] = {}
-    for conversation in conversations:
-        groups.setdefault(conversation.category, []).append(conversation)
-    return (
-        conversation for conversation in chain.from_iterable(zip_longest(*groups.values())) if conversation is not None
-    )
+    groups: dict[str, list[tuple[list[int], Prompt]]] = {}
+    for each in prompts:
+        groups.setdefault(each[1].category, []).append(each)
+    return (each for each in chain.from_iterable(zip_longest(*groups.values())) if each is not None)
 
 
 def held_out(
@@ -139,12 +175,10 @@ def held_out(
     limits: PromptLimits | None = None,
 ) -> Suite:
     """Prompts of the held-out split of python-sources and of recorded answers, or of all documents of a file."""
-    recorded = is_recorded(Path(source))
-    split = "held-out" if source == PYTHON_SOURCES or recorded else None
-    tally = Tally(max_share=1.0) if recorded else None  # a killed writer leaves half a row
+    split = "held-out" if source == PYTHON_SOURCES or is_recorded(Path(source)) else None
+    tally = Tally(max_share=1.0)
     suite = from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, limits=limits, tally=tally)
-    if tally:
-        tally.warn(source)
+    tally.warn(f"--suite {source}")
     return suite
 
 
@@ -179,7 +213,9 @@ def from_text(
         tally=tally,
     )
     if not found:
-        raise UserError(f"no {f'{split} ' if split else ''}document of {name} has {prompt_tokens} tokens for a prompt")
+        fault = f"; the first bad row is {tally.first[0]}" if tally and tally.first else ""
+        which = f"{split} document" if split else "document"
+        raise UserError(f"no {which} of {name} has {prompt_tokens} tokens for a prompt{fault}")
     ids, ends = [prompt.ids for prompt in found], any(prompt.ends for prompt in found)
     return Suite(f"{name} ({split})" if split else name, ids, left_out=left_out, ends=ends)
 

@@ -16,11 +16,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.errors import UserError, first_line
+from speculator.errors import UserError, check_text, first_line
 
 DATA_DAY = datetime(2024, 7, 26)
 """Date that templates write into training data, prompts and evaluation suites, so that a resumed run renders the same
 text. Llama 3's templates use it if they have no clock."""
+
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Names that templates, datasets and servers have for the text of an answer's thoughts."""
 
 
 class RefusedError(UserError):
@@ -38,10 +42,13 @@ def chat_text(
     """Render a chat with the tokenizer's template.
 
     Args:
-        messages, tools: in OpenAI's format, as `clean_message` and `clean_tools` return them.
+        messages, tools: in OpenAI's format, as `clean_messages` and `clean_tools` return them.
         ask: end with the start of the assistant's next turn.
         today: date for the template; None: now.
         variables: variables of the template, such as `enable_thinking`.
+
+    Raises:
+        RefusedError: the template raises an error, or leaves out a message.
     """
     try:
         template = tokenizer.get_chat_template(None, tools)
@@ -51,7 +58,21 @@ def chat_text(
         if any("tool_calls" in message for message in messages):
             form = _form_of_calls(tokenizer, template)
             messages = [_in_form(message, *form) if "tool_calls" in message else message for message in messages]
-        return _render(tokenizer, template, messages, tools, ask, variables)
+        messages = [_with_known_names(message, template) for message in messages]
+        text = _render(tokenizer, template, messages, tools, ask, variables)
+        check_text("the rendered chat", text)
+        for number, message in enumerate(messages):
+            content = (message.get("content") or "").strip()
+            escaped = json.dumps(content, ensure_ascii=False)[1:-1]  # as the filter `tojson` writes it
+            if message["role"] in ("user", "assistant") or content in text or escaped in text:
+                continue
+            # The template may also write the content in a way of its own: does it write another one in this place?
+            marked = [*messages[:number], {**message, "content": _MARK}, *messages[number + 1 :]]
+            if _MARK not in _render(tokenizer, template, marked, tools, ask, variables):
+                raise RefusedError(f"the chat template leaves out messages of the role {message['role']!r:.40}")
+        return text
+    except RefusedError:
+        raise
     except Exception as error:  # a template may raise anything
         raise RefusedError(f"the chat template rejects the messages: {first_line(error)}") from None
 
@@ -70,60 +91,81 @@ def _render(
     return text
 
 
-# Cleaning
+def _with_known_names(message: dict, template: str) -> dict:
+    """Return a message with a role and with names of its thoughts that the template knows.
 
-
-def clean_message(message: Any) -> Any:
-    """Return a message without what its storage added: nulls, `tool_calls: []`, JSON text in place of an object, parts.
-
-    Anything else than a message is returned as it is, for the caller to name.
-
-    Raises:
-        UserError: a part of the content is not text.
+    OpenAI's newer role `developer` is the system of most templates. Thoughts get each of their names, as in
+    transformers from 5.21 on.
     """
-    message = from_json(message)
-    if not isinstance(message, dict):
-        return message
-    # Templates check which keys exist, but in a table every message has every key.
-    message = {key: value for key, value in message.items() if value is not None}
-    if "content" in message:
-        message["content"] = content_text(message["content"])
-    if calls := from_json(message.pop("tool_calls", None)):
-        message["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
-    elif message.get("role") == "assistant":
-        message.setdefault("content", "")
+    thought = next((message[name] for name in THOUGHTS if message.get(name)), None)
+    if thought:
+        message = {**message, **dict.fromkeys(THOUGHTS, thought)}
+    if message["role"] == "developer" and "developer" not in template:
+        message = {**message, "role": "system"}
     return message
 
 
+# Cleaning
+
+
 def clean_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat, each as `clean_message` returns it, or parse them from JSON text.
+    """Return the messages of a chat, or parse them from JSON text, without what their storage added.
+
+    That is nulls, `tool_calls: []`, JSON text in place of an object, and content in parts.
 
     Raises:
-        UserError: they are not objects with text as "role" and "content"; a message with tool calls needs no content.
+        UserError: they are not objects with text as "role" and "content", or thoughts or tool calls are malformed. A
+            message with tool calls, and the result of a tool, need no content.
     """
     messages = from_json(messages)
-    cleaned = []
-    for number, given in enumerate(messages if isinstance(messages, list) else (), start=1):
-        try:
-            message = clean_message(given)
-        except UserError as error:
-            raise UserError(f"message {number} has {error}") from None
-        if not isinstance(message, dict):
-            break
-        for key in ("role", "content"):
-            needed = key == "role" or "content" in message or "tool_calls" not in message
-            if needed and not isinstance(message.get(key), str):
-                raise UserError(f'the "{key}" of message {number} is not a text')
-        cleaned.append(message)
-    if not cleaned or len(cleaned) < len(messages):
+    if not isinstance(messages, list) or not messages:
+        raise UserError("a chat without messages" if messages == [] else '"messages" is not a list of objects')
+    return [_clean_message(from_json(given), f"message {number}") for number, given in enumerate(messages, start=1)]
+
+
+def _clean_message(given: Any, name: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
         raise UserError('"messages" is not a list of objects')
-    return cleaned
+    # Templates check which keys exist, but in a table every message has every key.
+    message = {key: value for key, value in given.items() if value is not None}
+    if "content" in message:
+        message["content"] = _content_text(message["content"], name)
+    if calls := from_json(message.pop("tool_calls", None)):
+        message["tool_calls"] = _clean_calls(calls, name)
+    elif message.get("role") in ("assistant", "tool"):
+        message.setdefault("content", "")
+    for key in ("role", "content", *THOUGHTS):
+        needed = key == "role" or key in message or (key == "content" and not calls)
+        if needed and not isinstance(message.get(key), str):
+            raise UserError(f'the "{key}" of {name} is not a text')
+    return message
 
 
-def clean_tools(tools: Any) -> Any:
-    """Return tools as a list of objects, or None if there are none; they may be JSON text, whole or each."""
+def _clean_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise UserError(f'the "tool_calls" of {name} is not a list of objects')
+    calls = [_call(call) for call in calls]
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        function = function if isinstance(function, dict) else {}
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or "", str | dict):
+            raise UserError(f'a tool call of {name} has no text as "name", or no object or text as "arguments"')
+    return calls
+
+
+def clean_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Return tools as a list of objects, or None if there are none; they may be JSON text, whole or each.
+
+    Raises:
+        UserError: they are something else.
+    """
     tools = from_json(tools)
-    return ([_call(tool) for tool in tools] if isinstance(tools, list) else tools) or None
+    if not tools:
+        return None
+    cleaned = [_call(tool) for tool in tools] if isinstance(tools, list) else []
+    if not cleaned or not all(isinstance(tool, dict) for tool in cleaned):
+        raise UserError('"tools" is not a list of objects')
+    return cleaned
 
 
 def _call(call: Any) -> Any:
@@ -138,21 +180,18 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def content_text(content: Any) -> Any:
-    """Join the parts of a message's content by line ends, as vLLM does, if it is a list of parts in OpenAI's format.
-
-    Raises:
-        UserError: a part is not text.
-    """
+def _content_text(content: Any, name: str) -> Any:
+    """Join the parts of a message's content by line ends, as vLLM does, if it is a list of parts in OpenAI's format."""
     if not isinstance(content, list):
         return content
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"a part of type {kind!r:.40} in its content; only text is supported")
+            raise UserError(f"{name} has a part of type {kind!r:.40} in its content; only text is supported")
     return "\n".join(part["text"] for part in content)
 
 
+_MARK = "MARKofMESSAGE"
 _PROBE = {"key": "PROBEvalue"}
 _PROBE_TOOL = {
     "type": "function",

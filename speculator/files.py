@@ -61,7 +61,7 @@ def open_binary(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, and decompress it if its name ends in .gz."""
     check_input(file)
     try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
             yield stream  # type: ignore[misc]
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: {getattr(error, 'strerror', None) or error}") from None

@@ -15,9 +15,8 @@ RULES = ("match", "rejection", "block", "multi_candidate")
 def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
     """Add the flags of the target."""
     parser.add_argument("--target", required=required, help="hub id, folder or GGUF file of a causal LM")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    add_tokenizer_flags(parser)
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     parser.add_argument(
         "--dtype",
@@ -25,6 +24,12 @@ def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
         default="auto",
         help="dtype of the target (default: auto, as stored; float32 on a CPU)",
     )
+
+
+def add_tokenizer_flags(parser: OneLineParser) -> None:
+    """Add the flags that decide, with the target's name, how its tokenizer renders text."""
+    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the target")
     what = "JSON object of variables for the chat template, such as '{\"enable_thinking\": false}'"
     parser.add_argument("--chat_template_kwargs", type=_object, metavar="JSON", help=what)
 

@@ -1,6 +1,6 @@
 """Prompts: rows of a JSON lines file, in one of four formats.
 
-{"prompt": "..."}                           text to continue; with a "completion", one user turn
+{"prompt": "..."}                           text to continue; with a "completion" or "chosen", one user turn
 {"messages": [{"role", "content"}, ...]}    chat; optional "tools" go to the chat template
 {"turns": ["...", ...]}                     user turns of a conversation, each asked after the answers so far
 {"question": "..."}                         one user turn
@@ -117,19 +117,19 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     if key is None:
         needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in keys)
         raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
-    value, category = row[key], row.get("category") or ""
+    value, category = row[key], row.get("category")
+    category = str(category) if isinstance(category, str | int | float) else ""  # any other value groups nothing
     if key == "prompt" and isinstance(value, list):  # TRL's conversational form
         key = "messages"
     if key == "messages":
         try:
-            messages = clean_messages(value)
+            return Prompt(clean_messages(value), [], True, clean_tools(row.get("tools")), category, where)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        return Prompt(messages, [], True, clean_tools(row.get("tools")), category, where)
     texts = value if key == "turns" else [value]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
-    chat = key != "prompt" or isinstance(row.get("completion"), str)
+    chat = key != "prompt" or any(row.get(name) is not None for name in ("completion", "chosen"))
     return Prompt([_user(texts[0])], texts[1:], chat, None, category, where)
 
 

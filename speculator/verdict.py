@@ -70,17 +70,17 @@ def verdict(heads: list[dict[str, Any]], lookups: list[dict[str, Any]]) -> str:
     head = max(heads, key=_speedup)
     lookup = max((_speedup(row) for row in lookups), default=0.0)
     interval = head["speedup"]["plain"]
-    # A single prompt has no interval: then the value stands for its lower bound.
-    low = interval["value"] if interval["low"] is None else interval["low"]
     helps = f"; n-gram lookup does the work here: alone it is {lookup:.2f} times as fast"
     if max(row["acceptance_length"] for row in heads) < _ALMOST_NOTHING:
         advice = "the head accepts almost nothing: train it on more text"
+    elif interval["low"] is None:
+        advice = "the head may be worth serving: one prompt has no interval, so measure more prompts"
     elif interval["value"] < 1:
         advice = (
             f"the head costs more than it gains here: a drafted token costs {head['cost']['draft']:.2f} of a plain "
             "step; take a cheaper head, draft fewer tokens, or train on more text"
         )
-    elif low <= 1:
+    elif interval["low"] <= 1:
         advice = "the head may be worth serving: its interval includes 1, so measure more prompts"
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
     else:

@@ -144,3 +144,16 @@ def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
 def known_flags() -> set[str]:
     names = [*COMMANDS, "train.py", "server-command"]
     return {flag for name in names for action in parser_of(name)._actions for flag in action.option_strings}
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda page: page.name)
+def test_a_tutorial_installs_what_its_commands_need(page: Path):
+    words = [shlex.split(command, comments=True) for command in commands(page.read_text())]
+    extras = {
+        name
+        for each in words
+        if each[:2] == ["pip", "install"]
+        for name in re.findall(r"\w+", each[-1].partition("[")[2])
+    }
+    assert "make" in {each[0] for each in words} or "train" in extras
+    assert ["speculator", "serve"] not in [each[:2] for each in words] or "serve" in extras

@@ -1,10 +1,12 @@
 """The head in `examples` loads and drafts."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from speculator.checkpoints import load_any
@@ -25,6 +27,15 @@ def test_the_head_of_a_chat_model_loads_and_drafts():
     assert logits[..., head.draft_tokens].isfinite().all()
 
 
+@pytest.mark.parametrize("script", ["unlikelihood.py", "measure.py"])
+def test_the_documented_scripts_start_in_an_installation(script, tmp_path):
+    """From another folder, and without the paths that pytest adds."""
+    file = Path("examples/stdlib_target").resolve() / script
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, file, "--help"], capture_output=True, text=True, cwd=tmp_path, env=bare)
+    assert done.returncode == 0, done.stderr
+
+
 def test_prompts_that_the_target_rarely_writes_are_chats_of_one_question(tmp_path):
     script = HEAD / "prompts.py"
     (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "How many clips?"}) + "\n")
@@ -35,3 +46,5 @@ def test_prompts_that_the_target_rarely_writes_are_chats_of_one_question(tmp_pat
         printed = [json.loads(line) for line in done.stdout.splitlines()]
         assert printed
         assert all([message["role"] for message in row["messages"]] == ["user"] for row in printed)
+    done = subprocess.run([sys.executable, script, "mathematics"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "prompts.py: error: mathematics needs --rows")

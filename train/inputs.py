@@ -153,13 +153,14 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
         tally=tally,
     )
     if split == "held-out":
-        tally.warn(f"the {split} split of {', '.join(config.data.sources)}")
+        tally.warn(f"prompts of the {split} split of {', '.join(config.data.sources)}")
     return suite
 
 
 def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
     """Return the prompts and chats of the training split that the target will answer for stage 2."""
     settings = config.stage2.generate
+    tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     found, _ = conversations(
         config.data.sources,
         "train",
@@ -169,6 +170,7 @@ def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversati
         turns=None if settings.turns == "all" else settings.turns,
         per_text=_PROMPTS_PER_TEXT,
         limits=PromptLimits.of(target, settings.max_new_tokens, config.data.seq_length),
-        tally=Tally(max_share=1.0 if config.data.max_bad_rows else 0.0),
+        tally=tally,
     )
+    tally.warn(f"prompts of stage 2, the train split of {', '.join(config.data.sources)}")
     return found

@@ -321,10 +321,10 @@ class _Chunked(torch.autograd.Function):
             target = None
             if call.loss.needs_target:
                 target = _target(call, span)
-            for which, members in groups.items():
+            for shared, members in groups.items():
                 # For each of the matrices, the features of all steps of the group, end to end: [n C, I].
-                xs = [torch.cat([features[i][k][span] for i in members]).to(dtype) for k in range(len(which))]
-                z = _logits(xs, [cast[j] for j in which])  # [n C, V_d]
+                xs = [torch.cat([features[i][k][span] for i in members]).to(dtype) for k in range(len(shared))]
+                z = _logits(xs, [cast[j] for j in shared])  # [n C, V_d]
                 for i, own in zip(members, z.chunk(len(members)), strict=True):
                     # The gradient is computed in the forward pass, while the chunk's logits exist, and overwrites them.
                     # The backward pass then only multiplies by the gradient of the objective: no logits are kept or
@@ -334,7 +334,7 @@ class _Chunked(torch.autograd.Function):
                         loss[i, span], hits[i, span], accepted[i, span] = call.loss.replace_by_gradient(own, *given)
                     else:
                         loss[i, span], hits[i, span], accepted[i, span] = measure(own, labels[i, span], target, options)
-                for k, (x, j) in enumerate(zip(xs, which, strict=True) if train else ()):
+                for k, (x, j) in enumerate(zip(xs, shared, strict=True) if train else ()):
                     # z holds d loss / d logits now: [C, V] times the matrix [V, I] gives the features' gradient [C, I].
                     d_x = product(z, cast[j].T)
                     for i, part in zip(members, d_x.chunk(len(members)), strict=True):

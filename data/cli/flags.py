@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from speculator.errors import OneLineParser
-from speculator.flags import add_revision, add_target_flags
+from speculator.flags import add_revision, add_target_flags, add_tokenizer_flags
 
 ALL = sys.maxsize
 """Value of `--turns all`."""
@@ -21,7 +21,7 @@ def prepare(parser: OneLineParser) -> None:
     (`--data.sources`) it keeps these splits.
     """
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    add_tokenizer_flags(parser)
     parser.add_argument(
         "--sources",
         required=True,
@@ -93,7 +93,7 @@ def view(parser: OneLineParser) -> None:
     """
     parser.add_argument("source", help="a folder that `speculator data prepare` wrote, or any other source")
     parser.add_argument("--target", required=True, help="hub id or folder of the target; only the tokenizer is loaded")
-    parser.add_argument("--revision", help="hub branch, tag or commit of the target")
+    add_tokenizer_flags(parser)
     add_raw(parser)
     parser.add_argument("--rows", type=int, default=3, help="number of rows (default: 3)")
     parser.add_argument("--color", action="store_true", help="use colors even if stdout is not a terminal")

@@ -18,7 +18,7 @@ from data.conversations import Conversation
 from data.magpie import ROWS, SELF, prompt_sampling_of, self_rows, summary
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import PromptLimits, conversations
-from data.rendering import load_tokenizer
+from data.rendering import tokenizer_of
 from data.tally import Tally
 from speculator import model_flags
 from speculator.chat import DATA_DAY, set_template_variables
@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
             target.tokenizer.chat_template = None
         _write_chats(arguments, target, None, concurrency=arguments.batch_size, **how)
     elif arguments.server is not None:
-        tokenizer = load_tokenizer(arguments.target, arguments.revision, arguments.trust_remote_code, arguments.raw)
-        set_template_variables(tokenizer, arguments.chat_template_kwargs)
+        tokenizer = tokenizer_of(arguments)
         context = _context_length(arguments)
         prompts = _prompts(arguments, tokenizer, PromptLimits(arguments.target, context, arguments.max_new_tokens))
         fetch_rows(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from data.prepare import save_rows
-from data.rendering import load_tokenizer
+from data.rendering import tokenizer_of
 from speculator.errors import refuse
 from speculator.files import check_output_folder
 from speculator.terminal import quiet_libraries
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     counts = save_rows(
         arguments.sources,
-        load_tokenizer(arguments.target, arguments.revision, raw=arguments.raw),
+        tokenizer_of(arguments),
         arguments.seq_length,
         arguments.output,
         max_tokens=arguments.max_tokens,

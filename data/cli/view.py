@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from data.rendering import load_tokenizer
+from data.rendering import tokenizer_of
 from data.sources import token_documents
 from data.tally import Tally
 from speculator.errors import printable, refuse
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the first rows."""
     refuse((arguments.rows < 1, "--rows must be at least 1"))
     quiet_libraries()
-    tokenizer = load_tokenizer(arguments.target, arguments.revision, raw=arguments.raw)
+    tokenizer = tokenizer_of(arguments)
     marks = (DIM, PLAIN, GREEN, PLAIN) if arguments.color or colours(sys.stdout) else ("", "", "[[", "]]")
     tally = Tally(max_share=1.0)
     documents = token_documents([arguments.source], None, tokenizer, tally=tally)
@@ -54,6 +54,8 @@ def _facts(chat: dict[str, Any] | None) -> Iterator[str]:
         yield from (f"  {why}" for why in chat["why"])
     if chat["dropped"]:
         yield f"the first {chat['dropped']} messages are dropped: the assistant speaks before anyone asks"
+    if chat["marked"]:
+        yield f"{chat['marked']} answers have no loss: the row marks them as not to be learnt"
     yield from (f"message {number + 1} has no loss: {reason}" for number, reason in chat["left_out"])
 
 

@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("kind", choices=("mathematics", "code", "texts"))
     parser.add_argument("--rows", type=Path, help=".jsonl file, maybe .gz, with the questions or texts")
     flags = parser.parse_args()
+    if flags.kind != "code" and flags.rows is None:
+        parser.error(f"{flags.kind} needs --rows")
     draw = random.Random(0)
     made = code(draw) if flags.kind == "code" else globals()[flags.kind](flags.rows, draw)
     chosen = list(dict.fromkeys(made))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # an installed package has no `train` at the top
 
 from speculator.target.linear import bfloat16_pays
 from train.trainer import on_one_gpu

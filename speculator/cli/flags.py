@@ -71,6 +71,13 @@ def serve(parser: OneLineParser) -> None:
         "--api_key", help="key that requests under /v1 must send (default: $SPECULATOR_API_KEY, else none)"
     )
     parser.add_argument(
+        "--allowed_origins",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="origins of the web pages that may use the server, such as http://localhost:3000 (default: none)",
+    )
+    parser.add_argument(
         "--allow_load",
         action="store_true",
         help="load another head at POST /v1/speculator/load, while requests are decoded; needs --api_key",

@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
         max_queue=arguments.queue,
         recorder=recorder,
         load_drafter=load,
+        allowed_origins=arguments.allowed_origins,
+        hosts=_LOOPBACK if arguments.host in _LOOPBACK and not key else (),
     )
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -188,7 +189,7 @@ def _costs_here(
     shape = {name: value for name, value in sorted(head.config.to_dict().items()) if not name.startswith(_NOT_SHAPE)}
     facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"
     sizes_of = [(shape.levels, shape.nodes) for shape in shapes]
-    facts += f"{torch.__version__} {code_digest(Path(__file__).parents[1])} {sizes_of}"
+    facts += f"{torch.__version__} {version('transformers')} {code_digest(Path(__file__).parents[1])} {sizes_of}"
     name = f"{machine['processor']} {machine['dtype']} {hashlib.sha256(facts.encode()).hexdigest()[:16]}"
     with cached_object("costs", name) as stored:
         with suppress(KeyError, TypeError, ValueError, UserError):  # damaged

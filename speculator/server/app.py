@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -22,13 +25,21 @@ from speculator.server.errors import HANDLED, APIError, answer_error
 from speculator.server.metrics import CountRequests, Metrics
 from speculator.server.recorder import Recorder
 from speculator.server.responses import ChatWriter, CompletionWriter
-from speculator.server.schema import ChatRequest, CompletionRequest, GenerationRequest, LoadRequest, parse
+from speculator.server.schema import (
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    LoadRequest,
+    parse,
+)
 from speculator.server.worker import Job, StepOutput, Worker
 from speculator.target.model import Target
 from speculator.terminal import log
 
+_log = logging.getLogger(__name__)
 _LOG_SECONDS = 10.0
-_LARGEST_BODY = 64 << 20
+_LARGEST_BODY = 16 << 20
 
 
 def create_app(
@@ -40,6 +51,8 @@ def create_app(
     max_queue: int = 256,
     recorder: Recorder | None = None,
     load_drafter: Callable[[str], Drafter] | None = None,
+    allowed_origins: Sequence[str] = (),
+    hosts: Collection[str] = (),
 ) -> FastAPI:
     """Create the application; its lifespan starts and stops the worker.
 
@@ -51,6 +64,8 @@ def create_app(
         max_queue: requests that may wait for a slot; further ones are answered with 429.
         recorder: records the answers of clients that do not opt out.
         load_drafter: creates a drafter from the folder of a head, for /v1/speculator/load; None: no such route.
+        allowed_origins: web pages from these origins may read answers; "*": from any.
+        hosts: names by which requests must address the server; none: any name.
     """
     routes = _Routes(target, worker, name or target.name, max_queue, recorder)
 
@@ -72,7 +87,18 @@ def create_app(
         if api_key and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
             raise APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
-    app = FastAPI(title="speculator", lifespan=lifespan, openapi_url=None)
+    async def check_host(http: Request) -> None:
+        # A web page can let its own name point to a loopback address, and is then no stranger to the browser.
+        given = http.headers.get("host", "")
+        # "127.0.0.1:8000" and "[::1]:8000" without the port
+        name = re.sub(r":\d*$", "", given).strip("[]").lower()
+        if hosts and name not in hosts:
+            message = (
+                f"the Host {given!r:.60} is not this server's: address it as localhost, or start it with --api_key"
+            )
+            raise APIError(message, status=403)
+
+    app = FastAPI(title="speculator", lifespan=lifespan, openapi_url=None, dependencies=[Depends(check_host)])
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(check_key)])
     v1.add_api_route("/completions", routes.completions, methods=["POST"])
     v1.add_api_route("/chat/completions", routes.chat, methods=["POST"])
@@ -93,6 +119,9 @@ def create_app(
     def count(path: str, status: int) -> None:
         routes.metrics.requests.labels(path if path in paths else "other", status).inc()
 
+    if allowed_origins:
+        methods, headers = ["GET", "POST"], ["*"]
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=methods, allow_headers=headers)
     app.add_middleware(CountRequests, count=count)
     for kind in HANDLED:
         app.add_exception_handler(kind, answer_error)
@@ -117,18 +146,18 @@ class _Routes:
         self._created = int(time.time())
 
     async def completions(self, http: Request) -> Response:
-        request = parse(CompletionRequest, await self._body(http))
-        prompts = [continued(each, where="prompt") if isinstance(each, str) else each for each in request.prompts]
+        request = await self._parsed(CompletionRequest, http)
+        prompts = [continued(each, where="prompt") if isinstance(each, str) else each for each in request.prompt]
         return await self._answer(http, request, prompts, CompletionWriter)
 
     async def chat(self, http: Request) -> Response:
-        request = parse(ChatRequest, await self._body(http))
+        request = await self._parsed(ChatRequest, http)
         if self.target.tokenizer.chat_template is None:
             raise APIError(f"{self.name} has no chat template: use /v1/completions", "messages")
         return await self._answer(http, request, [request.prompt()], ChatWriter)
 
     async def load(self, load_drafter: Callable[[str], Drafter], http: Request) -> dict[str, str]:
-        request = parse(LoadRequest, await self._body(http))
+        request = await self._parsed(LoadRequest, http)
         await self.worker.replace_drafter(partial(load_drafter, request.path))
         return {"path": request.path}
 
@@ -144,10 +173,11 @@ class _Routes:
         while True:
             await asyncio.sleep(_LOG_SECONDS)
             traffic = self.worker.take_traffic()
-            if line := traffic.line(_LOG_SECONDS, self.worker.in_use, self.worker.queued):
-                log(line)
             if self.recorder:
                 self.recorder.write_due()
+            if line := traffic.line(_LOG_SECONDS, self.worker.in_use, self.worker.queued):
+                with contextlib.suppress(OSError, ValueError):  # nobody reads stderr any more, or it is closed
+                    log(line)
 
     async def health(self) -> Response:
         return JSONResponse({"status": "ok"}) if self.worker.alive else JSONResponse({"status": "down"}, 503)
@@ -163,6 +193,10 @@ class _Routes:
         if name not in (None, self.name):
             message = f"the model {name!r:.100} does not exist; this server has {self.name!r}"
             raise APIError(message, "model", status=404, code="model_not_found")
+
+    async def _parsed(self, kind: type[AnyRequest], http: Request) -> AnyRequest:
+        # In a thread: a body of megabytes must not hold up the other streams.
+        return await asyncio.to_thread(parse, kind, await self._body(http))
 
     async def _body(self, http: Request) -> bytes:
         """Read a JSON body of bounded size.
@@ -267,11 +301,13 @@ class _Routes:
                 for event in filter(None, events):
                     yield event
                 events = []
-        except APIError as error:
+            for event in writer.closing():
+                yield event
+        except Exception as error:  # the status has been sent: an event is all that can tell the client
+            if not isinstance(error, APIError):
+                _log.exception("a stream failed")
+                error = APIError("internal server error", status=500)
             yield f"data: {json.dumps(error.body())}\n\n"
-            return
-        for event in writer.closing():
-            yield event
 
     async def _outputs(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[StepOutput]:
         """Yield the outputs of a job, as they come, until every answer has ended.

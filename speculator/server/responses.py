@@ -10,14 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import answer_message, clean_tools
+from speculator.chat import THOUGHTS, answer_message
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
 from speculator.server.schema import ChatRequest, GenerationRequest, StreamOptions
 from speculator.server.worker import StepOutput
 
-_THOUGHTS = ("reasoning", "reasoning_content", "thinking")  # its names in chat templates
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -189,13 +188,14 @@ class ChatWriter(CompletionWriter):
         answer = self.answers[index]
         if answer.stopped:
             return {"content": answer.text}
-        prompt, tools = self.prompts[index // self.request.choices], clean_tools(self.request.tools)
+        prompt, tools = self.prompts[index // self.request.choices], self.request.tools
         message = answer_message(self.tokenizer, prompt, self._tokens[index], tools)
-        calls = message.get("tool_calls")
+        # One call only where the client asks for that, as in vLLM.
+        calls = (message.get("tool_calls") or [])[: 1 if self.request.parallel_tool_calls is False else None]
         if calls and not self.request.parses_calls:
             return {"content": answer.text}
         parsed: dict[str, Any] = {"content": message["content"] or (None if calls else "")}
-        if thought := next((message[key] for key in _THOUGHTS if message.get(key)), None):
+        if thought := next((message[key] for key in THOUGHTS if message.get(key)), None):
             parsed["reasoning"] = thought
         if calls:
             parsed["tool_calls"] = [_call(call["function"]) for call in calls]

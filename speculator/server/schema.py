@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from speculator.chat import check_template_variables, clean_message, clean_tools, content_text
+from speculator.chat import check_template_variables, clean_messages, clean_tools
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.prompts import Prompt
@@ -22,7 +24,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
@@ -35,12 +36,20 @@ _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier",
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _known(self) -> _Strict:
+        # Not extra="forbid", which collects an error for each of a million unknown fields.
+        for name in self.model_extra or ():
+            raise ValueError(f"{name:.40}: unknown field")
+        return self
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # padding that hides the length of tokens; ours have none
 
 
 class GenerationRequest(BaseModel):
@@ -121,7 +130,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Fields of `POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any
     logprobs: int | None = Field(None, ge=0, le=20)
 
     @property
@@ -132,48 +141,37 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Texts or lists of token ids."""
-        given = self.prompt
-        # A list of integers is one prompt; a list of lists or of texts is several.
-        single = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        return [given] if single else list(given)  # type: ignore[list-item, arg-type]
-
-
-class Message(BaseModel):
-    """A message of a chat; further fields, such as tool_calls, go to the chat template."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: str
-    content: str | None = None
-
-    @field_validator("content", mode="before")
+    @field_validator("prompt")
     @classmethod
-    def _joined(cls, content: Any) -> Any:
-        try:
-            return content_text(content)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and self.role != "assistant":  # an assistant may have called tools instead
-            raise ValueError("content is missing")
-        return self
+    def _prompts(cls, prompt: Any) -> list[str] | list[list[int]]:
+        """Return the prompts as a list. The types of the elements are found in one pass: pydantic lists every error."""
+        single = isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) == {int})
+        prompts = [prompt] if single else prompt
+        kinds = set(map(type, prompts)) if isinstance(prompts, list) else set()
+        if kinds != {str} and not (kinds == {list} and set(map(type, chain.from_iterable(prompts))) <= {int}):
+            raise ValueError("must be a text, a list of token ids, a list of texts, or a list of lists of token ids")
+        return prompts
 
 
 class ChatRequest(GenerationRequest):
     """Fields of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Any
+    tools: Any = None
+    parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("messages", "tools")
+    @classmethod
+    def _cleaned(cls, given: Any, field: ValidationInfo) -> Any:
+        try:
+            return clean_messages(given) if field.field_name == "messages" else clean_tools(given)
+        except UserError as error:
+            raise ValueError(str(error)) from None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -198,9 +196,7 @@ class ChatRequest(GenerationRequest):
         return bool(self.tools) and self.tool_choice != "none"
 
     def prompt(self) -> Prompt:
-        messages = [clean_message(message.model_dump(exclude_unset=True)) for message in self.messages]
-        variables = self.chat_template_kwargs
-        return Prompt(messages, chat=True, tools=clean_tools(self.tools), where="messages", variables=variables)
+        return Prompt(self.messages, chat=True, tools=self.tools, where="messages", variables=self.chat_template_kwargs)
 
 
 class LoadRequest(_Strict):
@@ -214,6 +210,8 @@ AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
 
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """Parse and check a JSON body; the first mistake becomes an APIError."""
+    # Else the collector would look at a long list again and again while it grows, and hold up all threads.
+    gc.disable()
     try:
         request = kind.model_validate_json(body)
     except ValidationError as error:
@@ -221,6 +219,8 @@ def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         where = ".".join(map(str, first["loc"])) or "body"
         param = str(first["loc"][0]) if first["loc"] else None
         raise APIError(f"{where}: {first['msg'].removeprefix('Value error, ')}", param) from None
+    finally:
+        gc.enable()
     if isinstance(request, GenerationRequest):
         request.check()
     return request

@@ -10,10 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from chat_templates import CHATML, FAMILIES, chat_tokenizer
+from conftest import tiny_tokenizer
 
 from data.readers import read
 from data.rendering import render
-from data.rows import SourceError, content
+from data.rows import RowError, SourceError, content
 from data.tally import Tally
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -150,7 +151,7 @@ def test_every_answer_has_loss_whatever_a_template_writes_around_it(name, messag
     assert answers_of(rows_of(tokenizer_of(TEMPLATES[name]), messages=messages)) == right
 
 
-def chats(draw, tools):
+def chats(draw, tools, thoughts):
     """A random chat whose turns have words of their own (u3, a4, t5, r6) among words that all turns share."""
     shared = [
         "the",
@@ -177,7 +178,7 @@ def chats(draw, tools):
             messages.append({"role": "assistant", "content": text, "tool_calls": call(name=f"f{len(messages)}.")})
             messages.append(said("tool", words(f"t{len(messages)}.")))
         answer = said("assistant", words(f"a{len(messages)}."))
-        if draw.random() < 0.4:
+        if thoughts and draw.random() < 0.4:
             answer["reasoning_content"] = words(f"r{len(messages)}.")
         messages.append(answer)
     return messages if draw.random() < 0.7 else [*messages, said("user", "u99.")]
@@ -191,7 +192,7 @@ def without_marks(text):
 def test_random_chats_have_loss_on_every_answer_once_and_on_nothing_else(name):
     tokenizer, draw = tokenizer_of(TEMPLATES[name]), random.Random(name)
     for number in range(60):
-        messages = chats(draw, tools=number % 2)
+        messages = chats(draw, tools=number % 2, thoughts="reasoning_content" in TEMPLATES[name])
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         owned = {i: f"f{i}." if "tool_calls" in messages[i] else f"a{i}." for i in answers}
         seen = []
@@ -450,3 +451,42 @@ def test_a_template_that_reminds_of_its_tools_after_every_chat_gives_the_reminde
 def test_tokens_after_the_first_end_token_are_not_of_the_answer():
     template = HEAD + "{{ m.content or '' }}" + CALLS + "{% if m.tool_calls %}" + CLOSES + "{% endif %}" + TAIL + ASK
     assert answers_of(rows_of(tokenizer_of(template), messages=TOOLS[:4])) == [[CALL, "It is 22." + END]]
+
+
+THINKING = TEMPLATES["thinking of earlier turns is dropped"]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_have_loss_under_each_of_their_names_or_the_answer_has_none(monkeypatch, name):
+    """Also with a transformers that knows one name, as 5.17 to 5.20."""
+    monkeypatch.setattr("transformers.utils.chat_template_utils._REASONING_FIELDS", (), raising=False)
+    chat = [said("user", "a"), said("assistant", "1.", **{name: "One and none."})]
+    ((answer,),) = answers_of(rows_of(tokenizer_of(THINKING), messages=chat))
+    assert "One and none." in answer
+    with pytest.raises(RowError, match="leaves out the answer's thoughts"):
+        rows_of(tokenizer_of(CHATML), messages=chat)
+
+
+def test_answers_that_a_row_marks_are_context_without_loss_and_are_counted(capsys):
+    chat = [said("user", "a"), said("assistant", "1."), said("user", "b"), said("assistant", "2."), said("user", "c")]
+    for mark in ({"weight": 0}, {"train": False}):
+        tally = Tally(0.05)
+        marked = [*chat[:1], {**chat[1], **mark}, *chat[2:], said("assistant", "3.", weight=1)]
+        ((*answers,),) = answers_of(rows_of(tokenizer_of(CHATML), tally, messages=marked))
+        assert answers == ["2." + END, "3." + END]
+        tally.check("chats")
+        tally.warn("chats")
+        assert "2 answers have loss; 1 more are marked as not to be learnt" in capsys.readouterr().err
+    tally = Tally(0.05)
+    rejected = {"prompt": "a", "completion": "1.", "label": False}
+    for tokenizer in (tokenizer_of(CHATML), tiny_tokenizer()):
+        assert not list(render([{"id": "1", "where": "f:1", **content(rejected, "f:1")}], tokenizer, tally))
+    assert (tally.bad, tally.skipped.total()) == (0, 2)
+
+
+def test_every_message_of_a_context_is_written_or_its_answers_have_no_loss():
+    only = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    chat = [said("user", "a"), said("assistant", "1."), said("function", "22"), said("assistant", "It is 22.")]
+    tally = Tally(1.0)
+    assert answers_of(rows_of(tokenizer_of(only), tally, messages=chat)) == [["1." + END]]
+    assert list(tally.left_out) == ["the chat template leaves out messages of the role 'function'"]

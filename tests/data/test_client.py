@@ -236,6 +236,19 @@ def test_a_server_that_does_not_sample_is_an_error_at_a_warm_temperature(serve, 
     assert fetched([serve(samples=False)], tokenizer, tmp_path / "cold", sampling=Sampling(0.1))
 
 
+def test_labels_and_a_top_k_of_1_are_no_sign_of_a_server_that_does_not_sample(serve, tokenizer, tmp_path):
+    """Whole prompts are answered by a label, whatever the seed; only their beginnings are continued freely."""
+    whole = [prompt.ids for prompt in text_prompts(tokenizer)]
+
+    def label(handler):
+        body = json.loads(json.dumps(handler.server.bodies[-1]))
+        greedy = body["prompt"] in whole or body["top_k"] == 1
+        handler.answer(handler.server, body | {"seed": 0 if greedy else body["seed"]})
+
+    how = {"sampling": Sampling(1.0, top_k=1), "concurrency": 1}
+    assert fetched([serve(reply=label)], tokenizer, tmp_path / "rows", **how)
+
+
 def test_rows_cycle_through_temperatures_and_the_warm_ones_must_sample(serve, tokenizer, tmp_path):
     server, both = serve(), [Sampling(0.0), Sampling(1.0)]
     fetched([server], tokenizer, tmp_path / "rows", sampling=both, concurrency=1)

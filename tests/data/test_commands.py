@@ -81,7 +81,7 @@ def test_view_shows_no_escape_of_a_text_as_one(target, tmp_path, capsys):
     out, error = capsys.readouterr()
     assert r"\x1b]0;owned\x07\x1b[31mred\r" in out
     assert not set(out) & set("\x1b\x07\r")
-    assert "odd.jsonl: 1 of 2 rows (50.0%) can't be used and are skipped: 1 x not JSON" in error
+    assert "odd.jsonl: 2 rows read, 1 used, 1 left out: 1 x not JSON" in error
 
 
 def test_view_shows_a_prepared_row_document_by_document(target, capsys):
@@ -107,8 +107,11 @@ def test_exact_copies_are_counted(target, tmp_path, capsys):
     rows = [CHATS[i % 2] for i in range(60)]
     (tmp_path / "copies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert prepare(target, "--output", "rows", "--sources", "copies.jsonl", "--seq_length", "500") == 0
-    split = re.search(r"(\d+) of (\d+) rows are exact copies", capsys.readouterr().err)
-    assert int(split[1]) > int(split[2]) - 3
+    read, used, copies = re.search(
+        r"(\d+) rows read, (\d+) used, \d+ left out: (\d+) x exact copies", capsys.readouterr().err
+    ).groups()
+    assert int(read) == int(used) + int(copies)
+    assert int(used) <= 2
 
 
 def test_text_parts_are_read_as_text(target, tmp_path, capsys):
@@ -135,3 +138,23 @@ def test_without_colours_text_with_loss_is_in_brackets(target, monkeypatch, caps
     assert "\x1b[32m" in shown[""]
     assert "\x1b" not in shown["1"]
     assert "[[" in shown["1"]
+
+
+def test_rows_are_rendered_with_the_variables_of_the_run(target, capsys):
+    tokenizer = chat_tokenizer("llama3")
+    tokenizer.chat_template = "{{ style }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(target)
+    variables = ["--chat_template_kwargs", '{"style": "STYLE"}', "--trust_remote_code"]
+    assert main(["view", "chats.jsonl", "--target", target, *variables]) == 0
+    assert "STYLE<|begin_of_text|>" in capsys.readouterr().out
+    assert prepare(target, "--output", "rows", *variables) == 0
+    assert "STYLE" in tokenizer.decode(load_from_disk("rows")["train"][0]["input_ids"])
+
+
+def test_view_names_answers_that_the_row_excludes(target, tmp_path, capsys):
+    asked, answer, *rest = CHATS[0]["messages"]
+    (tmp_path / "marked.jsonl").write_text(json.dumps({"messages": [asked, {**answer, "weight": 0}, *rest]}) + "\n")
+    assert main(["view", "marked.jsonl", "--target", target]) == 0
+    out = capsys.readouterr().out
+    assert "    1 answers have no loss: the row marks them" in out
+    assert ("[[Yes.<|eot_id|>]]" in out, "[[Answer" in out) == (True, False)

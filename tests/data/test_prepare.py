@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 import time
+from importlib.metadata import version
 
 import pytest
 from chat_templates import CHATML, chat_tokenizer
@@ -52,6 +53,14 @@ def source(tmp_path, monkeypatch):
 
 def folders(tmp_path):
     return sorted(path.name for path in (tmp_path / "cache").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("library", ["transformers", "tokenizers", "jinja2"])
+def test_another_version_of_a_library_makes_the_rows_again(source, tmp_path, monkeypatch, library):
+    prepare(source)
+    monkeypatch.setattr("data.prepare.version", lambda name: "0" if name == library else version(name))
+    prepare(source)
+    assert len(folders(tmp_path)) == 2
 
 
 def test_rows_are_made_once_and_again_when_the_source_or_an_argument_changes(source, tmp_path):

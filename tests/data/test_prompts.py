@@ -1,6 +1,8 @@
 """Prompts of each kind of document."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 from chat_templates import chat_tokenizer
@@ -10,6 +12,8 @@ from datasets import Dataset, DatasetDict
 from data.packing import pack
 from data.prompts import PromptLimits, conversations
 from data.sources import SourceError, documents, token_documents
+from train.config import RunConfig
+from train.inputs import own_prompts_of
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -133,3 +137,24 @@ def test_prompts_are_drawn_by_weight(tmp_path):
     tokenizer = tiny_tokenizer()
     found = prompts([f"{sources[0]}@0.75", f"{sources[1]}@0.25"], None, tokenizer, 8, 40)
     assert [tokenizer.decode(ids)[0] for ids in found].count("a") == 30
+
+
+def test_a_greeting_belongs_to_the_opening_of_a_chat(tmp_path):
+    system, greeting = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Welcome!"}
+    chats = [{"messages": [system, greeting, {"role": "user", "content": f"Q{i}"}, CHAT[1], *CHAT]} for i in range(9)]
+    found, _ = conversations([write(tmp_path / "chats.jsonl", chats)], None, chat_tokenizer("llama3"), 8, 99)
+    assert [prompt.messages for prompt in found] == [chat["messages"][:3] for chat in chats]
+    assert all(list(prompt.later) == [CHAT[:1]] for prompt in found)
+
+
+def test_a_run_prints_what_became_of_the_rows_of_stage_2(tmp_path, capfd):
+    asked = {"role": "user", "content": "Q"}
+    chats = [{"messages": [{**asked, "content": f"Q{i}"}, CHAT[1]]} for i in range(300)]
+    source = write(tmp_path / "chats.jsonl", [*chats, {"messages": [{"role": "system", "content": "S"}, CHAT[1]]}])
+    config = RunConfig()
+    config.data.sources, config.stage2.generate.max_rows = [source], 999
+    target = SimpleNamespace(tokenizer=chat_tokenizer("llama3"), name="tiny", context_length=512, encoder=None)
+    count = len(own_prompts_of(config, target))
+    line = re.search(r"prompts of stage 2, .*: (\d+) rows read, (\d+) used(.*)", capfd.readouterr().err)
+    assert int(line[2]) == count > 200
+    assert (line[3] == "") == (line[1] == line[2])

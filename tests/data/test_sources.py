@@ -9,6 +9,7 @@ from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
 from data import python_sources, readers
+from data.prompts import conversations
 from data.readers import hub_dataset
 from data.sources import (
     SPLITS,
@@ -54,7 +55,7 @@ def write(path, rows):
 
 def contents(*sources):
     return [
-        {key: value for key, value in row.items() if key not in ("id", "where", "split")}
+        {key: value for key, value in row.items() if key not in ("id", "where", "split", "name")}
         for row in documents(sources, None)
     ]
 
@@ -326,3 +327,48 @@ def test_a_small_source_has_documents_in_every_split(count, tmp_path):
     found = {split: [row["id"] for row in documents([str(file)], split)] for split in SPLITS}
     assert all(found.values())
     assert len({each for ids in found.values() for each in ids}) == sum(map(len, found.values())) == count
+
+
+def test_a_document_stays_in_its_split_wherever_it_stands(tmp_path):
+    rows = [{"messages": [{**CHAT[0], "content": f"Question {i}?"}, CHAT[1]]} for i in range(1000)]
+    (tmp_path / "b").mkdir()
+    found = []
+    for file, given in (
+        ("chats.jsonl", rows),
+        ("b/others.jsonl", [{"text": "another row"}, *reversed(rows)]),
+    ):
+        source = write(tmp_path / file, given)
+        splits = {
+            split: {row["messages"][0]["content"] for row in documents([source], split) if "messages" in row}
+            for split in SPLITS
+        }
+        found.append(splits)
+    assert found[0] == found[1]
+    assert min(map(len, found[0].values())) > 20
+
+
+def test_a_text_is_cut_at_the_same_place_wherever_it_stands(tmp_path):
+    texts = [{"text": "".join(f"line {line} of text {i}\n" for line in range(50))} for i in range(20)]
+    cuts = []
+    for name, given in (("a.jsonl", texts), ("b.jsonl", [{"text": "another"}, *reversed(texts)])):
+        found, _ = conversations([write(tmp_path / name, given)], None, tiny_tokenizer(), 8, 99)
+        cuts.append(sorted(prompt.ids for prompt in found))
+    assert cuts[0] == cuts[1]
+    assert len(cuts[0]) == 20
+
+
+def test_names_in_capitals_are_read_and_the_card_of_a_dataset_is_not(tmp_path):
+    write(tmp_path / "CHATS.JSONL", [{"messages": CHAT}])
+    (tmp_path / "README.md").write_text("# A dataset\n")
+    assert contents(str(tmp_path)) == contents(str(tmp_path / "CHATS.JSONL")) == [{"messages": CHAT}]
+    (tmp_path / "CHATS.JSONL").unlink()
+    assert contents(str(tmp_path)) == [{"text": "# A dataset\n"}]
+
+
+def test_a_column_of_maps_is_one_line(tmp_path):
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    table = pyarrow.table({"messages": pyarrow.array([[("role", "user")]], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(SourceError, match=r"rows.parquet: a column among messages can't be read: .*map") as error:
+        contents(str(tmp_path / "rows.parquet"))
+    assert "\n" not in str(error.value)

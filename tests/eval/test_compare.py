@@ -74,3 +74,20 @@ def test_folders_of_reports_and_of_runs_are_accepted(tmp_path, capsys):
     capsys.readouterr()
     assert main(["compare", str(tmp_path), str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("prompts", (32, 8)), ("turns", (64, 16)), ("max_new_tokens", (128, 48)), ("chat", (True, False))],
+)
+def test_rows_that_were_measured_under_other_conditions_have_no_verdict(name, values):
+    faster = {"speedup": {"plain": {"value": 1.9, "low": 1.8, "high": 2.0}}}
+    text = table(changed(**{name: values[0]}), changed(**{name: values[1]}, **faster))
+    assert f"{name} of text: {values[0]} | {values[1]}" in text.splitlines()
+    assert text.count("| other conditions |") == 2
+    assert "differs" not in text
+
+
+def test_other_versions_and_settings_are_named():
+    ours, theirs = ({**REPORT, "versions": {"torch": number}, "settings": {"seed": number}} for number in (1, 2))
+    assert {"torch: 1 | 2", "seed: 1 | 2"} <= set(table(ours, theirs).splitlines())

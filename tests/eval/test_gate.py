@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from conftest import tiny_head
 
-from eval import gate
+from eval import gate, timing
 from eval.__main__ import main
+from eval.metrics import paired_bootstrap
 from speculator import UserError
 
 SUITE = {"name": "s", "prompts": 9, "tokens_per_second": [10.0, 12.0], "acceptance_length": [2.0, 2.5]}
@@ -32,6 +34,25 @@ def test_the_difference_is_of_speeds_over_all_prompts_and_not_of_their_mean():
     assert gate._difference(samples) == pytest.approx(100 / 5 - 100 / 10)
 
 
+def equal_heads(draw, count):
+    """Draw timings of two equal heads: answers differ in length and speed, and the machine is sometimes slower."""
+    tokens, speed = draw.integers(20, 129, count), 20 * np.exp(draw.normal(0, 0.25, count))
+    slower = [np.exp(draw.normal(0, 0.05, count)) * (1 + 0.3 * (draw.random(count) < 0.05)) for _ in range(2)]
+    old, new = (tokens / speed * factor for factor in slower)
+    return list(zip(tokens.tolist(), old.tolist(), tokens.tolist(), new.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("count", [2, 5, 10, 16, 64])
+def test_the_gate_accepts_an_equal_head_as_seldom_as_its_interval_says(count, monkeypatch):
+    """2.5% of 400 draws are 10; 22 or more have a probability below 0.1%. Percentiles accepted 24% at 2, 8% at 5."""
+    monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
+    draw, taken = np.random.default_rng(count), 0
+    for _ in range(400):
+        difference = paired_bootstrap(equal_heads(draw, count), gate._difference)
+        taken += gate.accepted({"suite": {"difference": difference}, "guard": None})
+    assert 1 <= taken < 22
+
+
 @pytest.fixture
 def heads(target_folder, tmp_path):
     """A folder with two equal heads."""
@@ -55,16 +76,32 @@ def _stop():
     raise UserError("seen")
 
 
-def test_the_command_rejects_a_head_that_is_not_faster_and_writes_the_figures(target_folder, heads, text_file, capsys):
+def timed(seconds):
+    """Return `time_ours` on a machine where each answer of the old and the new head takes so many seconds."""
+    order = []
+
+    def time_ours(target, drafter, prompts, sampling, count, out, *rest, **more):
+        timing.time_ours(target, drafter, prompts, sampling, count, out, *rest, **more)
+        order.extend([drafter] if drafter not in order else [])
+        out.batches[-1].decode_seconds = seconds[order.index(drafter)]
+
+    return time_ours
+
+
+def test_the_command_rejects_a_head_that_is_not_faster_and_writes_the_figures(
+    target_folder, heads, text_file, monkeypatch, capsys
+):
     argv = ["gate", str(heads / "old"), str(heads / "same"), "--target", str(target_folder), "--suite", str(text_file)]
     argv += ["--guard", str(text_file), "--max_prompts", "3", "--prompt_tokens", "16", "--max_new_tokens", "8"]
-    code = main([*argv, "--output", str(heads / "gate.json")])
-    figures = json.loads((heads / "gate.json").read_text())
-    assert figures["guard"]["change"] == 0
-    assert figures["suite"]["difference"]["low"] <= figures["suite"]["difference"]["high"]
-    assert code == (0 if figures["accepted"] else 1)
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
+    for seconds, verdict in (([1.0, 1.1], "rejected"), ([1.1, 1.0], "accepted")):
+        monkeypatch.setattr("eval.gate.time_ours", timed(seconds))
+        assert main([*argv, "--output", str(heads / "gate.json")]) == (verdict == "rejected")
+        figures = json.loads((heads / "gate.json").read_text())
+        assert (figures["accepted"], figures["guard"]["change"]) == (verdict == "accepted", 0)
+        assert figures["suite"]["difference"]["low"] <= figures["suite"]["difference"]["high"]
+        out = capsys.readouterr().out
+        assert (out.count("\n"), out.partition(":")[0]) == (1, verdict)
+    monkeypatch.undo()
     main([*argv, "--as", "vllm", "--output", str(heads / "gate.json")])
     old, new = json.loads((heads / "gate.json").read_text())["suite"]["acceptance_length"]
     assert old == new, "as vLLM, both draft the same chains"

@@ -11,6 +11,7 @@ from conftest import CONFIGS, MisstatedHead, tiny_head, tiny_model, tiny_tokeniz
 from drafters import make_drafter
 from transformers import AutoModelForCausalLM
 
+from eval import lossless
 from eval.__main__ import main
 from eval.greedy_check import compare_completions, greedy_checks
 from eval.sampled_check import sampled_checks
@@ -25,8 +26,10 @@ from speculator import (
     Tree,
     generate,
 )
+from speculator.checkpoints import load_any
 from speculator.decoding.draft import take_at
 from speculator.decoding.verify import REJECTION_RULES
+from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.target.attention import ATTENTION
 from speculator.target.kv_cache import KVCache
 
@@ -203,6 +206,23 @@ def test_adaptive_drafting_of_a_tuned_head_is_checked_too(folders, tmp_path, cap
     shares = [check["figures"]["drafted_share"] for check in checks if check["name"].startswith("adaptive: completion")]
     assert min(shares) > 0.02
     assert capsys.readouterr().out.splitlines()[-1] == "LOSSLESS"
+
+
+def test_the_tuning_of_a_head_on_the_hub_is_read(folders, tmp_path, monkeypatch):
+    head = tmp_path / "head"
+    shutil.copytree(folders / "head", head)
+    write_tuning(head)
+    monkeypatch.setattr("eval.lossless.head_folder", lambda name, revision: {("org/head", "v1"): head}[name, revision])
+    target = Target.load(str(folders / "target"))
+    drafter = HeadDrafter(load_any(head))
+    flags = ["--target", "T", "--speculator", "org/head", "--speculator_revision", "v1"]
+    made = lossless._adaptive(lossless.build_parser().parse_args(flags), target, drafter)
+    tuned = adaptive_drafter(drafter.head, target, read_tuning(head, drafter.head))
+    ours, theirs, untuned = (
+        [choice.acceptance for choice in each.choices]
+        for each in (made, tuned, adaptive_drafter(drafter.head, target, None))
+    )
+    assert ours == theirs != untuned
 
 
 def test_the_command_reports_an_inexact_rule_by_its_exit_code(inexact_rule, folders, capsys):

@@ -28,6 +28,10 @@ FORMATS = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
     {"instruction": "Hi", "input": "", "output": "Hello"},
     {"prompt": "Hi", "completion": "Hello"},
+    {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
+    {"prompt": "Hi", "chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+    {"input": [{"role": "user", "content": "Hi"}], "output": "Hello"},
+    {"conversation": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
     {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
 ]
 
@@ -156,14 +160,37 @@ def test_a_hub_dataset_is_read_by_its_library(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([PUBLISHED["gsm8k"], "{"], "q.jsonl:2"),
-        ([{"turns": []}], "q.jsonl:1"),
-        ([{"prompt": "x"}, {"text": "y"}], "q.jsonl:2"),
+        (["{"], "no usable row in it; the first fault is .*q.jsonl:1: not JSON"),
+        ([{"turns": []}, {"question": 5}], "q.jsonl:1"),
+        ([{"text": 5}], "q.jsonl:1"),
+        ([], "no rows"),
     ],
 )
-def test_a_malformed_suite_fails_in_one_line(tmp_path, rows, message):
-    with pytest.raises(UserError, match=message):
+def test_a_suite_without_a_usable_row_fails_in_one_line(tmp_path, rows, message):
+    with pytest.raises(UserError, match=message) as error:
         load(write(tmp_path / "q.jsonl", *rows))
+    assert "\n" not in str(error.value)
+
+
+def test_odd_rows_of_a_suite_are_counted_and_skipped_and_no_more_rows_are_read_than_needed(tmp_path, capfd):
+    odd = ["{", {"turns": []}, {"text": "y"}, {"messages": [{"role": "user", "content": 5}]}, {"answer": "1"}]
+    questions = [{"question": f"How many {i}?", "category": {"a": i}} for i in range(9)]
+    suite = load(write(tmp_path / "q.jsonl", *odd[:1], questions[0], *odd[1:], *questions[1:]))
+    assert len(suite.prompts) == 4
+    assert "9 rows read, 4 used, 5 left out: " in capfd.readouterr().err
+
+
+def test_a_category_of_any_type_names_a_group_or_none(tmp_path):
+    rows = [{"category": kind, "turns": ["a"]} for kind in ("math", 3, ["x"], {"y": 1}, None)]
+    suite = load(write(tmp_path / "q.jsonl", *rows), max_prompts=9)
+    assert sorted(suite.categories) == ["", "", "", "3", "math"]
+
+
+def test_every_row_of_a_suite_with_categories_is_accounted_for(tmp_path, capfd):
+    rows = [{"category": "ab"[i % 2], "question": f"How {i}?"} for i in range(20)]
+    suite = load(write(tmp_path / "q.jsonl", {"category": "a", "question": "self " * 300}, *rows))
+    assert (suite.categories, suite.left_out) == (["b", "a", "b", "a"], 1)
+    assert "21 rows read, 4 used, 17 left out: 16 x beyond --max_prompts; 1 x too long" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("row", FORMATS)

@@ -153,7 +153,6 @@ def test_vllm_with_the_plugin_writes_our_texts_in_this_process(
     assert 0 < ours[-1] < ours[0]
     assert made[1]["prefix_cache_hits"] > 0
     assert made[2]["num_preemptions"] > 0
-    assert plain[2]["num_preemptions"] >= 0
 
 
 def fetch(port: int, path: str, body: dict | None = None):

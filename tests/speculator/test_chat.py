@@ -210,3 +210,27 @@ def test_a_template_renders_the_same_after_variables_are_set():
         )
         set_template_variables(with_variables, {"x": 1})
         assert chat_text(with_variables, CHAT) == chat_text(plain, CHAT)
+
+
+# Messages that a template does not know
+
+
+def test_a_developer_is_the_system_of_a_template_without_that_role():
+    chat = [{"role": "developer", "content": "Be brief."}, *CHAT]
+    assert chat_text(chat_tokenizer("qwen3", CHATML), chat).startswith("<|im_start|>system\nBe brief.")
+    own = "{# developer #}" + CHATML
+    assert chat_text(chat_tokenizer("qwen3", own), chat).startswith("<|im_start|>developer\nBe brief.")
+
+
+@pytest.mark.parametrize("role", ["developer", "function", "ipython", "system"])
+def test_a_message_that_the_template_does_not_write_is_refused(role):
+    only = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    with pytest.raises(RefusedError, match=r"leaves out messages of the role '\w+'"):
+        chat_text(chat_tokenizer("qwen3", only), [{"role": role, "content": "Be brief."}, *CHAT])
+    chat_text(chat_tokenizer("qwen3", only), [{"role": role, "content": " "}, *CHAT])
+
+
+def test_a_message_that_the_template_escapes_is_written():
+    escaped = CHATML.replace("{{ m.content }}", "{{ m.content | tojson }}")
+    result = {"role": "tool", "content": 'a "quoted"\nline'}
+    assert r"a \"quoted\"\nline" in chat_text(chat_tokenizer("qwen3", escaped), [*CHAT, result])

@@ -7,6 +7,7 @@ import pytest
 
 from speculator.verdict import headlines
 
+ONE_PROMPT = {"value": 1.9, "low": None, "high": None}
 LAB = Path(__file__).parents[2] / "docs" / "lab"
 
 
@@ -50,7 +51,8 @@ def test_the_verdict_says_where_adaptive_drafting_is_off():
             "almost nothing: train it on more text; n-gram lookup does",
         ),
         ([row("head", 0.9, 1.8)], "the head costs more than it gains here: a drafted token costs 0.30"),
-        ([row("head", 1.03, 1.8)], "may be worth serving"),
+        ([row("head", 1.03, 1.8)], "may be worth serving: its interval includes 1"),
+        ([{**row("head", 1.9), "speedup": {"plain": ONE_PROMPT}}], "one prompt has no interval, so measure more"),
         (
             [row("head", 0.8), row("head", 1.5, temperature=1.0)],
             "3 tokens per draft at temperature 1, but slower than plain decoding at 0",

@@ -71,6 +71,9 @@ def test_costs_that_other_code_measured_are_measured_again(target_folder, tuned_
         (tmp_path / "code" / "decoding" / "engine.py").write_text(text)
         load_drafter(tuned_folder, target)
     assert len(measured) == 2
+    monkeypatch.setattr(tuning, "version", lambda library: f"another {library}")
+    load_drafter(tuned_folder, target)
+    assert len(measured) == 3, "transformers has the code of the target's layers"
 
 
 def test_costs_of_another_place_are_used_if_there_is_no_time_to_measure(
