@@ -9,6 +9,7 @@
     adapt           train the head on the server's answers, and load it there if it is faster
     inspect         describe a head's folder
     export          write a head in another checkpoint layout
+    dequantise      write the model of a GGUF file as a folder, for servers that read no GGUF
     push            upload a head to the Hugging Face hub
 
 `speculator COMMAND --help` lists the flags.
@@ -27,13 +28,13 @@ from speculator.errors import OneLineParser, run_command, start
 from speculator.terminal import working
 from speculator.workshop import make_importable
 
-COMMANDS = {name: f"speculator.cli.{name}" for name in ("generate", "serve", "inspect", "export", "push")}
+COMMANDS = {name: f"speculator.cli.{name}" for name in ("generate", "serve", "inspect", "export", "dequantise", "push")}
 COMMANDS["adapt"] = "train.adapt"
 """Modules with `HELP`, `add_flags(parser)` and `run(arguments)`."""
 WORKSHOP = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__main__"}
 """Packages whose commands have parsers of their own: modules with `main(argv)`."""
 _MAINS = {**WORKSHOP, "server-command": "train.server_command"}
-_SILENT = ("inspect", "export", "push")
+_SILENT = ("inspect", "export", "dequantise", "push")
 """Commands of `COMMANDS` that print nothing while they work."""
 _DISTRIBUTION = "speculator-llm"
 

@@ -31,7 +31,12 @@ def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
 
 
 def write_gguf(
-    file: Path, model: LlamaForCausalLM, tokenizer, leave_out: str = "", changes: dict | None = None
+    file: Path,
+    model: LlamaForCausalLM,
+    tokenizer,
+    leave_out: str = "",
+    changes: dict | None = None,
+    architecture: str = "llama",
 ) -> Path:
     """A Llama in float32 with its byte-level BPE, whose turns end with <|im_end|>; one field may be left out.
 
@@ -44,7 +49,7 @@ def write_gguf(
     special = set(tokenizer.added_tokens_encoder)
     changes = {"tokens": tokens, "context_length": config.max_position_embeddings, **(changes or {})}
     special |= set(changes["tokens"]) - set(tokens)
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(file, architecture)
     fields = {
         "context_length": lambda: writer.add_context_length(changes["context_length"]),
         "embedding_length": lambda: writer.add_embedding_length(config.hidden_size),

@@ -17,7 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from speculator.checkpoints import layout
+from speculator.checkpoints import commands, layout, llama_cpp
+from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.layout import Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
@@ -258,9 +259,8 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
     """Return vLLM's `Server` entry, with its command, for a head in the `eagle3` or the `speculators` layout."""
-    base = config.base_model_name_or_path or "BASE"
-    how = f'{{"model": "{folder}", "method": "eagle3", "num_speculative_tokens": {config.n_predict}}}'
-    return Server("vLLM 0.32 and 0.33", True, f"vllm serve {base} --speculative-config '{how}'")
+    options = {"model": folder, "method": "eagle3", "num_speculative_tokens": config.n_predict}
+    return Server("vLLM 0.32 and 0.33", True, commands.vllm(config.base_model_name_or_path, **options))
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
@@ -268,7 +268,7 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
 
     SGLang and EAGLE's own code silently ignore fields that they don't know, so a head that sets one is not for them.
     """
-    base = config.base_model_name_or_path or "BASE"
+    base = config.base_model_name_or_path
     foreign = {
         "norm_before_residual": config.norm_before_residual,
         "attention_bias": config.attention_bias,
@@ -281,16 +281,18 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     llama = [name for name in ("fc_norm", "norm_output", "qk_norm", "attention_bias") if getattr(config, name)]
     llama += ["sliding_window"] * (config.sliding_window is not None)
     llama += [f"{config.num_aux_layers} auxiliary layers"] * (config.num_aux_layers != DEFAULT_AUX_LAYERS)
-    convert = f"convert_hf_to_gguf.py {folder} --target-model-dir {base}, then llama-server -md HEAD.gguf"
-    how = f"sglang serve --model-path {base} --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}"
+    refused = f"does not run {', '.join(llama)}" if llama else llama_cpp.refusal(base)
+    convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
+    algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
+    how = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
     ignores = "silently ignores {}, so it drafts something else".format
     return [
         vllm(config, folder),
         Server("SGLang 0.5.23", not sglang, ignores(", ".join(sglang)) if sglang else how),
         Server(
-            "llama.cpp 0.5",
-            not llama,
-            f"does not run {', '.join(llama)}" if llama else f"{convert} --spec-type draft-eagle3",
+            llama_cpp.NAME,
+            refused is None,
+            refused or f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3",
         ),
         Server("SpecForge, EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder"),
     ]

@@ -25,6 +25,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from speculator.checkpoints import files
+from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.hub import head_folder
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
 from speculator.errors import UserError, first_line, refuse
@@ -285,6 +286,8 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
     if base is None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
     stored = Stored(head_folder(base, whole=True))
+    inside = folder.resolve().is_relative_to(stored.folder.resolve())
+    refuse((inside, f"mtp: the output is inside {stored.folder}, which is copied: name a folder outside"))
     _check(head, stored)
     new = _as_stored(head, stored)
     changed: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -397,11 +400,11 @@ def fields(config: MTPSpeculatorConfig, dtype: str) -> dict[str, Any]:
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that draft with the MTP layers of their target."""
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
-    how, ran = f"vllm serve {folder} --speculative-config '{options}'", ("glm4_moe", "qwen3_5_text")
+    how, ran = line(folder, "vllm", "serve", BASE, "--speculative-config", options), ("glm4_moe", "qwen3_5_text")
     vllm = Server("vLLM 0.32", True if config.block["model_type"] in ran else None, how)  # type: ignore[index]
     if config.num_hidden_layers > 1:
         vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
-    sglang = f"sglang serve --model-path {folder} --speculative-algorithm NEXTN"
+    sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")
     return [vllm, Server("SGLang 0.5.23", None, sglang)]
 
 

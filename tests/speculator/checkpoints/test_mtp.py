@@ -297,3 +297,24 @@ def test_models_of_any_depth_with_mtp_layers_are_targets(tmp_path, family, layer
     save_file({**tensors, f"model.layers.{layers + mtp_layers}.x": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"files hold model\.layers"):
         Target.load(str(folder))
+
+
+def test_an_output_inside_the_copied_folder_is_refused(tmp_path, capsys):
+    folder, _, _ = folder_of(tmp_path, "glm4_moe")
+    head = tuned(folder)
+    save_head(head, tmp_path / "head", layout_of("native", head))
+    flags = ["--speculator", str(tmp_path / "head"), "--format", "mtp", "--base_model", str(folder)]
+    before = sorted(folder.rglob("*"))
+    assert main(["export", *flags, "--output", str(folder / "out")]) == 2
+    assert "inside" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_files_decide_the_dtype_of_written_layers(tmp_path, capsys):
+    folder, _, _ = folder_of(tmp_path, "glm4_moe")
+    head = tuned(folder)
+    save_head(head, tmp_path / "head", layout_of("native", head))
+    flags = ["--speculator", str(tmp_path / "head"), "--format", "mtp", "--base_model", str(folder)]
+    assert main(["export", *flags, "--output", str(tmp_path / "out"), "--dtype", "float16"]) == 2
+    assert "--dtype" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

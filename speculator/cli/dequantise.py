@@ -1,0 +1,36 @@
+"""`speculator dequantise`: write the model of a GGUF file as a folder of safetensors, for servers that read no GGUF."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from speculator.checkpoints.layout import DTYPES
+from speculator.errors import OneLineParser, refuse
+from speculator.files import check_new_folder, new_folder
+from speculator.target.gguf import is_gguf
+from speculator.target.loading import read_target
+
+HELP = "write the model of a GGUF file as a folder, with tokenizer, chat template and generation config"
+
+
+def add_flags(parser: OneLineParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--target", required=True, help="GGUF file")
+    parser.add_argument("--output", required=True, type=Path, help="folder to write; must be new or empty")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default="bfloat16", help="dtype of the weights (default: bfloat16)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Write the folder, which appears when it is complete."""
+    refuse((not is_gguf(arguments.target), f"--target {arguments.target}: not a GGUF file"))
+    check_new_folder(arguments.output)
+    with new_folder(arguments.output) as scratch:
+        tokenizer, model = read_target(arguments.target, None, arguments.dtype, torch.device("cpu"))
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+    print(f"{arguments.output}: the weights of {arguments.target} in {arguments.dtype}")
