@@ -56,6 +56,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def read_weight_map(file: Path) -> dict[str, str]:
+    """Return the shard of each tensor, as an index of shards lists them: a name in the index's folder."""
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
+        raise UserError(f"{file}: no weight_map in it")
+    for shard in sorted(set(shards.values())):
+        # Shards are read and, in a copy of the folder, written by names that come from whoever published it.
+        if shard in ("", "..") or shard != Path(shard).name:
+            raise UserError(f"{file}: the shard {shard!r} is not the name of a file in its folder")
+    return shards
+
+
 @contextmanager
 def open_binary(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, and decompress it if its name ends in .gz."""

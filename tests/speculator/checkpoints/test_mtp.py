@@ -398,3 +398,24 @@ def test_the_files_decide_the_dtype_of_written_layers(tmp_path, capsys):
     assert main(["export", *flags, "--output", str(tmp_path / "out"), "--dtype", "float16"]) == 2
     assert "--dtype" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../victim/w.safetensors", "..", "a/b.safetensors", "/{victim}"])
+def test_an_index_names_no_file_outside_its_folder(tmp_path, capsys, name):
+    """A downloaded model's index comes from strangers, and shards are rewritten by its names."""
+    folder, _, _ = folder_of(tmp_path, "glm4_moe", shards=2)
+    save_head(tuned(folder), tmp_path / "head", layout_of("native", load_any(folder)))
+    victim = tmp_path / "victim" / "w.safetensors"
+    victim.parent.mkdir()
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    shard = index["weight_map"]["model.layers.2.eh_proj.weight"]
+    shutil.copy(folder / shard, victim)
+    before, name = victim.read_bytes(), name.format(victim=victim)
+    index["weight_map"] = {key: name if each == shard else each for key, each in index["weight_map"].items()}
+    file.write_text(json.dumps(index))
+    capsys.readouterr()
+    flags = ["--speculator", str(tmp_path / "head"), "--format", "mtp", "--base_model", str(folder)]
+    assert main(["export", *flags, "--output", str(tmp_path / "out")]) == 2
+    assert "not the name of a file in its folder" in capsys.readouterr().err
+    assert victim.read_bytes() == before
