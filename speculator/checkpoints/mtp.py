@@ -26,7 +26,7 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from speculator.checkpoints import files, fp8
 from speculator.checkpoints.commands import BASE, line
-from speculator.checkpoints.hub import head_folder
+from speculator.checkpoints.hub import downloaded, is_hub_id
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
@@ -278,7 +278,7 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
     base = head.config.base_model_name_or_path
     if base is None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
-    stored = Stored(head_folder(base, whole=True))
+    stored = Stored(downloaded(base) if is_hub_id(base) else Path(base))
     inside = folder.resolve().is_relative_to(stored.folder.resolve())
     refuse((inside, f"mtp: the output is inside {stored.folder}, which is copied: name a folder outside"))
     _check(head, stored)
