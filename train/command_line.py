@@ -78,7 +78,7 @@ def _explain(parser: ArgumentParser, error: str) -> str:
     found = next((match.groupdict() for pattern in _UNKNOWN if (match := pattern.search(error))), None)
     section = re.search(rf"\"({'|'.join(_FIRST_KEYS)})\":\s+Unable to load config '([^']*)'", error)
     if section:
-        return _section(*section.groups(), "{}: {}")
+        return _section(section[1], section[2], "{}: {}")
     if found is None:
         error = re.sub(r'Parser key "([^"]+)":', r"\1:", error)
         error = re.sub(r"Not of type \w*Int: .*: '(.*)'", r"must be a whole number, got \1", error)

@@ -155,7 +155,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _write_settings(name: str, header: Header, folder: Path) -> None:
-    where = {"pretrained_model_name_or_path": Path(name).parent, "gguf_file": Path(name).name}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": Path(name).parent, "gguf_file": Path(name).name}
     with quick_loader():
         config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
     config.get_text_config().max_position_embeddings = header.fields[f"{header.architecture}.context_length"]
