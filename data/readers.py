@@ -20,7 +20,6 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
-from datasets.exceptions import DatasetsError
 
 from data import python_sources
 from data.rows import KEYS, RowError, SourceError, content
@@ -306,5 +305,5 @@ def hub_dataset(name: str, config: str | None, split: str) -> Dataset:
     try:
         with loading(name):
             return load_dataset(name, config, split=split)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, DatasetsError, pyarrow.ArrowException) as error:
+    except Exception as error:  # the network, the hub, damaged files
         raise SourceError(f"{name}: not found here or on the hub: {first_line(error)}") from None

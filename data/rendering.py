@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.answers import ChatRows, TextRow, chat_rows
 from data.rows import NothingToLearnError, RowError, SourceError, errors_of_row
@@ -25,7 +25,7 @@ from data.tally import Tally
 from data.workers import map_in_order
 from speculator.chat import DATA_DAY, RefusedError, chat_text, set_template_variables
 from speculator.errors import UserError, first_line, refuse
-from speculator.target.gguf import located, read_config
+from speculator.target.gguf import read_config, read_tokenizer
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
@@ -59,7 +59,7 @@ def load_tokenizer(
         raw: without its chat template.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**located(name, revision), trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(name, trust_remote_code, revision)
         tokenizer("a", verbose=False)
         with suppress(OSError, ValueError):  # a folder with a tokenizer alone
             pair = read_config(name, trust_remote_code, revision=revision).is_encoder_decoder

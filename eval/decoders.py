@@ -17,7 +17,7 @@ from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridD
 from speculator.drafters.measure import StepSeconds, measure
 from speculator.errors import UserError, refuse
 from speculator.heads import Speculator
-from speculator.target.gguf import located
+from speculator.target.gguf import load_model
 from speculator.target.loading import auto_class
 from speculator.target.model import Target
 from speculator.terminal import Progress
@@ -131,9 +131,8 @@ def _assistant(draft_model: Target, length: int) -> dict:
 
     The assistant is loaded again, with transformers' own attention.
     """
-    name = located(draft_model.name)
     kind = auto_class(draft_model.model.config)
-    assistant = kind.from_pretrained(**name, dtype=draft_model.dtype, trust_remote_code=False)
+    assistant = load_model(kind, draft_model.name, dtype=draft_model.dtype, trust_remote_code=False)
     assistant = assistant.to(draft_model.device)
     fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
     assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)

@@ -55,7 +55,7 @@ def commands_for_server(folder: Path, target: str) -> list[str]:
     ]
     exported = f"{folder}-vllm"
     for layout in (layout for layout in layouts() if layout.stores(head)):
-        for server in layout.servers(head.config, shlex.quote(exported)):
+        for server in layout.servers(head.config, exported):
             if server.name.startswith("vLLM") and server.loads:
                 export = f"--speculator {shlex.quote(str(folder))} --format {layout.name}"
                 measure = f"--server http://127.0.0.1:8000/v1 --target {name} --speculator {shlex.quote(str(folder))}"

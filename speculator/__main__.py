@@ -9,6 +9,7 @@
     adapt           train the head on the server's answers, and load it there if it is faster
     inspect         describe a head's folder
     export          write a head in another checkpoint layout
+    dequantise      write the model of a GGUF file as a folder, for servers that read no GGUF
     push            upload a head to the Hugging Face hub
 
 `speculator COMMAND --help` lists the flags.
@@ -28,7 +29,8 @@ from speculator.errors import OneLineParser, run_command, start
 from speculator.terminal import working
 from speculator.workshop import make_importable
 
-COMMANDS = {name: f"speculator.cli.{name}" for name in ("generate", "serve", "inspect", "export", "push")}
+COMMANDS = {name: f"speculator.cli.{name}" for name in ("generate", "serve", "inspect", "export")}
+COMMANDS |= {name: f"speculator.cli.{name}" for name in ("dequantise", "push")}
 COMMANDS |= {f"data {name}": f"data.cli.{name}" for name in ("prepare", "generate", "view")}
 COMMANDS |= {f"eval {name}": f"eval.{name}" for name in ("tune", "compare", "gate", "lossless")}
 COMMANDS |= {"eval": "eval.run", "adapt": "train.adapt"}

@@ -56,6 +56,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def read_weight_map(file: Path) -> dict[str, str]:
+    """Return the shard of each tensor, as an index of shards lists them: a name in the index's folder."""
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
+        raise UserError(f"{file}: no weight_map in it")
+    for shard in sorted(set(shards.values())):
+        # Shards are read and, in a copy of the folder, written by names that come from whoever published it.
+        if shard in ("", "..") or shard != Path(shard).name:
+            raise UserError(f"{file}: the shard {shard!r} is not the name of a file in its folder")
+    return shards
+
+
 @contextmanager
 def open_binary(file: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes, and decompress it if its name ends in .gz."""
@@ -152,11 +164,21 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+def check_new_folder(path: Path) -> None:
+    """Raise a UserError unless a folder can be made there: nothing, or an empty folder, has this name."""
+    if path.is_file() or (path.is_dir() and any(not is_partial(each) for each in path.iterdir())):
+        raise UserError(f"{path} exists and is not empty")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a scratch folder that is flushed to disk and renamed to `path` at the end, or removed after an error."""
+    """Yield a scratch folder that is flushed to disk and renamed to `path` at the end, or removed after an error.
+
+    An existing folder is filled in its place, config.json last: it may be the current folder, or a mount point.
+    """
     final = Path(os.path.realpath(path))
-    scratch = final.with_name(f"{final.name}{_PARTIAL}")
+    filled = final.is_dir()
+    scratch = (final if filled else final.parent) / f"{final.name}{_PARTIAL}"
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     make_folder(scratch)
     try:
@@ -165,7 +187,12 @@ def new_folder(path: Path) -> Iterator[Path]:
         for file in scratch.rglob("*"):
             _sync(file)
         with _writing(path):
-            scratch.replace(final)
+            if filled:
+                check_new_folder(final)
+                for each in sorted(scratch.iterdir(), key=lambda each: each.name == "config.json"):
+                    each.replace(final / each.name)
+            else:
+                scratch.replace(final)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

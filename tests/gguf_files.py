@@ -30,16 +30,28 @@ def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **shape)).eval()
 
 
-def write_gguf(file: Path, model: LlamaForCausalLM, tokenizer, leave_out: str = "") -> Path:
-    """A Llama in float32 with its byte-level BPE, whose turns end with <|im_end|>; one field may be left out."""
+def write_gguf(
+    file: Path,
+    model: LlamaForCausalLM,
+    tokenizer,
+    leave_out: str = "",
+    changes: dict | None = None,
+    architecture: str = "llama",
+) -> Path:
+    """A Llama in float32 with its byte-level BPE, whose turns end with <|im_end|>; one field may be left out.
+
+    `changes` has another list of tokens or context length.
+    """
     import gguf
 
     config, bpe = model.config, json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     special = set(tokenizer.added_tokens_encoder)
-    writer = gguf.GGUFWriter(file, "llama")
+    changes = {"tokens": tokens, "context_length": config.max_position_embeddings, **(changes or {})}
+    special |= set(changes["tokens"]) - set(tokens)
+    writer = gguf.GGUFWriter(file, architecture)
     fields = {
-        "context_length": lambda: writer.add_context_length(config.max_position_embeddings),
+        "context_length": lambda: writer.add_context_length(changes["context_length"]),
         "embedding_length": lambda: writer.add_embedding_length(config.hidden_size),
         "block_count": lambda: writer.add_block_count(config.num_hidden_layers),
         "feed_forward_length": lambda: writer.add_feed_forward_length(config.intermediate_size),
@@ -49,8 +61,8 @@ def write_gguf(file: Path, model: LlamaForCausalLM, tokenizer, leave_out: str = 
         "vocab_size": lambda: writer.add_vocab_size(config.vocab_size),
         "model": lambda: writer.add_tokenizer_model("gpt2"),
         "pre": lambda: writer.add_tokenizer_pre("gpt-2"),
-        "tokens": lambda: writer.add_token_list(tokens),
-        "types": lambda: writer.add_token_types([3 if token in special else 1 for token in tokens]),
+        "tokens": lambda: writer.add_token_list(changes["tokens"]),
+        "types": lambda: writer.add_token_types([3 if token in special else 1 for token in changes["tokens"]]),
         "merges": lambda: writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]]),
         "bos_token_id": lambda: writer.add_bos_token_id(tokenizer.convert_tokens_to_ids("<eos>")),
         "eos_token_id": lambda: writer.add_eos_token_id(tokenizer.convert_tokens_to_ids("<|im_end|>")),

@@ -25,6 +25,11 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 CONFIGS = ROOT / "configs"
 _EMBEDDED = TargetConfig().name_or_path
 _LONGEST_MESSAGE = 500
+_FIRST_KEYS = {
+    section.name: fields(section.default_factory)[0].name  # type: ignore[arg-type]
+    for section in fields(RunConfig)
+    if is_dataclass(section.default_factory)
+}
 _ALONE = {"--plan": HERE, "--dry_run": "true", "--overwrite_output_dir": "true"}
 """Values of flags that stand without one."""
 
@@ -71,6 +76,9 @@ _UNKNOWN = [
 def _explain(parser: ArgumentParser, error: str) -> str:
     """The parser's message in one line, with the nearest valid key for an unknown one."""
     found = next((match.groupdict() for pattern in _UNKNOWN if (match := pattern.search(error))), None)
+    section = re.search(rf"\"({'|'.join(_FIRST_KEYS)})\":\s+Unable to load config '([^']*)'", error)
+    if section:
+        return _section(section[1], section[2], "{}: {}")
     if found is None:
         error = re.sub(r'Parser key "([^"]+)":', r"\1:", error)
         error = re.sub(r"Not of type \w*Int: .*: '(.*)'", r"must be a whole number, got \1", error)
@@ -81,6 +89,11 @@ def _explain(parser: ArgumentParser, error: str) -> str:
     known = [action.dest for action in parser._actions]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else ": --help lists the valid ones")
+
+
+def _section(name: str, value: str, form: str) -> str:
+    """Return the message for a section that got a value; `form` is that of a flag or of a line in a file."""
+    return f"{name} is a section of keys: did you mean {form.format(f'{name}.{_FIRST_KEYS[name]}', value)}?"
 
 
 def _plain(value: Any) -> Any:
@@ -157,6 +170,9 @@ def parse(argv: list[str]) -> RunConfig:
     Exits with code 2 and one line on stderr for an unknown key or an unusable value; with 0 after --help.
     """
     parser = build_parser()
+    for flag, value in pairwise([*(part for word in argv for part in word.split("=", 1)), "VALUE"]):
+        if flag.startswith("--") and flag[2:] in _FIRST_KEYS:
+            _fail(_section(flag[2:], value, "--{} {}"))
     argv = _merging(_files_first(argv))
     if not any(word.partition("=")[0] == "--config" for word in argv):
         argv = [f"--config={default_recipe(argv)}", *argv]

@@ -10,7 +10,7 @@ from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
 from speculator.checkpoints.block_drafters import DFLASH, DSPARK, SPECULATORS_BLOCK
 from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.gguf_file import GGUF
-from speculator.checkpoints.hub import head_folder
+from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
 from speculator.checkpoints.mtp import MTP, is_model, shipped
@@ -18,7 +18,7 @@ from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
 from speculator.checkpoints.transformers_dflash import TRANSFORMERS
 from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from speculator.files import MANIFEST, manifest_error
 from speculator.heads import ARCHITECTURES
 from speculator.heads.base import Speculator
@@ -59,15 +59,31 @@ def layout_of(name: str, head: Speculator) -> Layout:
     return fitting[name]
 
 
+def head_folder(name: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a head; one on the hub is downloaded into the hub's cache first, or found there.
+
+    Its config.json comes first: a repository that has no head may have hundreds of gigabytes.
+    """
+    if not is_hub_id(name):
+        refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))
+        return Path(name)
+    _layout_by_config(downloaded(str(name), revision, [files.CONFIG]))
+    return downloaded(str(name), revision, FILES)
+
+
 def recognise(folder: str | Path) -> Layout:
     """Return the layout of a folder or hub id by its config.json, after a check of its manifest if it has one.
 
     Raises a UserError for a folder of another kind, or with files that the manifest does not match.
     """
     folder = head_folder(folder)
-    if (Path(folder) / MANIFEST).exists() and (error := manifest_error(Path(folder))):
+    if (folder / MANIFEST).exists() and (error := manifest_error(folder)):
         raise UserError(f"{folder}: {error}; if it was changed on purpose, delete {MANIFEST}")
-    config = files.read_config(Path(folder))
+    return _layout_by_config(folder)
+
+
+def _layout_by_config(folder: Path) -> Layout:
+    config = files.read_config(folder)
     found = config.get("architectures")
     # ArcticTraining writes MLP heads with a string, IBM's architecture, in place of the list.
     names = found if isinstance(found, list) else [found]

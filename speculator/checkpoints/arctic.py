@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from speculator.checkpoints import commands
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Server, base_config
 from speculator.heads.base import SpeculatorConfig
@@ -27,9 +28,9 @@ def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load a head in this layout."""
-    n, base = config.n_predict, config.base_model_name_or_path or "BASE"
-    arctic = f'{{"method": "arctic", "model": "{folder}", "num_speculative_tokens": {n}}}'
-    how = f"ARCTIC_INFERENCE_ENABLED=1 vllm serve {base} --speculative-config '{arctic}' (as many tokens as heads)"
+    options = {"method": "arctic", "model": folder, "num_speculative_tokens": config.n_predict}
+    serve = commands.vllm(config.base_model_name_or_path, "ARCTIC_INFERENCE_ENABLED=1", **options)
+    how = f"{serve} (as many tokens as heads)"
     return [
         Server("arctic-inference 0.3.0 with vLLM 0.26.0 and CUDA", True, how),
         Server("arctic-inference with another vLLM", False, "if enabled, it stops vLLM with a RuntimeError"),

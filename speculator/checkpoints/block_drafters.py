@@ -9,6 +9,7 @@ whose auxiliary layers are k. For a target of 28 layers and `aux_layers` 2 14 25
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import transformers
 from torch import Tensor
 
-from speculator.checkpoints import layout
+from speculator.checkpoints import commands, layout, llama_cpp
+from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.eagle3 import (
     ATTENTION,
     EMBEDDING,
@@ -230,7 +232,7 @@ def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Ser
     model = "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
     window = ", which counts the sliding window from a block's anchor" if config.sliding_window else ""
     return [
-        Server(f"speculators {VERSION}", True, f'{model}.from_pretrained("{folder}")' + window),
+        Server(f"speculators {VERSION}", True, f"{model}.from_pretrained({json.dumps(folder)})" + window),
         Server("vLLM, SGLang, llama.cpp", None, f"use export --format {kind}"),
     ]
 
@@ -242,12 +244,14 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
     """
 
     def listed(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
-        base = config.base_model_name_or_path or "BASE"
-        vllm = f'{{"model": "{folder}", "method": "{name}", "num_speculative_tokens": {config.n_predict}}}'
+        base = config.base_model_name_or_path
+        options = {"model": folder, "method": name, "num_speculative_tokens": config.n_predict}
         # SGLang counts the slots of a block, the anchor's included, and vLLM the drafted tokens.
         slots = config.n_predict + 1
-        sglang = f"--speculative-algorithm {name.upper()} --speculative-num-draft-tokens {slots}"
-        convert = f"convert_hf_to_gguf.py {folder} --target-model-dir {base}, then llama-server -md HEAD.gguf"
+        head = ("--speculative-draft-model-path", folder, "--speculative-algorithm", name.upper())
+        sglang = ("sglang", "serve", "--model-path", BASE, *head, "--speculative-num-draft-tokens", str(slots))
+        convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
+        refused = llama_cpp.refusal(base)
         rope = (config.rope_parameters or {}).get("rope_type", "default")
         window = ["tested sliding window"] * (config.sliding_window is not None)
         cut = ["draft vocabulary"] * (config.draft_vocab_size is not None)
@@ -261,17 +265,20 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
             server(
                 "vLLM 0.32" if name == "dflash" else "vLLM 0.32 on a GPU",
                 no_markov,
-                f"vllm serve {base} --speculative-config '{vllm}'",
+                commands.vllm(base, **options),
             ),
             server(
                 "SGLang 0.5.23",
                 cut + no_markov + window,
-                f"sglang serve --model-path {base} --speculative-draft-model-path {folder} {sglang}",
+                line_for_folder(base, *sglang),
             ),
-            server(
-                "llama.cpp 0.5",
+            Server(llama_cpp.NAME, False, refused)
+            if refused
+            else server(
+                llama_cpp.NAME,
                 plain_rope + (cut if name == "dflash" else []),
-                f"{convert} --spec-type draft-{name} --spec-draft-n-max {config.n_predict}",
+                f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-{name} --spec-draft-n-max "
+                f"{config.n_predict}",
             ),
         ]
 

@@ -34,9 +34,14 @@ def write_card(folder: str | Path, run: tuple[dict[str, Any], dict[str, Any]] | 
         run: result of `read_run`; default: that of the run that contains the folder.
     """
     folder = Path(folder)
-    config, report = run or read_run(folder.resolve().parent)
-    write_text(folder / NAME, model_card(load_any(folder), config, report))
+    write_text(folder / NAME, card_of(folder, run))
     return folder / NAME
+
+
+def card_of(folder: Path, run: tuple[dict[str, Any], dict[str, Any]] | None = None) -> str:
+    """Return the card of a head's folder, with the same arguments."""
+    config, report = run or read_run(folder.resolve().parent)
+    return model_card(load_any(folder), config, report)
 
 
 def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -61,8 +66,8 @@ def model_card(head: Speculator, run: dict[str, Any], report: dict[str, Any]) ->
     """
     config: Any = copy.copy(head.config)
     settings, rows = run.get("settings") or {}, report.get("suites") or []
-    recorded, adapter = config.base_model_name_or_path, _public_name(config.base_model_adapter)
-    base = config.base_model_name_or_path = _public_name(recorded)
+    recorded, adapter = config.base_model_name_or_path, public_name(config.base_model_adapter)
+    base = config.base_model_name_or_path = public_name(recorded)
     target = f"{base} --adapter {adapter}" if adapter else base
     data = ModelCardData(
         base_model=recorded if recorded and _is_hub_id(recorded) else None,
@@ -111,7 +116,7 @@ def _facts(head: Speculator, target: str | None) -> str:
         "form": config.describe(),
         "target": target or unknown,
         "longest context in training": f"{config.trained_length} tokens" if config.trained_length else unknown,
-        "training data": ", ".join(filter(None, map(_public_name, config.training_data or []))) or unknown,
+        "training data": ", ".join(filter(None, map(public_name, config.training_data or []))) or unknown,
     }
     return markdown_table(("", ""), facts.items())
 
@@ -185,6 +190,6 @@ def _hub_datasets(sources: list[str]) -> list[str]:
     return list(dict.fromkeys(match[1] for match in matches if match and not Path(match[1]).exists()))
 
 
-def _public_name(name: str | None) -> str | None:
+def public_name(name: str | None) -> str | None:
     """Reduce an absolute path on this machine to its last part."""
     return Path(name).name if name and Path(name).is_absolute() else name

@@ -8,6 +8,7 @@ tokens that have a row.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from speculator.checkpoints import layout
+from speculator.checkpoints import commands, layout, llama_cpp
+from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.layout import Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
@@ -49,9 +51,54 @@ SHAPE = {
     "norm_output": bool,
 }
 KEPT = {**layout.KEPT, "aux_layers": list, "sliding_window": int, "own_embedding": bool}
+NEUTRAL: dict[str, Any] = {
+    "mlp_bias": False,
+    "is_neox_style": True,
+    "rope_interleave": False,
+    "rope_interleaved": False,
+    "rotary_pct": 1,
+    "clip_qkv": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "attention_chunk_size": None,
+    "attention_multiplier": None,
+    "query_pre_attn_scalar": None,
+    "embedding_multiplier": 1,
+    "residual_multiplier": 1,
+    "logits_scaling": 1,
+    "logit_scale": 1,
+    "num_local_experts": 0,
+    "num_experts": 0,
+    "use_qk_norm": False,
+}
+"""Fields of other families' layers, with the values at which they compute what Llama's and Qwen 3's do."""
+_READ_OR_HARMLESS = {
+    *(
+        "eagle_config",
+        "draft_vocab_size",
+        "target_hidden_size",
+        "ttt_length",
+        "torch_dtype",
+        "rope_theta",
+        "rope_scaling",
+    ),
+    *("sliding_window", "layer_types", "max_window_layers", "use_sliding_window", "partial_rotary_factor", "auto_map"),
+    *("target_model_type", "num_aux_hidden_states", "num_target_layers", "base_model_name_or_path", "trained_length"),
+    *("training_data", "block_size", "mask_token_id", "target_layer_ids", "dflash_config", "is_causal", "causal"),
+    *("sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *(
+        "sliding_window_non_causal",
+        "use_swa",
+        "swa_window_size",
+        "aux_hidden_state_layer_ids",
+        "transformer_layer_config",
+    ),
+    *("base_model_adapter", "base_model_fingerprint", "unk_token_id", "attention_bias", "qk_norm"),
+}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
+_log = logging.getLogger(__name__)
 _STEPS = 7  # in EAGLE and SpecForge, which do not write it
 _LAYER, _OURS = "midlayer.", "layers.0."
 
@@ -99,7 +146,17 @@ def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dic
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{file}: {' '.join(str(error).split())}") from None
     size = read.get("target_hidden_size")
+    known = {*type(layers)().to_dict(), *NEUTRAL, *_READ_OR_HARMLESS, *FLAGS, AUX_LAYERS}
+    if strange := [name for name in read if name not in known and not name.startswith(("_", "speculators_"))]:
+        _log.warning(f"{file}: {', '.join(strange)} not read: a layer that it changes would draft something else here")
     refuse(
+        *(
+            (
+                read.get(name, neutral) not in (None, neutral),
+                f"{file}: {name} is {read.get(name)!r}; must be {neutral!r}",
+            )
+            for name, neutral in NEUTRAL.items()
+        ),
         (layers.hidden_act != "silu", f"{file}: hidden_act is {layers.hidden_act!r}; must be 'silu'"),
         (size not in (None, layers.hidden_size), f"{file}: target_hidden_size is {size}, not {layers.hidden_size}"),
     )
@@ -118,7 +175,6 @@ def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
     layer, shape = read_layers(read, file, "llama", "qwen3")
     refuse(
         (layer.num_hidden_layers != 1, f"{file}: num_hidden_layers is {layer.num_hidden_layers}; must be 1"),
-        (getattr(layer, "mlp_bias", False), f"{file}: mlp_bias must be false"),
     )
     types = getattr(layer, "layer_types", None) or []
     return {
@@ -258,9 +314,8 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
     """Return vLLM's `Server` entry, with its command, for a head in the `eagle3` or the `speculators` layout."""
-    base = config.base_model_name_or_path or "BASE"
-    how = f'{{"model": "{folder}", "method": "eagle3", "num_speculative_tokens": {config.n_predict}}}'
-    return Server("vLLM 0.32 and 0.33", True, f"vllm serve {base} --speculative-config '{how}'")
+    options = {"model": folder, "method": "eagle3", "num_speculative_tokens": config.n_predict}
+    return Server("vLLM 0.32 and 0.33", True, commands.vllm(config.base_model_name_or_path, **options))
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
@@ -268,7 +323,7 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
 
     SGLang and EAGLE's own code silently ignore fields that they don't know, so a head that sets one is not for them.
     """
-    base = config.base_model_name_or_path or "BASE"
+    base = config.base_model_name_or_path
     foreign = {
         "norm_before_residual": config.norm_before_residual,
         "attention_bias": config.attention_bias,
@@ -281,16 +336,18 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     llama = [name for name in ("fc_norm", "norm_output", "qk_norm", "attention_bias") if getattr(config, name)]
     llama += ["sliding_window"] * (config.sliding_window is not None)
     llama += [f"{config.num_aux_layers} auxiliary layers"] * (config.num_aux_layers != DEFAULT_AUX_LAYERS)
-    convert = f"convert_hf_to_gguf.py {folder} --target-model-dir {base}, then llama-server -md HEAD.gguf"
-    how = f"sglang serve --model-path {base} --speculative-algorithm EAGLE3 --speculative-draft-model-path {folder}"
+    refused = f"does not run {', '.join(llama)}" if llama else llama_cpp.refusal(base)
+    convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
+    algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
+    how = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
     ignores = "silently ignores {}, so it drafts something else".format
     return [
         vllm(config, folder),
         Server("SGLang 0.5.23", not sglang, ignores(", ".join(sglang)) if sglang else how),
         Server(
-            "llama.cpp 0.5",
-            not llama,
-            f"does not run {', '.join(llama)}" if llama else f"{convert} --spec-type draft-eagle3",
+            llama_cpp.NAME,
+            refused is None,
+            refused or f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3",
         ),
         Server("SpecForge, EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder"),
     ]

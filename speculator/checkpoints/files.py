@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import read_json
+from speculator.files import read_json, read_weight_map
 
 CONFIG = "config.json"
 # In the order in which transformers prefers them; an index lists the shards of a large checkpoint.
@@ -59,9 +59,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def read_index(file: Path) -> dict[str, str]:
     """Return the shard of each tensor, all of which exist, as an index of shards lists them."""
-    shards = read_json(file).get("weight_map")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
-        raise UserError(f"{file}: no weight_map in it")
+    shards = read_weight_map(file)
     for shard in sorted(set(shards.values())):
         refuse((not (file.parent / shard).is_file(), f"{file.parent}: the shard {shard} is missing"))
     return shards

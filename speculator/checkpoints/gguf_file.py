@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculator.checkpoints import block_drafters, eagle3
+from speculator.checkpoints import block_drafters, eagle3, llama_cpp
+from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layout import Layout, Server
 from speculator.errors import UserError, refuse
 from speculator.heads.attention import DEFAULT_AUX_LAYERS, AttentionConfig
@@ -91,7 +92,7 @@ def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     lacks = [name for name in flags if getattr(config, name)] + ["sliding_window"] * (config.sliding_window is not None)
     count = config.num_aux_layers
     refuse(
-        (lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}: train a head without"),
+        (lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}: configs/llama-cpp.yaml trains a head without"),
         (count != DEFAULT_AUX_LAYERS, f"gguf: llama.cpp needs {DEFAULT_AUX_LAYERS} auxiliary layers, not {count}"),
     )
     own = {
@@ -163,9 +164,9 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
     """Return the tensors to store; a draft vocabulary adds its rows of the output matrix, from the target's file."""
     packed = eagle3.with_d2t(head)
     if head.draft_tokens is not None:
-        from gguf import GGUFReader, dequantize
+        from gguf import dequantize
 
-        found = {tensor.name: tensor for tensor in GGUFReader(head.config.base_model_name_or_path or "").tensors}
+        found = {tensor.name: tensor for tensor in metadata(head.config.base_model_name_or_path or "").tensors}
         matrix = found.get("output.weight", found["token_embd.weight"])  # tied targets store one
         rows = dequantize(matrix.data[head.draft_tokens.tolist()], matrix.tensor_type)
         packed[block_drafters.OUTPUT] = torch.from_numpy(rows).to(head.dtype)
@@ -189,7 +190,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
         target = head.config.base_model_name_or_path or ""
         if not is_gguf(target):
             raise UserError("gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf")
-        metadata(target)  # a file that can't be read is an error with its reason
+        known = metadata(target)
         from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
         made = GGUFWriter(folder / FILE, architecture)
@@ -199,14 +200,12 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
                 made.add_array(key, value)
             else:
                 made.add_key_value(key, value, types.get(type(value), GGUFValueType.STRING))
-        fields_of_target = GGUFReader(target).fields
-        for key, field in fields_of_target.items():
-            if key.startswith("tokenizer."):
-                if field.types[0] == GGUFValueType.ARRAY:
-                    made.add_array(key, field.contents())
-                else:
-                    made.add_key_value(key, field.contents(), field.types[0])
-        count = len(fields_of_target["tokenizer.ggml.tokens"].contents())
+        for key, value in known.fields.items():
+            if key.startswith("tokenizer.") and value != []:
+                kind = GGUFValueType(known.types[key])
+                kinds = (GGUFValueType.ARRAY, kind) if isinstance(value, list) else (kind,)
+                made.add_key_value(key, value, *kinds)
+        count = len(known.fields["tokenizer.ggml.tokens"])
         if count != head.config.vocab_size:
             raise UserError(f"{target} has {count} tokens, and the head {head.config.vocab_size}")
         if (mask := getattr(head.config, "mask_token_id", None)) is not None:
@@ -232,11 +231,14 @@ def servers(config: AttentionConfig, folder: str) -> list[Server]:
     try:
         block_fields(config, "float32") if block else eagle3_fields(config, "float32")  # type: ignore[arg-type]
     except UserError as error:
-        return [Server("llama.cpp 0.5", False, str(error))]
-    kind = block_drafters.kind_of(config) if block else "eagle3"  # type: ignore[arg-type]
+        return [Server(llama_cpp.NAME, False, str(error))]
     base = config.base_model_name_or_path or ""
-    start = f"llama-server -m {base if is_gguf(base) else 'TARGET.gguf'} -md {folder}/{FILE}"
-    return [Server("llama.cpp 0.5", True, f"{start} --spec-type draft-{kind} --spec-draft-n-max {config.n_predict}")]
+    if refused := llama_cpp.refusal(base):
+        return [Server(llama_cpp.NAME, False, refused)]
+    kind = block_drafters.kind_of(config) if block else "eagle3"  # type: ignore[arg-type]
+    head = ("-md", f"{folder}/{FILE}", "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(config.n_predict))
+    start = line(base if is_gguf(base) else "TARGET.gguf", "llama-server", "-m", BASE, *head)
+    return [Server(llama_cpp.NAME, True, start)]
 
 
 GGUF = tuple(

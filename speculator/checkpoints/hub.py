@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from speculator.errors import UserError, first_line, refuse
+from speculator.errors import UserError, first_line
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 FILES = [
@@ -20,7 +19,9 @@ FILES = [
     "*.safetensors.index.json",
     "pytorch_model*.bin*",
 ]
-"""Files of a head; others in its folder or repository stay there."""
+"""Files of a head, at the top of its folder or repository; others stay there."""
+MODEL_FILES = [*FILES, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*"]
+"""Files of a model, which has a tokenizer, a generation config and a chat template too."""
 
 
 def is_hub_id(name: str | Path) -> bool:
@@ -28,17 +29,15 @@ def is_hub_id(name: str | Path) -> bool:
     return bool(_HUB_ID.fullmatch(str(name))) and not os.path.exists(name)
 
 
-def head_folder(name: str | Path, revision: str | None = None, whole: bool = False) -> Path:
-    """Return the folder of a head; a hub id is downloaded into the hub's cache first, or found there.
+def downloaded(name: str, revision: str | None = None, files: list[str] | None = None) -> Path:
+    """Download a repository into the hub's cache, or find it there; return its folder.
 
     Args:
-        whole: download all files, not those of a head alone.
+        files: patterns of the files at its top; None: all files, those in subfolders too.
     """
-    if not is_hub_id(name):
-        refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))
-        return Path(name)
+    below = None if files is None else ["*/*"]  # a * in a pattern crosses folders
     try:
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=None if whole else FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=below))
+    except Exception as error:  # the network, the hub, the disk
         which = f" in revision {revision}" if revision else ""
-        raise UserError(f"{name}: no such folder, and no head on the hub{which}: {first_line(error)}") from None
+        raise UserError(f"{name}: no such folder, and nothing came from the hub{which}: {first_line(error)}") from None

@@ -6,6 +6,8 @@ from typing import Any
 
 import transformers
 
+from speculator.checkpoints import commands
+from speculator.checkpoints.commands import line
 from speculator.checkpoints.layout import KEPT, PREFIX, Layout, Server
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
@@ -40,18 +42,18 @@ def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load a head in this layout."""
     n, base = config.n_predict, config.base_model_name_or_path
-    vllm = f'{{"model": "{folder}", "num_speculative_tokens": {n}, "draft_tensor_parallel_size": 1}}'
+    vllm = commands.vllm(base, model=folder, num_speculative_tokens=n, draft_tensor_parallel_size=1)
     if not config.tie_weights:
         tgi = "fails when it loads a head that is not tied (AttributeError on emb.weight, since 2024-08-29)"
     elif not base:
         tgi = "reads the base model from base_model_name_or_path, which is not recorded: give --base_model"
     else:
         tgi = (
-            f"text-generation-launcher --model-id {folder} --speculate {n} (base: {base} at revision main; a smaller "
-            f"--speculate silently changes what the head computes; best at temperature 0)"
+            f"{line(base, 'text-generation-launcher', '--model-id', folder, '--speculate', str(n))} (base: {base} at "
+            f"revision main; a smaller --speculate silently changes what the head computes; best at temperature 0)"
         )
     return [
-        Server("vLLM 0.5.1 to 0.9.2", True, f"vllm serve {base or 'BASE'} --speculative-config '{vllm}' (V0 engine)"),
+        Server("vLLM 0.5.1 to 0.9.2", True, f"{vllm} (V0 engine)"),
         Server("vLLM 0.10 to 0.32", False, f"refuses at start: {_REFUSED}; for 0.32 export --format vllm-plugin"),
         Server("vLLM 0.33 and later", False, "no longer has this speculator"),
         Server("TGI", config.tie_weights and bool(base), tgi),

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from speculator.checkpoints import files
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
-from speculator.files import new_folder
+from speculator.files import check_new_folder, new_folder
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.target.gguf import read_config
 
@@ -168,13 +168,13 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     folder = Path(folder).resolve()
     config: Any = head.config
     stored = head.state_dict()
+    check_new_folder(folder)
     refuse(
         (type(head) is not layout.head, f"{layout.architecture} can't store a {type(head).__name__}"),
-        (folder.is_file() or (folder.is_dir() and any(folder.iterdir())), f"{folder} exists and is not empty"),
         (
             not layout.carries(config),
             f"{layout.name} can't store a draft vocabulary: its loaders need {config.vocab_size} rows in the output "
-            f"matrix, and this head has {config.draft_vocab_size}; native and vllm-plugin can",
+            f"matrix, and this head has {config.draft_vocab_size}; `speculator inspect` lists the layouts that can",
         ),
         (expand_tied and not head.aliases(), "--expand-tied: this head is not tied, so all its tensors are written"),
         (expand_tied and not layout.expandable, f"--expand-tied: {layout.name} stores a tied tensor once"),

@@ -24,9 +24,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 
-from speculator.checkpoints import files
-from speculator.checkpoints.hub import head_folder
+from speculator.checkpoints import files, fp8
+from speculator.checkpoints.commands import BASE, line
+from speculator.checkpoints.hub import downloaded, is_hub_id
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
+from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import read_json
 from speculator.heads.mtp.config import COUNTS, MTPSpeculatorConfig, promised
@@ -34,7 +36,6 @@ from speculator.heads.mtp.model import MTPSpeculator
 from speculator.target.fingerprint import fingerprint, same_target
 
 _WEIGHTS, _INDEX, _ADDED = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
-_SCALE = "_scale_inv"
 _TABLES = "embed_tokens.weight", "word_embeddings.weight"
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Matrices of all experts as transformers has them, and those of one expert that lie in them one below the other."""
@@ -152,11 +153,34 @@ class Stored:
         }
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor; block-wise quantised ones are dequantised to bfloat16."""
+        """Read a tensor; float8 is dequantised to bfloat16. Raises a UserError for what is stored in another way."""
         if name not in self.shards:
             raise UserError(f"{self.folder}: its MTP layer lacks {name}{self._quantised}")
-        tensor = self._open(name)
-        return tensor if name + _SCALE not in self.shards else _dequantised(tensor, self._open(name + _SCALE))
+        tensor, scale = self._open(name), self.scale_name(name)
+        if scale is None:
+            known = tensor.dtype in fp8.PLAIN
+            refuse((not known, f"{self.folder}: {name} is {dtype_name(tensor.dtype)} without a scale{self._quantised}"))
+            return tensor
+        return fp8.dequantise(tensor, self._open(scale), self.scaled(name))
+
+    def scale_name(self, name: str) -> str | None:
+        """Return the name of a tensor's scale, or None."""
+        return next((name + suffix for suffix in fp8.SUFFIXES if name + suffix in self.shards), None)
+
+    def scaled(self, name: str) -> tuple[int, ...]:
+        """Return the part of a tensor that has one scale, by dimension; raise a UserError for an unknown scheme."""
+        tensor, scale = self._open(name), self._open(str(self.scale_name(name)))
+        for each, known in ((tensor, fp8.DTYPES), (scale, (*fp8.PLAIN, torch.float8_e8m0fnu))):
+            kind = dtype_name(each.dtype)
+            refuse((each.dtype not in known, f"{self.folder}: {name} or its scale is {kind}{self._quantised}"))
+        return fp8.sizes_of(f"{self.folder}: {name}", tensor.shape, scale, fp8.block_of(self.quantization))
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """The `quantization_config` of the model; empty without one."""
+        return (
+            getattr(self.config, "quantization_config", None) or getattr(self.text, "quantization_config", None) or {}
+        )
 
     def _open(self, name: str) -> Tensor:
         with files.opened(self.folder / self.shards[name]) as file:
@@ -164,13 +188,13 @@ class Stored:
 
     @property
     def _quantised(self) -> str:
-        return "; use the unquantised checkpoint" if getattr(self.config, "quantization_config", None) else ""
+        return "; use the unquantised checkpoint" if self.quantization else ""
 
     @cached_property
     def fingerprint(self) -> str:
         """The target's fingerprint, computed from its files (see `speculator.target.fingerprint`)."""
         output = next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
-        matrices = [SimpleNamespace(weight=self._open(name)) for name in (self._table, output)]
+        matrices = [SimpleNamespace(weight=self.read(name)) for name in (self._table, output)]
         model = SimpleNamespace(
             config=self.config,
             get_input_embeddings=lambda: matrices[0],
@@ -195,36 +219,6 @@ def _shards(folder: Path) -> dict[str, str]:
     refuse((not (folder / _WEIGHTS).is_file(), f"{folder}: no {_WEIGHTS} in it, nor an index of shards"))
     with files.opened(folder / _WEIGHTS) as file:
         return dict.fromkeys(file.keys(), _WEIGHTS)
-
-
-def _blocks(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of this shape that holds for every number the scale of its block; `scale` has one per block."""
-    # Rounded up, then cut: 5 numbers with 2 scales are blocks of 3 and 2.
-    for dim, size in enumerate(shape):
-        scale = scale.repeat_interleave(-(-size // scale.shape[dim]), dim).narrow(dim, 0, size)
-    return scale
-
-
-def _dequantised(tensor: Tensor, scale: Tensor) -> Tensor:
-    return (tensor.float() * _blocks(scale.float(), tensor.shape)).to(torch.bfloat16)
-
-
-def _quantised(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the tensor quantised to `dtype`, and its scales, for as many blocks as the stored `scale` has."""
-    if tensor.ndim == 3:  # all experts
-        each = [_quantised(*pair, dtype) for pair in zip(tensor, scale, strict=True)]
-        return torch.stack([part for part, _ in each]), torch.stack([own for _, own in each])
-    # A block has one scale. With a matrix of 4 x 6 and 2 x 3 scales a block is 2 x 2, and the number at (3, 4) is in
-    # block 1 * 3 + 2 = 5.
-    largest = torch.zeros_like(scale, dtype=torch.float32)
-    sizes = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
-    row, column = (torch.arange(size) // block for size, block in zip(tensor.shape, sizes, strict=True))
-    # [rows * columns] number of each element's block, by which the maxima are scattered.
-    blocks = (row[:, None] * scale.shape[1] + column).flatten()
-    largest.view(-1).scatter_reduce_(0, blocks, tensor.float().abs().flatten(), "amax", include_self=True)
-    # The largest number of a block becomes the largest that the dtype has.
-    made = (largest / torch.finfo(dtype).max).clamp_min(torch.finfo(torch.float32).tiny)
-    return (tensor.float() / _blocks(made, tensor.shape)).to(dtype), made.to(scale.dtype)
 
 
 # --- reading
@@ -284,7 +278,9 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
     base = head.config.base_model_name_or_path
     if base is None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
-    stored = Stored(head_folder(base, whole=True))
+    stored = Stored(downloaded(base) if is_hub_id(base) else Path(base))
+    inside = folder.resolve().is_relative_to(stored.folder.resolve())
+    refuse((inside, f"mtp: the output is inside {stored.folder}, which is copied: name a folder outside"))
     _check(head, stored)
     new = _as_stored(head, stored)
     changed: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -311,10 +307,14 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
             index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in changed[_ADDED].values())
         (folder / _INDEX).unlink()
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    # By the code that reads a published model, before the folder appears under its name.
-    again = Stored(folder)
-    if again.layers != len(head.layers) or any(not torch.equal(again._open(name), new[name]) for name in new):
-        raise UserError("the written layers differ; nothing was kept")
+    # As any published model is read: the new folder, without what was written or how.
+    again = read(folder).state_dict()
+    for ours, tensor in head.state_dict().items():
+        back, rounded = again[ours], tensor.detach().cpu().to(again[ours].dtype)
+        # Half a step of float8 is an eighth of a number at most.
+        error = rounded.abs().max() / 8 if stored.quantization else 0
+        if not (back - rounded).abs().max() <= error:
+            raise UserError(f"the written layers differ in {ours}; nothing was kept")
 
 
 def _single(stored: Stored) -> bool:
@@ -325,7 +325,7 @@ def _check(head: MTPSpeculator, stored: Stored) -> None:
     config, folder = head.config, stored.folder
     kind, count = config.block["model_type"], len(head.layers)  # type: ignore[index]
     trained_for = config.base_model_fingerprint
-    quantised = bool(getattr(stored.config, "quantization_config", None))
+    quantised = bool(stored.quantization)
     refuse(
         (kind != stored.text.model_type, f"the head's layers are of {kind}, {folder} is a {stored.text.model_type}"),
         (config.draft_vocab_size is not None, "mtp: servers draft from the whole vocabulary, and this head does not"),
@@ -364,13 +364,15 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
             if before is None or before.shape != part.shape:
                 shape = "no such tensor" if before is None else list(before.shape)
                 raise UserError(f"{name} of the head is {list(part.shape)}, in {stored.folder}: {shape}")
-            if name + _SCALE in stored.shards:
-                scale = stored._open(name + _SCALE)
-                same = torch.equal(part.to(torch.bfloat16), _dequantised(before, scale))
+            if (scale_name := stored.scale_name(name)) is not None:
+                scale, sizes = stored._open(scale_name), stored.scaled(name)
                 # What was not trained keeps its numbers: another scale would round them again.
-                made[name], made[name + _SCALE] = (before, scale) if same else _quantised(part, scale, before.dtype)
+                made[name], made[scale_name] = before, scale
+                if not torch.equal(part.to(torch.bfloat16), stored.read(name)):
+                    powers = stored.quantization.get("scale_fmt") == "ue8m0"
+                    made[name], made[scale_name] = fp8.quantise(part, scale, sizes, before.dtype, powers)
             else:
-                made[name] = part.to(before.dtype).contiguous()
+                made[name] = part.to(stored.read(name).dtype).contiguous()
     # safetensors refuses views of one storage: the experts' are.
     return {name: tensor.clone() for name, tensor in made.items()}
 
@@ -397,11 +399,11 @@ def fields(config: MTPSpeculatorConfig, dtype: str) -> dict[str, Any]:
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that draft with the MTP layers of their target."""
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
-    how, ran = f"vllm serve {folder} --speculative-config '{options}'", ("glm4_moe", "qwen3_5_text")
+    how, ran = line(folder, "vllm", "serve", BASE, "--speculative-config", options), ("glm4_moe", "qwen3_5_text")
     vllm = Server("vLLM 0.32", True if config.block["model_type"] in ran else None, how)  # type: ignore[index]
     if config.num_hidden_layers > 1:
         vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
-    sglang = f"sglang serve --model-path {folder} --speculative-algorithm NEXTN"
+    sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")
     return [vllm, Server("SGLang 0.5.23", None, sglang)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from speculator.checkpoints import eagle3
+from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
 from speculator.heads.base import Speculator, SpeculatorConfig
 
@@ -19,9 +20,8 @@ _JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """Return the only program that loads a native layout: the bundled decoder."""
-    target = config.base_model_name_or_path or "BASE"
-    how = f"speculator generate --target {target} --speculator {folder} --prompt ..."
-    return [Server("speculator", True, how)]
+    words = ("speculator", "generate", "--target", BASE, "--speculator", folder, "--prompt", "...")
+    return [Server("speculator", True, line(config.base_model_name_or_path, *words))]
 
 
 @cache

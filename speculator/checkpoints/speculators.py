@@ -7,6 +7,7 @@ own only if `embed_requires_grad` says that it was trained.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,7 +142,10 @@ def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  
     where = f"the layout stores the target's {what}, but {name or 'the base model'}"
     refuse(
         (known is None, f"{where} is not on this machine: --base_model names a folder or a model in the hub's cache"),
-        (is_gguf(name), f"{where} is a GGUF file: --base_model names the same model in safetensors"),
+        (
+            name is not None and is_gguf(name),
+            f"{where} is a GGUF file: --base_model names the folder that `speculator dequantise` writes of it",
+        ),
     )
     assert known is not None
     # In the hub's cache the folder of a revision is found by one of its files.
@@ -173,7 +177,7 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load a head in this layout."""
     return [
         vllm(config, folder),
-        Server(f"speculators {VERSION}", True, f'Eagle3DraftModel.from_pretrained("{folder}")'),
+        Server(f"speculators {VERSION}", True, f"Eagle3DraftModel.from_pretrained({json.dumps(folder)})"),
         Server("SGLang", False, "does not know this config.json: export --format eagle3"),
     ]
 

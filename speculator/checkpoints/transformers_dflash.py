@@ -6,6 +6,7 @@ takes the target's, so it fits any target. The equations are DFlash's (`speculat
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,8 @@ def servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
     base = base_config(config.base_model_name_or_path)
     if base is not None and base.model_type.startswith("gemma"):
         return [Server("transformers 5.23", False, "scales Gemma's embeddings, and the head reads them as stored")]
-    how = f'model.generate(..., assistant_model=AutoModel.from_pretrained("{folder}"), speculation_type="dflash")'
+    how = f"model.generate(..., assistant_model=AutoModel.from_pretrained({json.dumps(folder)}), "
+    how += 'speculation_type="dflash")'
     return [Server("transformers 5.23", True, how)]
 
 

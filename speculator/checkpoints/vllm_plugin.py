@@ -11,6 +11,7 @@ from typing import Any
 
 import transformers
 
+from speculator.checkpoints import commands
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
 from speculator.heads import LSTMSpeculator, MLPSpeculator
 from speculator.heads.base import Speculator, SpeculatorConfig
@@ -21,10 +22,9 @@ _ANY_LENGTH = 2**24  # a head has no positions, so the target's context decides
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load a head in this layout."""
-    base = config.base_model_name_or_path or "BASE"
-    how = f'{{"method": "eagle", "model": "{folder}", "num_speculative_tokens": {config.n_predict}}}'
-    plugin = "pip install ./integrations/vllm into vLLM's environment, then"
-    how = f"{plugin} vllm serve {base} --speculative-config '{how}'"
+    options = {"method": "eagle", "model": folder, "num_speculative_tokens": config.n_predict}
+    serve = commands.vllm(config.base_model_name_or_path, **options)
+    how = f"pip install ./integrations/vllm into vLLM's environment, then {serve}"
     return [Server(f"vLLM {VERSION} with this project's plugin", True, how)]
 
 

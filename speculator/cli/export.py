@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from speculator.checkpoints import head_folder, layout_of, load_any, save
 from speculator.checkpoints.card import NAME, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
+from speculator.checkpoints.mtp import MTP
 from speculator.device import dtype_name
 from speculator.drafters.tuning import TUNED
 from speculator.errors import refuse
@@ -24,6 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
     layout = layout_of(arguments.format, head)
     if arguments.base_model:
         head.config.base_model_name_or_path = arguments.base_model
+    refuse((arguments.dtype and layout is MTP, "--dtype: the layers have the dtype of the base model's files"))
     if arguments.dtype:
         head.to(DTYPES[arguments.dtype])
     base = check_base(head.config)
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     dtype = dtype_name(head.dtype)
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print(base)
-    for server in layout.servers(head.config, shlex.quote(str(arguments.output))):
+    for server in layout.servers(head.config, str(arguments.output)):
         print(f"{server.verdict} {server.name}: {server.how}")
 
 

@@ -21,6 +21,7 @@ FORMATS = (
     "native",
 )
 """Names of the layouts, see `speculator.checkpoints.FORMATS`."""
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def generate(parser: OneLineParser) -> None:
@@ -108,10 +109,15 @@ def export(parser: OneLineParser) -> None:
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must be new or empty")
     expand = "write tied tensors under every head's name, for loaders that do not tie them"
     parser.add_argument("--expand-tied", "--expand_tied", action="store_true", help=expand)
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of the weights (default: as stored)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--base_model", help="hub id or folder of the target (default: as recorded)")
+
+
+def dequantise(parser: OneLineParser) -> None:
+    """Write the model of a GGUF file as a folder, with tokenizer, chat template and generation config."""
+    parser.add_argument("--target", required=True, help="GGUF file")
+    parser.add_argument("--output", required=True, type=Path, help="folder to write; must be new or empty")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the weights (default: bfloat16)")
 
 
 def push(parser: OneLineParser) -> None:

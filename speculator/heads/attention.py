@@ -66,6 +66,8 @@ class AttentionConfig(SpeculatorConfig):
         kind = self.rope_parameters["rope_type"] if self.rope_parameters else "none"
         if kind not in ROPES:
             raise ValueError(f"rope of type {kind}; known: {', '.join(ROPES)}")
+        if (part := (self.rope_parameters or {}).get("partial_rotary_factor", 1)) != 1:
+            raise ValueError(f"partial_rotary_factor is {part}; the rope must rotate all dimensions of a head")
         self.validate_rope()  # such as yarn without a factor
 
     def describe(self) -> str:

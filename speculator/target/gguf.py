@@ -1,22 +1,59 @@
-"""Targets in GGUF files, which transformers' own loader reads: weights, tokenizer, chat template and settings."""
+"""Targets in GGUF files, whose weights transformers' own loader reads and dequantises.
+
+Config, tokenizer and chat template come from the file's metadata. Making them takes seconds, so they are kept in the
+cache as a folder of the forms that transformers loads.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+import tempfile
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import transformers
+from filelock import FileLock
 from tqdm.auto import tqdm
-from transformers import AutoConfig, PreTrainedConfig, modeling_gguf_pytorch_utils
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    modeling_gguf_pytorch_utils,
+)
 
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import check_input
+from speculator.files import cache_folder, check_input, make_folder, new_folder
+from speculator.target.gguf_header import MAGIC, Header, quick_loader, read_header
 
 # transformers shows one line per tensor in log files; `disable=None` keeps its progress bar to terminals.
 modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]
 
-_MAGIC = b"GGUF"
-_EOS, _EOT, _TOKENS = (f"tokenizer.ggml.{name}" for name in ("eos_token_id", "eot_token_id", "tokens"))
+_CONTROL = 3  # the type of a token that text never contains
+_TOKENS, _TYPES, _EOS = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "eos_token_id"))
+_MARKED_ENDS = (_EOS, *(f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")))
+_BAR = "\uff5c"  # DeepSeek's vertical bar
+NAMED_ENDS = {
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+    *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>"),
+    *("<end_of_utterance>", "<turn|>", "<|tool_response>", f"<{_BAR}end▁of▁sentence{_BAR}>", "[e~["),
+    # around the parts of a prompt for infilling
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
+    *("<REPO>", "<reponame>", "<|file_sep|>"),
+}
+"""Control tokens that end a completion in llama.cpp, by their text: `special_eog_ids` in its src/llama-vocab.cpp.
+
+From the sources of llama-cpp-python 0.3.36.
+"""
+_NO_ENDS = (
+    # Where the first are control tokens, the last one separates parts of an answer or is text.
+    ({"<|return|>", "<|call|>"}, "<|end|>"),
+    ({"<|calls|>", "<|flush|>"}, "<|end|>"),
+    ({"<|tool_response>"}, "</s>"),
+    ({"<|plamo:eos|>"}, "</s>"),
+)
 
 
 def is_gguf(name: str) -> bool:
@@ -24,55 +61,103 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def located(name: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the location of a hub id, folder or GGUF file as arguments of transformers' `from_pretrained`."""
-    refuse((revision is not None and Path(name).exists(), f"revision {revision}: {name} is on this disk, so has none"))
-    if not is_gguf(name):
-        return {"pretrained_model_name_or_path": name, "revision": revision}
-    metadata(name)
-    return {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
-
-
 def read_config(
     name: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> PreTrainedConfig:
     """Return the config of a hub id, folder or GGUF file; no weights are read."""
-    config = AutoConfig.from_pretrained(**located(name, revision), **options, trust_remote_code=trust_remote_code)
-    if is_gguf(name):
-        config.get_text_config().max_position_embeddings = metadata(name)["context_length"]
-    return config
+    return AutoConfig.from_pretrained(**_located(name, revision), **options, trust_remote_code=trust_remote_code)
 
 
-@lru_cache(maxsize=4)
-def metadata(name: str) -> dict[str, Any]:
-    """Return a dict with "context_length" and "eos_token_ids" of a GGUF file."""
+def read_tokenizer(name: str, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a hub id, folder or GGUF file."""
+    if is_gguf(name):  # tokenizer.json as it is: the class of a family may build another one from its vocabulary
+        return PreTrainedTokenizerFast.from_pretrained(**_located(name, revision))
+    return AutoTokenizer.from_pretrained(**_located(name, revision), trust_remote_code=trust_remote_code)
+
+
+def load_model(kind: Any, name: str, revision: str | None = None, **options: Any) -> Any:
+    """Return what `kind.from_pretrained` returns for a hub id, folder or GGUF file, whose weights are dequantised."""
+    if not is_gguf(name):
+        return kind.from_pretrained(**_located(name, revision), **options)
+    file = Path(name)
+    options |= {"config": read_config(name), "quantization_config": GgufConfig(dequantize=True)}
+    with quick_loader():
+        return kind.from_pretrained(str(file.parent), gguf_file=file.name, **options)
+
+
+def _located(name: str, revision: str | None = None) -> dict[str, Any]:
+    refuse((revision is not None and Path(name).exists(), f"revision {revision}: {name} is on this disk, so has none"))
+    return {"pretrained_model_name_or_path": str(_settings(name)) if is_gguf(name) else name, "revision": revision}
+
+
+def metadata(name: str) -> Header:
+    """Return the header of a GGUF file; a UserError says what is wrong with it."""
     file = check_input(name)
     with file.open("rb") as stream:
-        refuse((stream.read(len(_MAGIC)) != _MAGIC, f"{name} is not a GGUF file"))
+        refuse((stream.read(len(MAGIC)) != MAGIC, f"{name} is not a GGUF file"))
     try:
         import accelerate  # noqa: F401  transformers needs it to load GGUF files
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ImportError as error:
         package = "accelerate" if "accelerate" in str(error) else "gguf"
         raise UserError(f"{name}: GGUF files need the package {package}: pip install {package}") from None
     try:
-        fields = GGUFReader(file).fields
-        length = f"{fields['general.architecture'].contents()}.context_length"
-        values = {key: fields[key].contents() for key in (length, _EOS, _EOT) if key in fields}
-    except Exception as error:  # the package raises anything for a damaged file
+        header = read_header(file, file.stat().st_mtime_ns)
+        length = f"{header.architecture}.context_length"
+    except Exception as error:  # a damaged file holds anything
         raise UserError(f"{name} is damaged or cut short: {first_line(error)}") from None
-    missing = [key for key in (length, _EOS, _TOKENS) if key not in fields]
+    missing = [key for key in (length, _EOS, _TOKENS) if key not in header.fields]
     refuse((missing, f"{name}: its metadata lack {', '.join(missing)}"))
-    return {"context_length": values.pop(length), "eos_token_ids": sorted(set(values.values()))}
+    return header
+
+
+def end_tokens(header: Header) -> list[int]:
+    """Return the tokens that end a completion: those that the file marks, and control tokens of certain names."""
+    names, types = header.fields[_TOKENS], header.fields.get(_TYPES, [])
+    named = {name: token for token, (name, kind) in enumerate(zip(names, types, strict=False)) if kind == _CONTROL}
+    not_ends = {name for marks, name in _NO_ENDS if marks <= named.keys()}
+    marked = {header.fields[key] for key in _MARKED_ENDS if key in header.fields}
+    return sorted(marked | {named[name] for name in (NAMED_ENDS & named.keys()) - not_ends})
 
 
 def complete(model: Any, name: str) -> None:
-    """Set name, context length and EOS tokens of a model from a GGUF file, which transformers' loader leaves out.
-
-    Also removes its quantisation config, because the loader has dequantised the weights.
-    """
-    known = metadata(name)
+    """Set a model's name and end tokens from its GGUF file."""
     model.config.name_or_path = name
-    model.config.get_text_config().max_position_embeddings = known["context_length"]
-    model.generation_config.eos_token_id = known["eos_token_ids"]
-    model.hf_quantizer.remove_quantization_config(model)  # the weights are dequantised
+    model.generation_config.eos_token_id = end_tokens(metadata(name))
+
+
+def _settings(name: str) -> Path:
+    """Return a folder with config and tokenizer of a GGUF file, which is made once."""
+    header = metadata(name)
+    kept = cache_folder() / "gguf" / f"{header.digest}-{transformers.__version__}"
+    if kept.is_dir():
+        return kept
+    try:
+        make_folder(kept.parent)
+        lock = FileLock(f"{kept}.lock")
+        lock.acquire()
+    except (UserError, OSError):  # a cache that can't be written
+        kept = Path(_scratch().name) / header.digest
+        lock = FileLock(f"{kept}.lock")
+        lock.acquire()
+    try:
+        if not kept.is_dir():
+            with new_folder(kept) as scratch:
+                _write_settings(name, header, scratch)
+    finally:
+        lock.release()
+    return kept
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def _write_settings(name: str, header: Header, folder: Path) -> None:
+    where: dict[str, Any] = {"pretrained_model_name_or_path": Path(name).parent, "gguf_file": Path(name).name}
+    with quick_loader():
+        config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+    config.get_text_config().max_position_embeddings = header.fields[f"{header.architecture}.context_length"]
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

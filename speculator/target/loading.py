@@ -14,18 +14,16 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import is_accelerate_available
 
 from speculator.errors import UserError, refuse
-from speculator.target.gguf import complete, is_gguf, located
+from speculator.target.gguf import complete, is_gguf, load_model, read_config, read_tokenizer
 from speculator.target.sharding import Group, check_heads
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -53,11 +51,11 @@ def read_target(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns before errors that are reported here
-            where = {**located(name, revision), "trust_remote_code": trust_remote_code}
             if not is_gguf(name) and (name.startswith((".", "/")) or Path(name).exists()):
                 check_folder(Path(name))
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            config = AutoConfig.from_pretrained(**where)
+            tokenizer = read_tokenizer(name, trust_remote_code, revision)
+            config = read_config(name, trust_remote_code, revision)
+            where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
             sharded = isinstance(placement, Group) and config.is_encoder_decoder
             refuse((sharded, "an encoder-decoder model can't be sharded over processes"))
             if isinstance(placement, Group):
@@ -72,7 +70,7 @@ def read_target(
                 # Weight by weight: no whole copy in host memory, and some quantised ones can't be moved after loading.
                 where["device_map"] = {"": placement}
             options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            loaded: Any = auto_class(config).from_pretrained(**where, **options)
+            loaded: Any = load_model(auto_class(config), name, revision, **where, **options)
         model, found = loaded
         if isinstance(placement, torch.device) and "device_map" not in where:
             model = model.to(placement)

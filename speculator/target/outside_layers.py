@@ -6,7 +6,6 @@ A hub's checkpoint is downloaded shard by shard, and only the shards that hold o
 from __future__ import annotations
 
 import copy
-import json
 import re
 from pathlib import Path
 from textwrap import shorten
@@ -26,6 +25,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from speculator.errors import UserError, refuse
+from speculator.files import read_weight_map
 from speculator.target.gguf import is_gguf
 from speculator.target.loading import OTHER_PARTS, check_folder
 
@@ -113,7 +113,7 @@ def _read(
 
     index = file(_INDEX, required=False)
     if index is not None:
-        shard_of: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        shard_of = read_weight_map(Path(index))
     else:
         with safe_open(str(file(_FILE)), "pt") as only:
             shard_of = dict.fromkeys(only.keys(), _FILE)

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
@@ -176,3 +177,19 @@ def test_a_damaged_or_unwritable_cache_entry_is_empty(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "file" / "below"))
     with cached_object("kind", "a name") as content:
         assert content == {}
+
+
+def test_an_existing_empty_folder_is_filled_in_its_place(tmp_path, monkeypatch):
+    """It may be the current folder, or a mount point, which can't be replaced."""
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "made.partial").mkdir()  # of a killed process
+    before = made.stat().st_ino
+    monkeypatch.chdir(made)
+    with new_folder(Path()) as scratch:
+        (scratch / "below").mkdir()
+        (scratch / "below" / "file").write_text("x")
+        (scratch / "config.json").write_text("{}")
+    assert made.stat().st_ino == before
+    assert Path("below/file").read_text() == "x"
+    assert sorted(path.name for path in made.iterdir()) == ["below", "config.json"]

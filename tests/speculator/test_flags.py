@@ -39,7 +39,7 @@ def test_the_choices_of_flags_are_those_of_the_code():
     assert flags.RULES == verify.RULES
     assert eval_flags.CHAIN_RULES == verify.CHAIN_RULES
     assert _choices("export", "--format") == set(FORMATS)
-    assert _choices("export", "--dtype") == set(DTYPES)
+    assert _choices("export", "--dtype") == _choices("dequantise", "--dtype") == set(DTYPES)
     assert _choices("adapt", "--layout") == set(LAYOUTS)
 
 

@@ -1,5 +1,8 @@
 """`speculator push`: what it asks huggingface_hub to create and upload, and what it says if that fails."""
 
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -7,9 +10,11 @@ import pytest
 from conftest import tiny_head
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import filter_repo_objects
+from mtp_models import config_of, model_of, mtp_of
+from mtp_models import save as save_model
 
 from speculator.__main__ import main
+from speculator.checkpoints import layouts, save
 
 
 class Hub:
@@ -24,10 +29,10 @@ class Hub:
         assert exist_ok
         self.created.append((repo, private))
 
-    def upload_folder(self, *, repo_id, folder_path, allow_patterns, commit_message):
-        names = [path.name for path in folder_path.iterdir()]
-        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
-            self.files[name] = (folder_path / name).read_bytes()
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        for path in Path(folder_path).rglob("*"):
+            if path.is_file():
+                self.files[path.relative_to(folder_path).as_posix()] = path.read_bytes()
         return SimpleNamespace(repo_url=f"https://hub/{repo_id}")
 
 
@@ -74,7 +79,9 @@ def test_the_files_of_the_head_are_uploaded_with_a_card(hub, head, capsys):
     capsys.readouterr()
     assert push(head) == 0
     assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "decoding.json"}
-    assert all(content == (head / name).read_bytes() for name, content in hub.files.items())
+    for name in ("model.safetensors", "decoding.json"):
+        assert hub.files[name] == (head / name).read_bytes()
+    assert json.loads(hub.files["config.json"]) == json.loads((head / "config.json").read_text())
     assert hub.files["README.md"].startswith(b"---\nlibrary_name: speculator")
     assert hub.created == [("org/name", None)]
     assert "pushed to https://hub/org/name" in capsys.readouterr().out
@@ -126,3 +133,68 @@ def test_an_invalid_token_is_not_printed(hub, head, capsys, monkeypatch, token):
     line = refused(capsys, push(head))
     assert "token" in line
     assert "sec" not in line
+
+
+def test_no_byte_that_leaves_names_a_folder_of_this_machine(hub, tmp_path, capsys):
+    head = tiny_head()
+    head.config.base_model_name_or_path = str(tmp_path / "secret" / "base")
+    head.config.base_model_adapter = str(tmp_path / "secret" / "adapter")
+    head.config.training_data = [str(tmp_path / "secret" / "chats.jsonl"), "org/data"]
+    for layout in layouts():
+        if layout.stores(head):
+            save(head, tmp_path / layout.name, layout)
+            assert push(tmp_path / layout.name) == 0
+            assert "config.json" in hub.files
+            assert "base" in hub.files["config.json"].decode()
+            assert not [name for name, content in hub.files.items() if str(tmp_path).encode() in content]
+            hub.files.clear()
+    assert str(tmp_path) in (tmp_path / "native" / "config.json").read_text()
+
+
+def test_a_folder_below_stays_on_this_machine(hub, head):
+    (head / "old").mkdir()
+    (head / "old" / "optimizer.safetensors").write_bytes(b"of a run")
+    assert push(head) == 0
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_a_model_with_mtp_layers_goes_up_with_all_that_serves_it(hub, tmp_path, target_folder):
+    """What `export --format mtp` writes is a model: a server needs its tokenizer, template and generation config."""
+    config = config_of("glm4_moe", 2, 1)
+    config.vocab_size = 300
+    folder = save_model(tmp_path / "model", model_of(config), mtp_of(model_of(config), 1))
+    for file in target_folder.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "optimizer.pt").write_bytes(b"of a run")
+    assert push(folder) == 0
+    expected = {
+        "config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert expected | {"model.safetensors", "README.md"} <= hub.files.keys()
+    assert "optimizer.pt" not in hub.files
+
+
+def test_a_gguf_file_of_a_head_goes_up(hub, tmp_path, capsys):
+    gguf = pytest.importorskip("gguf")
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    writer = gguf.GGUFWriter(folder / "head.gguf", "eagle3")
+    writer.add_context_length(128)
+    writer.add_token_list(["a", "b"])
+    writer.add_eos_token_id(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    (folder / "README.md").write_text("a card")
+    assert push(folder) == 0
+    assert hub.files.keys() == {"head.gguf", "README.md"}
+    capsys.readouterr()
+    content = (folder / "head.gguf").read_bytes()
+    (folder / "head.gguf").write_bytes(content[:40])
+    assert "damaged" in refused(capsys, push(folder))

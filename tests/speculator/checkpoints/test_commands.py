@@ -1,14 +1,15 @@
 import json
+import shlex
 
 import pytest
 import torch
-from conftest import tiny_head
+from conftest import tiny_block_head, tiny_head, tiny_mtp_head
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig
 from speculator.__main__ import main
-from speculator.checkpoints import layout_of, save
+from speculator.checkpoints import layout_of, layouts, save
 
 
 def head_folder(folder, base, **changes):
@@ -177,3 +178,49 @@ def test_wrong_input_fails_in_one_line(head, tmp_path, capsys):
         export(head, tmp_path / "out", layout="onnx")
     assert "invalid choice: 'onnx'" in refused(capsys, stopped.value.code)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_current_folder_can_be_the_output(head, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert export(head, ".", layout="native") == 0
+    assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def words_of(how: str) -> list[str]:
+    """Words of all commands in a line, as a shell reads them."""
+    commands = [each for each in how.split(" (")[0].split(", then ") if not each.startswith("pip install")]
+    return [word for command in commands for word in shlex.split(command)]
+
+
+def test_a_shell_reads_the_printed_commands_as_they_are_meant(target):
+    """Folders and targets with a space, a quote and a dollar."""
+    folder, base = 'my "out" $1', "it's/a base"
+    heads = [*(tiny_head(architecture=name) for name in ("mlp", "lstm", "eagle3"))]
+    heads += [tiny_block_head(target, aux_layers=[1])]
+    heads += [tiny_block_head(target, aux_layers=[1], markov_rank=0, sample_from_anchor=False, confidence_head=False)]
+    seen = set()
+    for head, layout in ((head, layout) for head in heads for layout in layouts() if layout.stores(head)):
+        head.config.base_model_name_or_path = base
+        for server in (
+            each for each in layout.servers(head.config, folder) if "serve " in each.how or "convert" in each.how
+        ):
+            seen.add(layout.name)
+            words = words_of(server.how)
+            named = [word for word in words if word in (folder, base)]
+            named += [json.loads(word)["model"] for word in words if word.startswith('{"') and '"model"' in word]
+            assert set(named) == {folder, base}, server.how
+    assert seen >= {"ibm", "arctic", "vllm-plugin", "eagle3", "speculators", "dspark", "dflash"}
+    mtp = tiny_mtp_head(target)
+    assert all(folder in words_of(server.how) for server in layout_of("mtp", mtp).servers(mtp.config, folder))
+
+
+def test_a_call_in_python_names_any_folder(target):
+    folder, calls = 'my "out"', 0
+    head = tiny_block_head(target, aux_layers=[1], markov_rank=0, sample_from_anchor=False, confidence_head=False)
+    for layout in (layout for layout in layouts() if layout.stores(head)):
+        for server in (each for each in layout.servers(head.config, folder) if "from_pretrained" in each.how):
+            compile(server.how.split(", which")[0].replace("...", "x=1"), "printed", "eval")
+            assert json.dumps(folder) in server.how
+            calls += 1
+    assert calls == 2

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_folders import edit, edit_tensors, refused
+from conftest import tiny_block_head
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
@@ -443,3 +444,42 @@ def test_a_gguf_target_has_no_embedding_to_export(tmp_path, base, capsys, monkey
     assert error.count("\n") == 1
     assert "GGUF" in error
     assert not (tmp_path / "out").exists()
+
+
+ODD = [
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({"is_neox_style": False}, "is_neox_style is False"),
+    ({"mlp_bias": True}, "mlp_bias is True"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ODD)
+@pytest.mark.parametrize("name", [FLAT, SPECULATORS, "dflash", "dspark", "transformers"])
+def test_a_layer_that_computes_something_else_is_refused(tmp_path, base, target, name, change, message):
+    dflash = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
+    block = name in ("dflash", "dspark", "transformers")
+    head = tiny_block_head(target, aux_layers=[1], **({} if name == "dspark" else dflash)) if block else head_of(base)
+    folder = write(head, tmp_path / "out", name)
+
+    def edited(content):
+        content.get("transformer_layer_config", content).update(change)
+
+    edit(folder, edited)
+    assert message in refused(folder)
+
+
+def test_a_native_head_with_a_partial_rope_is_refused(tmp_path, base):
+    folder = write(head_of(base), tmp_path / "out", NATIVE)
+    edit(folder, lambda content: content["rope_parameters"].update(partial_rotary_factor=0.5))
+    assert "partial_rotary_factor is 0.5" in refused(folder)
+
+
+def test_a_field_that_is_not_read_is_named(tmp_path, base, caplog):
+    folder = write(head_of(base), tmp_path / "out", FLAT)
+    load_any(folder)
+    assert not caplog.messages
+    edit(folder, lambda content: content.update(new_trick=2, initializer_range=0.1, bos_token_id=1))
+    load_any(folder)
+    assert ["new_trick" in message for message in caplog.messages] == [True]
+    assert "bos_token_id" not in caplog.text

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_block_head, tiny_tokenizer
 from gguf_files import write_gguf
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from speculator import Target
 from speculator.__main__ import main
-from speculator.checkpoints import layout_of, save
+from speculator.checkpoints import layout_of, llama_cpp, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from speculator.target.fingerprint import same_target
+from train.command_line import parse
 
 gguf = pytest.importorskip("gguf")
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
@@ -129,7 +133,7 @@ def test_llama3_rope_of_eagle3_is_stored_as_factors(target, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("eagle3", {"fc_norm": True, "norm_output": True}, "does not run fc_norm, norm_output"),
+        ("eagle3", {"fc_norm": True, "norm_output": True}, "fc_norm, norm_output: configs/llama-cpp.yaml"),
         ("eagle3", {"aux_layers": [1, 3]}, "needs 3 auxiliary layers"),
         ("block", {**DFLASH, "draft_tokens": TOKENS}, "refuses a DFlash head with a draft vocabulary"),
         ("block", {"markov_rank": 0}, "a head without Markov head"),
@@ -155,3 +159,78 @@ def test_the_vocabulary_needs_the_targets_file(target, tmp_path, capsys):
     given = ["--speculator", str(tmp_path / "native"), "--output", str(tmp_path / "out")]
     assert main(["export", "--format", "gguf", *given]) == 2
     assert "--base_model TARGET.gguf" in capsys.readouterr().err
+
+
+def test_the_recipe_for_llama_cpp_trains_a_head_that_it_runs(target):
+    config = parse(["--config", "configs/llama-cpp.yaml", "--target.name_or_path", target.file])
+    for options, stored in ((config.speculator.options, True), ({}, False)):
+        head = Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, aux_layers=[1, 3, 5], **options))
+        assert layout_of("gguf", head).stores(head) is stored
+
+
+@pytest.fixture(scope="module")
+def without_inputs(target, tmp_path_factory) -> str:
+    """The same target under an architecture whose graph sets no layer inputs."""
+    file = tmp_path_factory.mktemp("gemma") / "base.gguf"
+    return str(write_gguf(file, target.model, target.tokenizer, architecture="gemma3"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("eagle3", "gguf"), ("block", "gguf"), ("eagle3", "eagle3"), ("block", "dspark")]
+)
+def test_a_target_whose_graph_gives_no_layer_inputs_is_not_served(target, without_inputs, kind, layout):
+    head = head_of(target, kind)
+    for base, loads in ((target.file, True), (without_inputs, False), ("org/unknown", True)):
+        head.config.base_model_name_or_path = base
+        listed = [
+            each for each in layout_of(layout, head).servers(head.config, "D") if each.name.startswith("llama.cpp")
+        ]
+        assert [each.loads for each in listed] == [loads]
+        assert ("gemma3" in listed[0].how) is not loads
+
+
+def test_a_target_in_safetensors_has_the_architecture_that_the_converter_gives_it(target, tmp_path):
+    for name, model_type in (("served", "llama"), ("not", "qwen2")):
+        config = {**json.loads(target.config.to_json_string()), "model_type": model_type}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert llama_cpp.refusal(str(tmp_path / "served")) is None
+    assert "qwen2" in llama_cpp.refusal(str(tmp_path / "not"))
+
+
+def test_a_server_without_gguf_gets_the_folder_of_dequantised_weights(target):
+    head = head_of(target, "eagle3")
+    head.config.base_model_name_or_path = "my models/q.gguf"
+    (vllm,) = (each for each in layout_of("eagle3", head).servers(head.config, "D") if each.name.startswith("vLLM"))
+    write, serve = vllm.how.split(", then ")
+    assert shlex.split(write) == ["speculator", "dequantise", "--target", "my models/q.gguf", "--output", "my models/q"]
+    assert shlex.split(serve)[:3] == ["vllm", "serve", "my models/q"]
+
+
+@torch.no_grad()
+def test_dequantised_weights_are_a_folder_that_transformers_loads(target, tmp_path, capsys):
+    given = Target.load(target.file)
+    text, output = "<|im_end|>  def f(x):\n\treturn 12", tmp_path / "out"
+    assert main(["dequantise", "--target", target.file, "--output", str(output)]) == 0
+    tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForCausalLM.from_pretrained(output)
+    assert model.dtype == torch.bfloat16
+    expected = {name: weight.to(torch.bfloat16) for name, weight in given.model.state_dict().items()}
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+    assert tokenizer(text)["input_ids"] == given.tokenizer(text)["input_ids"]
+    assert tokenizer.chat_template == given.tokenizer.chat_template
+    assert set(GenerationConfig.from_pretrained(output).eos_token_id) == given.eos_token_ids
+    assert not hasattr(model.config, "quantization_config")
+    assert same_target(Target.load(str(output)).fingerprint, given.fingerprint)
+    head = head_of(target, "eagle3", fc_norm=True)
+    save(head, tmp_path / "native", layout_of("native", head))
+    flags = ["--speculator", str(tmp_path / "native"), "--format", "speculators", "--output", str(tmp_path / "spec")]
+    assert main(["export", *flags, "--base_model", str(output)]) == 0
+    capsys.readouterr()
+    flags[-1] += "2"
+    assert main(["export", *flags, "--base_model", target.file]) == 2
+    assert "speculator dequantise" in capsys.readouterr().err
+    assert main(["dequantise", "--target", target.file, "--output", str(output)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert main(["dequantise", "--target", str(output), "--output", str(tmp_path / "more")]) == 2
+    assert "not a GGUF file" in capsys.readouterr().err

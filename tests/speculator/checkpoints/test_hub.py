@@ -3,6 +3,7 @@
 import shutil
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from conftest import tiny_head, tiny_model
 from huggingface_hub import constants, snapshot_download
@@ -10,8 +11,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from speculator import Target, UserError
 from speculator.__main__ import main
-from speculator.checkpoints import load_any, recognise
-from speculator.checkpoints.hub import head_folder
+from speculator.checkpoints import head_folder, load_any, recognise
 from train.checks import settings
 from train.config import HeadOptions, RunConfig
 from train.initialise import with_settings_of_start
@@ -22,24 +22,26 @@ SHA = {"main": "1" * 40, "v2": "2" * 40}
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A head in ./head, and as org/name in the cache; `asked` has the names and revisions that were looked up."""
-    head, cached, asked = tiny_head(), tmp_path / "cache" / "models--org--name", []
+    head, cached, asked, got = tiny_head(), tmp_path / "cache" / "models--org--name", [], []
     head.save_pretrained(tmp_path / "head")
     (cached / "refs").mkdir(parents=True)
     for name, commit in SHA.items():
         (cached / "refs" / name).write_text(commit)
         shutil.copytree(tmp_path / "head", cached / "snapshots" / commit)
 
-    def recorded(name, revision, allow_patterns):
+    def recorded(name, revision, **patterns):
+        files = ["config.json", "model.safetensors", "README.md", "optimizer.pt", "run.py", "old/optimizer.safetensors"]
+        wanted = list(filter_repo_objects(files, **patterns))
+        assert wanted in (files[:1], files[:3]), "the config first, then files of a head only"
         asked.append((name, revision))
-        files = ["config.json", "model.safetensors", "README.md", "optimizer.pt", "run.py"]
-        assert list(filter_repo_objects(files, allow_patterns=allow_patterns)) == files[:3], "files of a head only"
-        return snapshot_download(name, revision=revision, allow_patterns=allow_patterns)
+        got.append(wanted)
+        return snapshot_download(name, revision=revision, **patterns)
 
     monkeypatch.setattr("speculator.checkpoints.hub.snapshot_download", recorded)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    return SimpleNamespace(head=head, asked=asked)
+    return SimpleNamespace(head=head, asked=asked, got=got, cached=cached)
 
 
 def test_a_hub_id_is_read_from_the_cache(hub):
@@ -86,3 +88,23 @@ def test_gate_and_adapt_take_a_revision(hub, command, monkeypatch, capsys):
     flags = ["--target", "T", "--suite", "none.jsonl"] if "gate" in command else []
     assert main([*command, *flags, "--speculator_revision", "v2"]) == 2  # the next thing is missing
     assert set(hub.asked) == {("org/name", "v2")}
+
+
+def test_of_a_repository_without_a_head_the_config_alone_is_downloaded(hub, capsys):
+    config = hub.cached / "snapshots" / SHA["main"] / "config.json"
+    config.write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    assert main(["inspect", "org/name"]) == 2
+    assert "LlamaForCausalLM" in capsys.readouterr().err
+    assert hub.got == [["config.json"]]
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("no route"), httpx.ReadTimeout("late"), OSError("disk full")])
+def test_a_broken_download_is_one_line(monkeypatch, capsys, error):
+    def broken(*_, **__):
+        raise error
+
+    monkeypatch.setattr("speculator.checkpoints.hub.snapshot_download", broken)
+    assert main(["inspect", "org/name"]) == 2
+    shown = capsys.readouterr().err
+    assert str(error) in shown
+    assert shown.count("\n") == 1

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_folders import edit
 from mtp_models import config_of, head_of, hub_tensors, model_of, mtp_of, save, write_shards
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.modeling_layers import MtpModel
 
 from speculator import Chain, Engine, HeadDrafter, Target
 from speculator.__main__ import main
-from speculator.checkpoints import layout_of, load_any
+from speculator.checkpoints import fp8, layout_of, load_any
 from speculator.checkpoints import save as save_head
 from speculator.checkpoints.loading import load_head
 from speculator.errors import UserError
@@ -26,9 +28,11 @@ PROMPT = [5, 9, 33, 2, 17]
 PATTERNS = {"glm4_moe": r"^model\.layers\.{}\.", "deepseek_v3": r"^model\.layers\.{}\."}
 
 
-def folder_of(tmp_path: Path, family: str, layers: int = 2, mtp_layers: int = 1, **how):
+def folder_of(tmp_path: Path, family: str, layers: int = 2, mtp_layers: int = 1, hidden_size: int | None = None, **how):
     """A model's folder with MTP layers, and both parts of it."""
     config = config_of(family, layers, mtp_layers)
+    if hidden_size:
+        config.hidden_size = hidden_size
     config.get_text_config().vocab_size = 300
     model = model_of(config)
     mtp = mtp_of(model, mtp_layers)
@@ -165,42 +169,118 @@ def test_a_tuned_layer_written_back_drafts_in_transformers_what_it_drafts_here(
     assert {text: theirs[text] for text in common} == {text: ours[text] for text in common}
 
 
-def test_a_block_wise_quantised_layer_is_dequantised_and_quantised_again(tmp_path):
-    folder, model, mtp = folder_of(tmp_path, "glm4_moe")
-    own = hub_tensors(model, mtp)
+def quantised(folder: Path, own, scheme: str, config: dict) -> dict[str, dict]:
+    """Quantise the matrices of an MTP layer in a folder; blocks are 16 x 16, which divides no matrix.
+
+    Return all tensors, and what the matrices are after dequantisation.
+    """
     tensors = tensors_of(folder)
     for name in own:
-        if tensors[name].ndim == 2 and "eh_proj" not in name and "mlp.gate." not in name:
-            rows, columns = (-(-size // 16) for size in tensors[name].shape)
-            scale = torch.rand(rows, columns) / 1000 + 1e-4
-            whole = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: tensors[name].shape[0]]
-            whole = whole[:, : tensors[name].shape[1]]
-            tensors[name] = (tensors[name] / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
-            tensors[name + "_scale_inv"] = scale
-        else:
+        if tensors[name].ndim != 2 or "eh_proj" in name or "mlp.gate." in name:
             tensors[name] = tensors[name].bfloat16()
+            continue
+        rows, columns = tensors[name].shape
+        suffix, shape = {
+            "blocks": ("_scale_inv", (-(-rows // 16), -(-columns // 16))),
+            "powers": ("_scale_inv", (-(-rows // 16), -(-columns // 16))),
+            "compressed blocks": ("_scale", (-(-rows // 16), -(-columns // 16))),
+            "rows": ("_scale", (rows, 1)),
+            "tensor": ("_scale", ()),
+        }[scheme]
+        scale = torch.rand(shape) / 1000 + 1e-4
+        if scheme == "powers":
+            scale = scale.log2().round().exp2().to(torch.float8_e8m0fnu)
+        whole = scale.float()
+        if "blocks" in scheme or scheme == "powers":
+            whole = torch.stack([whole[i // 16] for i in range(rows)])
+            whole = torch.stack([whole[:, i // 16] for i in range(columns)], 1)
+        tensors[name] = (tensors[name] / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[name + suffix] = scale
+        tensors[name + "-by hand"] = (tensors[name].float() * whole).bfloat16()
+    by_hand = {name.removesuffix("-by hand"): tensors.pop(name) for name in list(tensors) if name.endswith("-by hand")}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder, lambda content: content.update(quantization_config=config))
+    return {"tensors": tensors, "by hand": by_hand}
+
+
+SCHEMES = {
+    "blocks": {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    "powers": {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
+    "compressed blocks": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": [16, 16]}}},
+    },
+    "rows": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"strategy": "channel"}}}},
+    "tensor": {"quant_method": "modelopt"},
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantised_layer_is_dequantised_and_quantised_again(tmp_path, scheme):
+    folder, model, mtp = folder_of(tmp_path, "glm4_moe", hidden_size=40)
+    made = quantised(folder, hub_tensors(model, mtp), scheme, SCHEMES[scheme])
+    tensors, name = made["tensors"], "model.layers.2.self_attn.q_proj.weight"
     head = load_any(folder)
-    name = "model.layers.2.self_attn.q_proj.weight"
-    scale = tensors[name + "_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
-    assert torch.equal(head.layers[0].block.self_attn.q_proj.weight, (tensors[name].float() * scale).bfloat16())
+    assert torch.equal(head.layers[0].block.self_attn.q_proj.weight, made["by hand"][name])
+    assert len(made["by hand"]) > 6
 
     # Numbers that were not trained stay as they were; trained ones get the scales of their blocks.
     (tmp_path / "as_it_was").mkdir()
     same = tensors_of(export(tmp_path / "as_it_was", head, folder))
-    assert {n: (x.dtype, x.tolist()) for n, x in same.items()} == {n: (x.dtype, x.tolist()) for n, x in tensors.items()}
+    assert {n: (x.dtype, x.float().tolist()) for n, x in same.items()} == {
+        n: (x.dtype, x.float().tolist()) for n, x in tensors.items()
+    }
 
     head = tuned(folder)
     out = export(tmp_path, head, folder)
     again, written = load_any(out), tensors_of(out)
-    assert {n: x.dtype for n, x in written.items()} == {n: x.dtype for n, x in tensors.items()}
-    assert not torch.equal(written[name + "_scale_inv"], tensors[name + "_scale_inv"])
+    assert {n: (x.dtype, x.shape) for n, x in written.items()} == {n: (x.dtype, x.shape) for n, x in tensors.items()}
+    scale = next(n for n in tensors if n.startswith(name) and n != name)
+    assert not torch.equal(written[scale].float(), tensors[scale].float())
     for one, other in zip(head.parameters(), again.parameters(), strict=True):
         assert (one - other).abs().max() <= 0.07 * one.abs().max()
     # The same head again, and what was read back: nothing changes.
     (tmp_path / "read_back").mkdir()
     for twice in (export(tmp_path, None, out, "twice"), export(tmp_path / "read_back", again, out)):
         assert (twice / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, name: tensors.update({name: tensors[name].view(torch.uint8)}), "uint8"),
+        (lambda tensors, name: tensors.pop(name + "_scale_inv"), "float8_e4m3fn without a scale"),
+        (lambda tensors, name: tensors.update({name + "_scale_inv": torch.ones(2, 2)}), "has scales [2, 2]"),
+        (lambda tensors, name: tensors.update({name + "_scale_inv": torch.ones(3, 3, dtype=torch.uint8)}), "uint8"),
+    ],
+)
+def test_an_unknown_scheme_of_scales_is_refused(tmp_path, capsys, change, message):
+    folder, model, mtp = folder_of(tmp_path, "glm4_moe", hidden_size=40)
+    tensors = quantised(folder, hub_tensors(model, mtp), "blocks", SCHEMES["blocks"])["tensors"]
+    change(tensors, "model.layers.2.self_attn.q_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert main(["inspect", str(folder)]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_the_stated_size_of_blocks_decides_where_a_last_block_is_cut(tmp_path):
+    """The scales of 576 rows in blocks of 128 are 5: all but the last block have 128 rows, not 116."""
+    sizes = fp8.sizes_of("kv_a_proj", torch.Size([576, 256]), torch.ones(5, 2), (128, 128))
+    tensor, scale = torch.ones(576, 256), torch.arange(10.0).view(5, 2) + 1
+    made = fp8.dequantise(tensor, scale, sizes)
+    assert [made[row, 0].item() for row in (0, 127, 128, 511, 512, 575)] == [1, 1, 3, 7, 9, 9]
+    assert torch.equal(made[:, 128], made[:, 0] + 1)
+    tensor[512] = 448 * 50
+    numbers, scales = fp8.quantise(tensor, scale, sizes, torch.float8_e4m3fn, powers=False)
+    assert scales[4].tolist() == [50, 50]
+    assert numbers[511, 0] == 448
+    # transformers' own dequantisation of whole blocks, read from another file
+    whole = numbers[:512], scales[:4]
+    theirs = _dequantize_fp8_weight(*whole, [128, 128], torch.float32)
+    assert torch.equal(fp8.dequantise(*whole, (128, 128)), theirs.bfloat16())
 
 
 @pytest.mark.parametrize(("family", "shards"), [("glm4_moe", 1), ("qwen3_5", 3)])
@@ -297,3 +377,45 @@ def test_models_of_any_depth_with_mtp_layers_are_targets(tmp_path, family, layer
     save_file({**tensors, f"model.layers.{layers + mtp_layers}.x": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"files hold model\.layers"):
         Target.load(str(folder))
+
+
+def test_an_output_inside_the_copied_folder_is_refused(tmp_path, capsys):
+    folder, _, _ = folder_of(tmp_path, "glm4_moe")
+    head = tuned(folder)
+    save_head(head, tmp_path / "head", layout_of("native", head))
+    flags = ["--speculator", str(tmp_path / "head"), "--format", "mtp", "--base_model", str(folder)]
+    before = sorted(folder.rglob("*"))
+    assert main(["export", *flags, "--output", str(folder / "out")]) == 2
+    assert "inside" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_files_decide_the_dtype_of_written_layers(tmp_path, capsys):
+    folder, _, _ = folder_of(tmp_path, "glm4_moe")
+    head = tuned(folder)
+    save_head(head, tmp_path / "head", layout_of("native", head))
+    flags = ["--speculator", str(tmp_path / "head"), "--format", "mtp", "--base_model", str(folder)]
+    assert main(["export", *flags, "--output", str(tmp_path / "out"), "--dtype", "float16"]) == 2
+    assert "--dtype" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../victim/w.safetensors", "..", "a/b.safetensors", "/{victim}"])
+def test_an_index_names_no_file_outside_its_folder(tmp_path, capsys, name):
+    """A downloaded model's index comes from strangers, and shards are rewritten by its names."""
+    folder, _, _ = folder_of(tmp_path, "glm4_moe", shards=2)
+    save_head(tuned(folder), tmp_path / "head", layout_of("native", load_any(folder)))
+    victim = tmp_path / "victim" / "w.safetensors"
+    victim.parent.mkdir()
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    shard = index["weight_map"]["model.layers.2.eh_proj.weight"]
+    shutil.copy(folder / shard, victim)
+    before, name = victim.read_bytes(), name.format(victim=victim)
+    index["weight_map"] = {key: name if each == shard else each for key, each in index["weight_map"].items()}
+    file.write_text(json.dumps(index))
+    capsys.readouterr()
+    flags = ["--speculator", str(tmp_path / "head"), "--format", "mtp", "--base_model", str(folder)]
+    assert main(["export", *flags, "--output", str(tmp_path / "out")]) == 2
+    assert "not the name of a file in its folder" in capsys.readouterr().err
+    assert victim.read_bytes() == before

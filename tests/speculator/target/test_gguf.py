@@ -1,20 +1,31 @@
 import builtins
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
+import transformers.quantizers.quantizer_gguf as quantizer
 from conftest import tiny_tokenizer
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
+from transformers import AutoTokenizer
 
 from data.cli.generate import _context_length
 from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, generate
 from speculator.__main__ import build_parser
 from speculator.checkpoints.layout import base_config
-from speculator.target.gguf import metadata
+from speculator.target import gguf_header
+from speculator.target.gguf import end_tokens, metadata, read_tokenizer
 from train.command_line import parse
 from train.dry_run import known_config
 
-pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +50,7 @@ def test_a_target_has_the_weights_tokenizer_and_settings_of_its_file(file, model
     target = Target.load(str(file))
     assert target.name == str(file)
     assert not hasattr(target.config, "quantization_config")  # dequantised
-    assert target.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert target.eos_token_ids == set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"]))
     assert target.context_length == 128
     assert target.tokenizer.chat_template == TEMPLATE
     text = "<|im_start|>user\ndef wrap(self, text):<|im_end|>"
@@ -89,7 +100,6 @@ def test_a_file_of_another_format_is_a_user_error(tmp_path):
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
 def test_a_missing_package_is_named(file, monkeypatch, package):
-    metadata.cache_clear()
     original = builtins.__import__
 
     def without(name, *rest, **named):
@@ -105,3 +115,125 @@ def test_a_missing_package_is_named(file, monkeypatch, package):
 def test_loading_shows_no_progress_bar_without_a_terminal(file, capfd):
     Target.load(str(file))
     assert "de-quantizing" not in capfd.readouterr().err
+
+
+def test_the_header_is_parsed_once_per_command_and_by_no_slow_reader(file, monkeypatch):
+    reads = Counter()
+
+    def counted(*arguments):
+        reads["header"] += 1
+        return original(*arguments)
+
+    original = gguf_header._Cursor
+    gguf_header.read_header.cache_clear()
+    monkeypatch.setattr(gguf_header, "_Cursor", counted)
+    monkeypatch.setattr(gguf, "GGUFReader", None)
+    Target.load(str(file))
+    load_tokenizer(str(file))
+    base_config(str(file))
+    assert reads["header"] == 1
+
+
+def test_config_and_tokenizer_are_made_once_per_file(file, model, tokenizer, tmp_path, monkeypatch, cache):
+    Target.load(str(file))
+    made = sorted(cache.rglob("tokenizer.json"))
+    moved = tmp_path / "moved.gguf"
+    moved.write_bytes(file.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr("speculator.target.gguf.quick_loader", None)
+        load_tokenizer(str(moved))  # the same bytes
+        base_config(str(moved))
+    write_gguf(moved, model, tokenizer, changes={"context_length": 64})
+    assert base_config(str(moved)).max_position_embeddings == 64
+    assert len(made) == 1
+    assert len(sorted(cache.rglob("tokenizer.json"))) == 2
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(file, monkeypatch, tmp_path):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "taken"))
+    assert Target.load(str(file)).context_length == 128
+
+
+def test_the_tokenizer_is_the_one_that_transformers_builds(file):
+    theirs, ours = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), read_tokenizer(str(file))
+    for text in (
+        "  two  spaces\n\n\tx = 12345",
+        "naïve 北京 🤷🏽\u200d♀️",
+        "<|im_start|>user\nhi<|im_end|>",
+        "\u00a0\u2028",
+    ):
+        tokens = theirs(text)["input_ids"]
+        assert ours(text)["input_ids"] == tokens
+        assert ours.decode(tokens) == theirs.decode(tokens)
+    for name in ("chat_template", "all_special_ids", "eos_token", "bos_token", "pad_token", "padding_side"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_1"])
+def test_weights_are_dequantised_as_the_package_does(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(gguf_header, "_BYTES_AT_ONCE", 200)  # less than all rows
+    rows = np.random.default_rng(0).normal(size=(2, 7, 64)).astype(np.float32)
+    number = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quants.quantize(rows, number)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("odd", np.zeros(3, np.float32))  # what follows is aligned
+    writer.add_tensor("a", stored, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = gguf.dequantize(gguf.GGUFReader(tmp_path / "a.gguf").tensors[1].data, number)
+    with gguf_header.quick_loader():
+        (_, read) = gguf.GGUFReader(tmp_path / "a.gguf").tensors
+        made = gguf.dequantize(read.data, read.tensor_type)
+    assert made.shape == (2, 7, 64)
+    assert np.array_equal(made, expected)
+
+
+def test_metadata_are_those_that_the_package_reads(file):
+    header = metadata(str(file))
+    theirs = gguf.GGUFReader(file).fields
+    assert header.fields == {key: each.contents() for key, each in theirs.items() if not key.startswith("GGUF.")}
+    assert header.types == {key: each.types[-1] for key, each in theirs.items() if key in header.fields}
+
+
+NORMAL, CONTROL = 1, 3
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "ends"),
+    [
+        (
+            {"<|endoftext|>": CONTROL, "<|im_end|>": CONTROL, "<|fim_pad|>": CONTROL, "<|fim_middle|>": CONTROL},
+            {0, 1, 2},
+        ),
+        ({"<|eot_id|>": CONTROL, "<|eom_id|>": CONTROL, "<|end_of_text|>": CONTROL}, {0, 1, 2}),
+        ({"<eos>": CONTROL, "<end_of_turn>": CONTROL, "</s>": NORMAL}, {0, 1}),
+        ({"<\uff5cend▁of▁sentence\uff5c>": CONTROL, "</s>": NORMAL, "EOT": CONTROL}, {0}),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, {1, 2}),  # <|end|> ends a part of an answer
+        ({"<|end|>": CONTROL, "<|user|>": CONTROL}, {0}),
+        ({"<eos>": CONTROL, "<|tool_response>": CONTROL, "</s>": CONTROL}, {0, 1}),
+    ],
+)
+def test_control_tokens_with_the_name_of_an_end_end_a_completion(vocabulary, ends):
+    names = [*vocabulary, "marked"]
+    fields = {"tokens": names, "token_type": [*vocabulary.values(), NORMAL], "eos_token_id": names.index("marked")}
+    header = gguf_header.Header({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, {}, [], "")
+    assert set(end_tokens(header)) == ends | {names.index("marked")}
+
+
+def test_a_target_ends_at_every_end_token_of_its_file(tmp_path, model, tokenizer):
+    names = ["<|im_end|>", "<|endoftext|>", "<eos>"]
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    tokens[tokens.index("<|im_start|>")] = "<|endoftext|>"
+    file = write_gguf(tmp_path / "two.gguf", model, tokenizer, changes={"tokens": tokens})
+    target = Target.load(str(file))
+    assert target.eos_token_ids == {tokens.index(name) for name in names}
+
+
+def test_nothing_is_said_about_packed_weights(file, monkeypatch):
+    said = []
+    monkeypatch.setattr(quantizer.logger, "warning", said.append)
+    Target.load(str(file), dtype="bfloat16")
+    assert said == []
