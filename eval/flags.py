@@ -10,15 +10,21 @@ from speculator.errors import OneLineParser
 from speculator.flags import add_drafter_flags, add_revision, add_target_flags
 from speculator.tables import OPTIONAL
 
+_FITTING = "at most 32, as many as take seven minutes"
+_SAMPLES = "at most 4000, as many as take seven minutes, and 100 or more"
 SERVERS = ("ours", "vllm", "sglang", "llama.cpp")
 CHAIN_RULES = ("match", "block", "rejection")
 
 
-def add_flags(parser: OneLineParser, max_prompts: int) -> None:
-    """Add the flags of every measurement: the target, and the number and size of the prompts."""
+def add_flags(parser: OneLineParser, max_prompts: int | None) -> None:
+    """Add the flags of every measurement: the target, and the number and size of the prompts.
+
+    Args:
+        max_prompts: default of `--max_prompts`; None: the command chooses by the time it has.
+    """
     add_target_flags(parser)
     parser.add_argument(
-        "--max_prompts", type=int, default=max_prompts, help=f"prompts per suite (default: {max_prompts})"
+        "--max_prompts", type=int, default=max_prompts, help=f"prompts per suite (default: {max_prompts or _FITTING})"
     )
     parser.add_argument(
         "--prompt_tokens", type=int, default=64, help="tokens of a prompt that is cut from text (default: 64)"
@@ -157,7 +163,7 @@ def lossless(parser: OneLineParser) -> None:
     At temperature 0, completions are compared token by token with plain decoding and with transformers. Above it, a
     chi-square test compares many short completions with drafts and without.
     """
-    add_flags(parser, max_prompts=32)
+    add_flags(parser, max_prompts=None)
     add_drafter_flags(parser)
     parser.add_argument(
         "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
@@ -166,6 +172,6 @@ def lossless(parser: OneLineParser) -> None:
         "--suite", default="python-sources", help="prompts, as in `speculator eval` (default: python-sources)"
     )
     parser.add_argument("--sampled_prompts", type=int, default=4, help="prompts to sample from (default: 4)")
-    parser.add_argument("--samples", type=int, default=4000, help="completions per sampled prompt (default: 4000)")
+    parser.add_argument("--samples", type=int, help=f"completions per sampled prompt (default: {_SAMPLES})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="JSON file to write the checks to")

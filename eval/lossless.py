@@ -7,14 +7,15 @@ chi-square test compares many short completions with drafts and without.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import timedelta
 
 from eval.checks import Check
 from eval.greedy_check import greedy_checks
-from eval.sampled_check import coupled_checks, sampled_checks
-from eval.suites import check_flags, check_lengths, suite_of
-from speculator import Drafter, Target, model_flags
+from eval.sampled_check import batch_size, coupled_checks, sampled_checks
+from eval.suites import Suite, check_flags, check_lengths, suite_of
+from speculator import Drafter, Target, generate, model_flags
 from speculator.checkpoints import head_folder
 from speculator.decoding.drafter import Shape
 from speculator.decoding.verify import MATCH
@@ -25,13 +26,23 @@ from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import refuse_below
 from speculator.files import check_output_file, write_json
 from speculator.tables import markdown_table
+from speculator.terminal import log
+
+_MOST = {"max_prompts": 32, "samples": 4000}
+_LEAST_SAMPLES = 100
+_SECONDS = 15 * 60
+"""Time that the defaults fit into: half for completions token by token, half for samples."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the checks and the verdict; return exit code 0 if all checks pass, else 1."""
     arguments.temperature = arguments.temperature or [0.0, 1.0]
+    fixed = {name: getattr(arguments, name) for name in _MOST}
+    vars(arguments).update({name: _MOST[name] for name, given in fixed.items() if given is None})
     check_flags(arguments)
-    refuse_below(arguments, samples=100, sampled_prompts=1, max_new_tokens=3 if max(arguments.temperature) > 0 else 2)
+    refuse_below(
+        arguments, samples=_LEAST_SAMPLES, sampled_prompts=1, max_new_tokens=3 if max(arguments.temperature) > 0 else 2
+    )
     model_flags.check(arguments, required=True)
     check_output_file("--output", arguments.output)
     target = model_flags.load_target(arguments)
@@ -39,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     drafter = model_flags.drafter(arguments, target)
     adaptive = _adaptive(arguments, target, drafter)
     suite = suite_of(arguments, arguments.suite, target)
+    suite = _fit(arguments, target, drafter, suite, fixed, 2 if adaptive else 1)
     temperatures, rule = arguments.temperature, arguments.rule
     warm = [temperature for temperature in temperatures if temperature > 0]
     sampled = suite.prompts[: arguments.sampled_prompts]
@@ -72,6 +84,51 @@ def run(arguments: argparse.Namespace) -> int:
         report = {"schema": 1, "lossless": not failed, "rule": rule, "dtype": dtype, "settings": settings}
         write_json(arguments.output, {**report, "checks": [asdict(check) for check in checks]})
     return int(bool(failed))
+
+
+def _fit(
+    arguments: argparse.Namespace,
+    target: Target,
+    drafter: Drafter,
+    suite: Suite,
+    fixed: Mapping[str, int | None],
+    drafters: int,
+) -> Suite:
+    """Choose the numbers of prompts and samples that the user left open, print the time, and return the prompts.
+
+    The time is that of plain steps. Drafts may shorten it, and verification may lengthen it.
+
+    Args:
+        fixed: values of `_MOST` that the user gave, or None.
+        drafters: number of drafters that are checked.
+    """
+    rows = batch_size(target, drafter, arguments.samples)
+    one, many = (_step_seconds(target, suite.prompts[0], count) for count in (1, rows))
+    warm = sum(temperature > 0 for temperature in arguments.temperature)
+    # Alone, in a batch, plain, and by transformers twice; above temperature 0 transformers decodes one prompt only.
+    decodings = drafters * (5 * (0.0 in arguments.temperature) + 3 * warm)
+    per_prompt = decodings * arguments.max_new_tokens * one
+    prompts = len(suite.prompts)
+    if fixed["max_prompts"] is None:
+        prompts = max(1, min(prompts, int(_SECONDS / 2 / max(per_prompt, 1e-9))))
+    # A batch of samples prefills nothing: its prompt is there. Each completion has three tokens.
+    cases = drafters * warm * min(arguments.sampled_prompts, prompts)
+    per_batch = cases * 2 * 3 * many
+    if fixed["samples"] is None and cases:
+        batches = int(_SECONDS / 2 / max(per_batch, 1e-9))
+        arguments.samples = max(_LEAST_SAMPLES, min(arguments.samples, batches * rows))
+    arguments.max_prompts = prompts
+    seconds = prompts * per_prompt + (arguments.samples / rows * per_batch if cases else 0)
+    what = f"{prompts} prompts of {arguments.max_new_tokens} new tokens"
+    what += f", and 2 x {arguments.samples:,} samples after {min(arguments.sampled_prompts, prompts)}" * bool(cases)
+    log(f"about {timedelta(seconds=round(seconds))} for {what}; --max_prompts and --samples change it")
+    return suite.first(prompts)
+
+
+def _step_seconds(target: Target, prompt: list[int], rows: int) -> float:
+    """Return the seconds of a plain step with so many rows; the first of two measurements warms up."""
+    made = [generate(target, None, [prompt] * rows, max_new_tokens=4, eos_token_ids=()) for _ in range(2)]
+    return made[-1].decode_seconds / 3  # the prefill gives the first of four tokens
 
 
 def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AdaptiveDrafter | None:

@@ -44,8 +44,7 @@ def sampled_checks(
     `families` is how often this function is called for one verdict.
     """
     cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
-    # A row of a step has the distributions of nodes + 1 positions in memory.
-    batch = max(1, min(_BATCH, samples, _MAX_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
+    batch = batch_size(target, drafter, samples)
     # One engine for each sample, so that a prompt is prefilled once for all its batches.
     engines = [Engine(target, who, slots=batch, rule=rule if who else None) for who in (drafter, None)]
     # Bonferroni: with many prompts one of them would fail by chance.
@@ -72,6 +71,12 @@ def sampled_checks(
         summary = f"chi-square {statistic:.1f}, {degrees} df"
         checks.append(Check(name, temperature, f"2 x {samples} rows", summary, f"p = {p:.2g}", p >= alpha, figures))
     return checks
+
+
+def batch_size(target: Target, drafter: Drafter, samples: int) -> int:
+    """Return the number of completions that are sampled together."""
+    # A row of a step has the distributions of nodes + 1 positions in memory.
+    return max(1, min(_BATCH, samples, _MAX_PROBABILITIES // ((drafter.nodes + 1) * target.vocab_size)))
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from speculator import (
     Tree,
     generate,
 )
+from speculator.__main__ import build_parser
 from speculator.checkpoints import load_any
 from speculator.decoding.draft import take_at
 from speculator.decoding.verify import REJECTION_RULES
@@ -216,7 +217,7 @@ def test_the_tuning_of_a_head_on_the_hub_is_read(folders, tmp_path, monkeypatch)
     target = Target.load(str(folders / "target"))
     drafter = HeadDrafter(load_any(head))
     flags = ["--target", "T", "--speculator", "org/head", "--speculator_revision", "v1"]
-    made = lossless._adaptive(lossless.build_parser().parse_args(flags), target, drafter)
+    made = lossless._adaptive(build_parser("eval lossless").parse_args(flags), target, drafter)
     tuned = adaptive_drafter(drafter.head, target, read_tuning(head, drafter.head))
     ours, theirs, untuned = (
         [choice.acceptance for choice in each.choices]
@@ -231,3 +232,23 @@ def test_the_command_reports_an_inexact_rule_by_its_exit_code(inexact_rule, fold
     output = capsys.readouterr().out
     assert "FAIL" in output
     assert output.splitlines()[-1].startswith("NOT LOSSLESS: distribution after prompt")
+
+
+def test_open_numbers_of_prompts_and_samples_fit_a_quarter_of_an_hour(target_folder, capsys, monkeypatch):
+    """At 0.1 s a step, 8 decodings of 20 tokens make a prompt take 16 s, at temperatures 0 and 1."""
+    seconds = {1: 0.1, 128: 2.0}
+    monkeypatch.setattr(lossless, "_step_seconds", lambda target, prompt, rows: seconds[rows])
+    monkeypatch.setattr(lossless, "greedy_checks", lambda target, who, prompts, *_: asked.append(len(prompts)) or [])
+    monkeypatch.setattr(lossless, "coupled_checks", lambda *_: [])
+
+    def sampled(target, who, prompts, temperatures, samples, *_):
+        asked.append(samples)
+        return sampled_checks(target, who, prompts[:1], temperatures, 128)
+
+    monkeypatch.setattr(lossless, "sampled_checks", sampled)
+    flags = ["lossless", "--target", str(target_folder), "--ngram", "--max_new_tokens", "20", "--prompt_tokens", "16"]
+    for given, expected in (([], [28, 1152]), (["--max_prompts", "2", "--samples", "256"], [2, 256])):
+        asked: list[int] = []
+        assert main([*flags, *given]) == 0
+        assert asked == expected
+        assert "about 0:" in capsys.readouterr().err

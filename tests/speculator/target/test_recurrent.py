@@ -354,7 +354,8 @@ def test_packed_documents_do_not_see_each_other(family):
     packed = target.hidden(tokens, torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20]))
     for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
         alone = target.hidden(tokens[row : row + 1, start:stop])[0]
-        torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-5, rtol=1e-5)
+        # Kernels differ by up to 1.2e-5 (in Mamba); a document that sees another one differs by 2.
+        torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-4, rtol=1e-4)
 
 
 def test_idle_rows_of_a_single_token_step_keep_their_states():
