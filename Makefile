@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart reference test check docs serving soak gpu
+.PHONY: quickstart reference test kernels check docs serving soak gpu
 
 quickstart: .venv/installed
 	$(BIN)/speculator train
@@ -73,6 +73,11 @@ $(SPECULATOR_SERVING)/llama_cpp/server: $(SPECULATOR_SERVING)/llama_cpp/installe
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# The numerical tests again, as a processor without AVX-512 computes.
+kernels: .venv/installed
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(BIN)/python -m pytest -q -n 2 --dist worksteal \
+		tests/speculator/target tests/speculator/heads tests/train/test_losses.py tests/train/test_overfit.py
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

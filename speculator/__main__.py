@@ -72,7 +72,8 @@ def run(command: str, argv: list[str]) -> int:
     arguments = build_parser(command).parse_args(argv)
     title = command if command.split()[0] in PACKAGES else "speculator"
     with nullcontext() if command in _SPEAKING else working(command):
-        return run_command(title, lambda: _import(COMMANDS[command], command).run(arguments))
+        work = _import(COMMANDS[command], command)  # here, where Ctrl-C ends the process at once
+        return run_command(title, lambda: work.run(arguments))
 
 
 def _version() -> str:

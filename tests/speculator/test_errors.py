@@ -110,9 +110,10 @@ def test_a_full_disk_fails_in_one_line():
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 @pytest.mark.parametrize("package", ["speculator", "eval"])
 def test_ctrl_c_during_the_imports_is_silent(package):
-    argv = {"speculator": ["inspect", "x"], "data": ["generate", "--help"], "eval": ["--help"]}[package]
+    argv = {"speculator": ["inspect", "x"], "eval": ["tune", "--target", "x", "--speculator", "x"]}[package]
     command = subprocess.Popen([sys.executable, "-m", package, *argv], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     while b"torch" not in Path(f"/proc/{command.pid}/maps").read_bytes():  # its libraries are being loaded
+        assert command.poll() is None, "it ended without loading them"
         time.sleep(0.01)
     sent = time.monotonic()
     command.send_signal(signal.SIGINT)
