@@ -31,7 +31,8 @@ OTHER_PROGRAMS = {"cd", "curl", "docker", "git", "head", "hf", "llama-server", "
 OTHER_FLAGS = {
     *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip", "--quiet"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
-    *("--tensor-parallel-size", "--enable-expert-parallel", "--shm-size", "--no-enable-chunked-prefill"),  # vLLM, Docker
+    *("--tensor-parallel-size", "--enable-expert-parallel", "--shm-size"),  # vLLM, Docker
+    "--no-enable-chunked-prefill",  # vLLM
     "--loss",  # a column of settings
 }
 
