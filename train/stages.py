@@ -207,12 +207,12 @@ def is_published(folder: Path) -> bool:
 
 def publish(head: Speculator, folder: Path) -> None:
     """Save a head with a manifest, atomically; a damaged one is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
         for weights in scratch.glob("*.safetensors"):  # only the owner may read them; servers run as others
             weights.chmod((scratch / "config.json").stat().st_mode)
         write_manifest(scratch)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_tracking(config: RunConfig, name: str) -> None:

@@ -9,8 +9,7 @@ from datasets import Dataset
 from torch import nn
 
 from speculator import HeadDrafter, Target, UserError, generate
-from speculator.checkpoints import layout_of, load_any, save
-from speculator.cli.export import FORMATS
+from speculator.checkpoints import FORMATS, layout_of, load_any, save
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig, register
 from speculator.heads.drafting import LastHiddenSource
 from speculator.heads.training import IGNORE, step_metrics
