@@ -90,6 +90,7 @@ def token_rows(
     first_rows: int | None = None,
     num_proc: int | None = None,
     pairs: Pairs | None = None,
+    report: bool = True,
 ) -> Dataset:
     """Return packed rows (see `data.packing.pack`) of one split of some sources; with `pairs`, one row a document.
 
@@ -104,12 +105,13 @@ def token_rows(
         first_rows: stop after this many rows, as soon as one token among them has loss.
         num_proc: processes that render and tokenize; the rows do not depend on it.
         pairs: see `data.rendering.render`.
+        report: print what became of the rows that were read.
 
     Raises:
         SourceError: an unreadable source, too many bad rows, or a split without text.
     """
     limits = max_tokens, first_rows
-    rows, _ = _cached(_Request(sources, split, tokenizer, length, limits, max_bad_rows, num_proc, pairs))
+    rows, _ = _cached(_Request(sources, split, tokenizer, length, limits, max_bad_rows, num_proc, pairs), report)
     return rows
 
 
@@ -153,7 +155,7 @@ def save_rows(
     return counts
 
 
-def _cached(request: _Request) -> tuple[Dataset, dict[str, int]]:
+def _cached(request: _Request, report: bool = True) -> tuple[Dataset, dict[str, int]]:
     """Return the rows from the cache, and their counts (see `save_rows`); prepare the rows if they are missing."""
     folder = cache_folder() / request.key()
     manifest = folder / _MANIFEST
@@ -166,7 +168,8 @@ def _cached(request: _Request) -> tuple[Dataset, dict[str, int]]:
     content = read_json(manifest)
     Tally.from_record(content["bad_rows"], request.max_share).check(request.name)
     rows = Dataset.load_from_disk(str(folder))
-    Tally.from_record(content["bad_rows"], 0.0).warn(request.name)
+    if report:
+        Tally.from_record(content["bad_rows"], 0.0).warn(request.name)
     return rows, content["counts"]
 
 

@@ -20,7 +20,7 @@ from speculator.heads import Speculator
 from speculator.target.gguf import load_model
 from speculator.target.loading import auto_class
 from speculator.target.model import Target
-from speculator.terminal import Progress
+from speculator.terminal import Progress, working
 
 _ONE_PROMPT = ("hf_prompt_lookup", "hf_assisted")  # transformers supports these at batch size 1 only
 _COST_BATCHES = 16  # batches, evenly spread over the suite, after which the costs of a step are measured
@@ -188,12 +188,13 @@ def measure_suite(
     stop_at = sorted(target.eos_token_ids) if suite.chat else []
     parts = batches(suite, batch_size)
     measured = Measured({})
-    table = _warm_up(table, suite, parts, sampling, max_new_tokens, stop_at, measured)
+    name = f"{suite.name}, temperature {sampling.temperature:g}" + (f", batch {batch_size}" if batch_size > 1 else "")
+    with working(f"{name}: warming up"):
+        table = _warm_up(table, suite, parts, sampling, max_new_tokens, stop_at, measured)
     measured.timed = {decoder.key: Timed() for decoder in table}
     measured.costs = {decoder.key: StepSeconds() for decoder in table if decoder.drafter}
     cost_batches = _cost_batches(parts)
     order = list(table)
-    name = f"{suite.name}, temperature {sampling.temperature:g}" + (f", batch {batch_size}" if batch_size > 1 else "")
     progress = Progress(parts, title=name, unit="prompts" if batch_size == 1 else "batches")
     for number, batch in enumerate(progress):
         prompts = [suite.prompts[i] for i in batch]

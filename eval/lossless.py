@@ -15,7 +15,8 @@ from eval.checks import Check
 from eval.greedy_check import greedy_checks
 from eval.sampled_check import batch_size, coupled_checks, sampled_checks
 from eval.suites import Suite, check_flags, check_lengths, suite_of
-from speculator import Drafter, Target, generate, model_flags
+from eval.timing import step_seconds
+from speculator import Drafter, Target, model_flags
 from speculator.checkpoints import head_folder
 from speculator.decoding.drafter import Shape
 from speculator.decoding.verify import MATCH
@@ -103,7 +104,7 @@ def _fit(
         drafters: number of drafters that are checked.
     """
     rows = batch_size(target, drafter, arguments.samples)
-    one, many = (_step_seconds(target, suite.prompts[0], count) for count in (1, rows))
+    one, many = (step_seconds(target, suite.prompts[0], count) for count in (1, rows))
     warm = sum(temperature > 0 for temperature in arguments.temperature)
     # Alone, in a batch, plain, and by transformers twice; above temperature 0 transformers decodes one prompt only.
     decodings = drafters * (5 * (0.0 in arguments.temperature) + 3 * warm)
@@ -123,12 +124,6 @@ def _fit(
     what += f", and 2 x {arguments.samples:,} samples after {min(arguments.sampled_prompts, prompts)}" * bool(cases)
     log(f"about {timedelta(seconds=round(seconds))} for {what}; --max_prompts and --samples change it")
     return suite.first(prompts)
-
-
-def _step_seconds(target: Target, prompt: list[int], rows: int) -> float:
-    """Return the seconds of a plain step with so many rows; the first of two measurements warms up."""
-    made = [generate(target, None, [prompt] * rows, max_new_tokens=4, eos_token_ids=()) for _ in range(2)]
-    return made[-1].decode_seconds / 3  # the prefill gives the first of four tokens
 
 
 def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AdaptiveDrafter | None:

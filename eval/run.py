@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Collection, Sequence
+from datetime import timedelta
 from importlib.metadata import version
 from itertools import product
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from eval.plots import draw_plots
 from eval.report import markdown, warnings
 from eval.servers import default_lengths, server_decoders, server_log
 from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
-from eval.timing import Engines, memory_kind
+from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
 from speculator import HeadDrafter, Sampling, Target, load_head, model_flags
 from speculator.checkpoints import head_folder
@@ -40,6 +42,8 @@ from speculator.heads import Speculator
 from speculator.tables import BASELINES
 from speculator.terminal import log
 from speculator.verdict import headlines
+
+_SHORT = 16  # tokens of a prompt after which steps are timed
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -147,6 +151,8 @@ def evaluate(
         tables = dict.fromkeys(temperatures, fixed)
         if tuned_in and not lengths and server == "ours":
             tables = _tuned_tables(fixed, target, head, tuned_in, temperatures, batch_size, engines, rule)
+        if target.device.type == "cpu":  # on a GPU the first steps capture graphs
+            log(_time_needed(target, suites, tables, batch_size, max_new_tokens * repeats))
         for suite, temperature in product(suites, temperatures):
             table, sampling = tables[temperature], Sampling(temperature, seed=seed)
             measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
@@ -191,6 +197,19 @@ def evaluate(
     for line in report["warnings"]:
         log(f"warning: {line}")
     return report
+
+
+def _time_needed(
+    target: Target, suites: Sequence[Suite], tables: dict[float, list[Decoder]], batch_size: int, tokens: int
+) -> str:
+    """Say how long the measurement takes if no answer ends early and drafts neither gain nor lose time."""
+    batches = sum(ceil(len(suite.prompts) / batch_size) for suite in suites)
+    decodings = batches * sum(map(len, tables.values()))
+    seconds = decodings * tokens * step_seconds(target, suites[0].prompts[0][:_SHORT], batch_size)
+    unit = "prompts" if batch_size == 1 else f"batches of {batch_size}"
+    about = timedelta(seconds=round(seconds))
+    work = f"{batches} {unit}, {decodings} decodings of {tokens} tokens"
+    return f"measuring takes about {about} ({work}); --max_prompts changes it"
 
 
 def _tuned_tables(

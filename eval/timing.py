@@ -17,7 +17,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from speculator.decoding.cuda_graphs import Captured, capturable
-from speculator.decoding.engine import Engine
+from speculator.decoding.engine import Engine, generate
 from speculator.decoding.request import Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
@@ -228,6 +228,12 @@ def time_transformers(
             peak_memory=peak_memory(target.device),
         )
     )
+
+
+def step_seconds(target: Target, prompt: list[int], rows: int) -> float:
+    """Return the seconds of a plain step with so many rows; the first of two measurements warms up."""
+    made = [generate(target, None, [prompt] * rows, max_new_tokens=4, eos_token_ids=()) for _ in range(2)]
+    return made[-1].decode_seconds / 3  # the prefill gives the first of four tokens
 
 
 def _up_to(tokens: list[int], stop_at: Sequence[int]) -> list[int]:

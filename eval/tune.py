@@ -29,7 +29,7 @@ from speculator.errors import UserError, refuse
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
-from speculator.terminal import Progress, log
+from speculator.terminal import Progress, working
 
 _KINDS = {"greedy": 0.0, "sampled": 1.0}
 _BRANCHES = (4, 2)  # children measured at each depth; deeper tokens have one
@@ -75,7 +75,7 @@ def write_tuning(
     }
     settings = {"max_new_tokens": max_new_tokens, "max_batch_size": 8, "eos_token_ids": eos}
     texts, lookup = [*map(target.text, prompts)], {}
-    for kind, temperature in _KINDS.items():
+    for kind, temperature in Progress(_KINDS.items(), title="tuning: n-gram lookup", unit="temperatures"):
         answers = generate(target, None, prompts, Sampling(temperature, seed=seed), **settings).tokens
         lookup[kind] = lookup_acceptance(list(zip(texts, answers, strict=True)))
     # Of a head with few levels two sizes may give the same tree.
@@ -105,7 +105,11 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
     Returns the tuning with costs and at most one tree for greedy and one for sampled decoding, and the predictions for
     one row: dicts with "temperature", "draft", "tokens" per step, "cost" in plain steps, "speedup" and "best".
     """
-    log(f"tuning: measuring the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most")
+    with working(f"tuning: the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most"):
+        return _measured_costs(target, head, tuning)
+
+
+def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
     choices = choices_of(head, tuning)
     sizes = [(_ROWS[0], kind == "greedy") for kind in _KINDS]
     alone = measure_costs(target, head, shapes_to_measure(head, choices), sizes, _COST_SECONDS / 2)

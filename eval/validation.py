@@ -12,6 +12,7 @@ from eval.suites import Suite
 from speculator import HeadDrafter, Sampling, Target, generate
 from speculator.decoding.request import Step
 from speculator.heads import Speculator
+from speculator.terminal import Progress
 
 NEW_TOKENS = 64
 """New tokens per validation prompt."""
@@ -41,7 +42,8 @@ def real_acceptance(
     start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
     mine = prompts[start:stop]
     figures = {}
-    for name, temperature in (("acceptance_length", 0.0), ("acceptance_length_sampled", 1.0)):
+    passes = (("acceptance_length", 0.0), ("acceptance_length_sampled", 1.0))
+    for name, temperature in Progress(passes, title="decoding validation prompts", unit="passes", leave=False):
         sampling = Sampling(temperature, seed=seed + start)  # independent of the number of processes
         steps: list[Step] = []
         if mine:

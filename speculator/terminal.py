@@ -119,12 +119,9 @@ class Progress(tqdm):
         self, items: Iterable[Any] | None = None, *, title: str, unit: str, disable: bool = False, **settings: Any
     ):
         self.plain = not sys.stderr.isatty()
-        known = settings.get("total") is not None or hasattr(items, "__len__")
-        count = "{n_fmt} of {total_fmt}" if known else "{n_fmt}"
-        after = "{elapsed} elapsed" + (", {remaining} left" if known else "") + "{postfix}"
         if self.plain:
             settings |= {"mininterval": _SECONDS, "delay": _SECONDS}
-        bar = "{percentage:3.0f}%|{bar}| " if known and not self.plain else ""
+        known = settings.get("total") is not None or hasattr(items, "__len__")
         super().__init__(
             items,
             desc=title if len(title) <= _TITLE else f"...{title[3 - _TITLE :]}",
@@ -133,11 +130,22 @@ class Progress(tqdm):
             file=sys.stderr,
             dynamic_ncols=True,
             position=0 if self.plain else None,  # bars below each other would move the cursor
-            bar_format=f"{{desc}}: {bar}{count} {{unit}} [{after}]",
+            bar_format=self._format(known),
             **settings,
         )
         if not self.disable:
             _Heartbeat.begin(self)
+
+    def _format(self, known: bool) -> str:
+        count = "{n_fmt} of {total_fmt}" if known else "{n_fmt}"
+        after = "{elapsed} elapsed" + (", {remaining} left" if known else "") + "{postfix}"
+        bar = "{percentage:3.0f}%|{bar}| " if known and not self.plain else ""
+        return f"{{desc}}: {bar}{count} {{unit}} [{after}]"
+
+    def reset(self, total: float | None = None) -> None:
+        """Begin again at 0, with a total if it is known by now."""
+        self.bar_format = self._format(total is not None)
+        super().reset(total)
 
     def beat(self) -> None:
         """Show the bar with the current time, after half a minute in which nothing was printed."""

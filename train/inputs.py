@@ -73,7 +73,7 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
         target.check(*needed_of_server(asked, target.config, target.context_length), state.num_processes)
     config, read = asked, with_self_written(asked, target)
     if shorten and not target.encoder:  # whose rows are as long as their documents
-        read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train")))
+        read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train", report=False)))
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=read.data.seq_length))
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
     suites = {
@@ -121,8 +121,8 @@ def load_target(config: RunConfig) -> TrainingTarget:
         return target
 
 
-def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Dataset:
-    """Return the packed rows of one split; of validation only as many as are evaluated."""
+def rows(config: RunConfig, target: TrainingTarget, split: str, report: bool = True) -> datasets.Dataset:
+    """Return the packed rows of one split, see `token_rows`; of validation only as many as are evaluated."""
     length, encoder = config.data.seq_length, target.encoder
     pairs = Pairs(encoder.prefix, min(encoder.longest, length)) if encoder else None
     with reporting_full_disk(cache_folder()):
@@ -136,6 +136,7 @@ def rows(config: RunConfig, target: TrainingTarget, split: str) -> datasets.Data
             first_rows=config.eval.validation_rows if split == "validation" else None,
             num_proc=config.data.num_proc,
             pairs=pairs,
+            report=report,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -66,14 +67,19 @@ class Pace(TrainerCallback):
 
 
 class ProgressLine(ProgressCallback):
-    """Progress bars with the stage's title, and one line per log entry."""
+    """Progress bars with the stage's title, one line per log entry, and one about the time after the first steps.
+
+    Args:
+        title: the stage's.
+        outlook: returns the line about the time, given the seconds of a step; None: the stage's own time.
+    """
 
     training_bar: Any
     prediction_bar: Any
 
-    def __init__(self, title: str):
+    def __init__(self, title: str, outlook: Callable[[float], str] | None = None):
         super().__init__()
-        self.title = title
+        self.title, self.outlook = title, outlook
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -89,8 +95,9 @@ class ProgressLine(ProgressCallback):
         if state.global_step == self._first + 1:  # the first step compiles and warms up
             self._began = time.monotonic()
         elif state.global_step == self._first + 1 + _TIMED:
-            seconds = (time.monotonic() - self._began) / _TIMED * (state.max_steps - state.global_step)
-            log(f"{self.title}: about {timedelta(seconds=round(seconds))} to go, without evaluations")
+            step = (time.monotonic() - self._began) / _TIMED
+            seconds = timedelta(seconds=round(step * (state.max_steps - state.global_step)))
+            log(self.outlook(step) if self.outlook else f"{self.title}: about {seconds} to go, without evaluations")
 
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from speculator.target.model import Target
 from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
 from speculator.terminal import log, phase, quiet_libraries, working
-from train import checks, interrupts, processes
+from train import checks, duration, interrupts, processes
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import known_config, run_on_stand_ins
@@ -149,7 +150,8 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
         announce(config, _STAGE1)
         # A stage that is finished returns its head at once, so a resumed run comes to where it was killed by the same
         # path.
-        best = train_stage("stage1", config, target, heads.pop, inputs.train_rows, *measured_on)
+        outlook = partial(duration.line, inputs, target, processes=state.num_processes)
+        best = train_stage("stage1", config, target, heads.pop, inputs.train_rows, *measured_on, outlook)
         gc.collect()  # a trainer and its callbacks hold each other
         if config.stage2.max_steps:
             announce(config, _GENERATE)

@@ -48,6 +48,7 @@ def train_stage(
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
     suite: Suite,
+    outlook: Callable[[float], str] | None = None,
 ) -> Path:  # of the best head
     """Train a head on all processes of the run; a finished stage returns its head at once.
 
@@ -56,6 +57,7 @@ def train_stage(
         start: returns the head that the stage starts from, in float32.
         suite: prompts to decode at each evaluation, for the acceptance length. A target that only trains decodes
             none: the teacher-forced acceptance length then chooses the best checkpoint.
+        outlook: see `train.progress.ProgressLine`.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
@@ -102,6 +104,7 @@ def train_stage(
         keep=settings.save_total_limit,
         patience=settings.patience,
         title=name.replace("stage", "stage "),
+        outlook=outlook,
         shard_optimizer=config.shard_optimizer,
         muon=settings.optimizer == "muon",
         args=arguments(

@@ -105,6 +105,7 @@ class SpeculatorTrainer(Trainer):
         shard_optimizer: split Adam's moments among the processes.
         muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
         title: title of the progress bar.
+        outlook: see `ProgressLine`.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class SpeculatorTrainer(Trainer):
         shard_optimizer: bool = False,
         muon: bool = False,
         title: str = "training",
+        outlook: Callable[[float], str] | None = None,
         **kwargs: Any,
     ):
         self.shard_optimizer, self.muon = shard_optimizer, muon
@@ -127,7 +129,7 @@ class SpeculatorTrainer(Trainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
             self.remove_callback(callback)
-        self.add_callback(ProgressLine(title))
+        self.add_callback(ProgressLine(title, outlook))
         self.target, self.decode, self.keep = target, decode, keep
         self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
         self.patience = patience

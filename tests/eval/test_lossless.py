@@ -237,7 +237,7 @@ def test_the_command_reports_an_inexact_rule_by_its_exit_code(inexact_rule, fold
 def test_open_numbers_of_prompts_and_samples_fit_a_quarter_of_an_hour(target_folder, capsys, monkeypatch):
     """At 0.1 s a step, 8 decodings of 20 tokens make a prompt take 16 s, at temperatures 0 and 1."""
     seconds = {1: 0.1, 128: 2.0}
-    monkeypatch.setattr(lossless, "_step_seconds", lambda target, prompt, rows: seconds[rows])
+    monkeypatch.setattr(lossless, "step_seconds", lambda target, prompt, rows: seconds[rows])
     monkeypatch.setattr(lossless, "greedy_checks", lambda target, who, prompts, *_: asked.append(len(prompts)) or [])
     monkeypatch.setattr(lossless, "coupled_checks", lambda *_: [])
 

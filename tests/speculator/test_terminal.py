@@ -47,7 +47,8 @@ def test_silent_work_prints_its_duration(monkeypatch):
     with working("eval"):
         while "eval: 0:00:00 elapsed" not in pipe.getvalue():
             time.sleep(0.01)
-        with Progress(title="stuck", unit="rows", total=3) as bar:
+        with Progress(title="stuck", unit="rows") as bar:
+            bar.reset(3)  # the total is known by now
             bar.update(2)
             while "stuck: 2 of 3 rows" not in pipe.getvalue():
                 time.sleep(0.01)

@@ -1,12 +1,15 @@
 """The pace of training, and the line that says it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from train import progress, timing
-from train.progress import Pace, log_line
+from eval.validation import NEW_TOKENS
+from train import duration, progress, timing
+from train.config import RunConfig
+from train.progress import Pace, ProgressLine, log_line
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:
@@ -46,3 +49,44 @@ def test_a_log_line_has_at_most_120_characters_and_no_names_of_metrics(monkeypat
     assert len(line) <= 120
     assert all(part in line for part in ("12345", "2.50", "1.25", "1.50"))
     assert "_" not in line
+
+
+def inputs(own_prompts) -> SimpleNamespace:
+    """Stage 1: 100 steps of 2 rows, an evaluation every 50; stage 2: 40 steps of 1 row, one every 20."""
+    config = RunConfig()
+    stage1 = replace(config.stage1, max_steps=100, per_device_train_batch_size=2, eval_steps=50)
+    generate = replace(config.stage2.generate, max_rows=64, batch_size=8, max_new_tokens=10)
+    stage2 = replace(config.stage2, max_steps=40, per_device_train_batch_size=1, eval_steps=20, generate=generate)
+    settings = replace(config.eval, max_new_tokens=5, tune_prompts=2)
+    config = replace(config, stage1=stage1, stage2=stage2, eval=settings)
+    suites = {"validation": SimpleNamespace(prompts=[[1]] * 3), "held-out": SimpleNamespace(prompts=[[1]] * 4)}
+    return SimpleNamespace(config=config, validation_rows=[0] * 6, suites=suites, own_prompts=own_prompts)
+
+
+def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
+    # A row takes 3 s in training and 1 s in an evaluation; n rows decode a step in n / 10 s.
+    parts = duration.expected_parts(inputs(None), 6.0, lambda rows: rows / 10)
+    check = 6 * 1 + 2 * NEW_TOKENS * 0.3
+    assert parts == pytest.approx(
+        {
+            "stage 1": 600 + 2 * check,
+            "text for stage 2": 8 * 10 * 0.8,
+            "stage 2": 120 + 2 * check,
+            "tuning and measuring": 90 + 2 * 2 * 5 * 0.1 + 2 * 4 * 4 * 5 * 0.1,
+        }
+    )
+    assert duration.expected_parts(inputs([[1]] * 5), 6.0, lambda rows: rows / 10)["text for stage 2"] == 10 * 0.5
+
+    said, now = [], [0.0]
+    monkeypatch.setattr(progress, "log", said.append)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    target = SimpleNamespace(device=torch.device("cpu"))  # one that is not decoded here
+    line = ProgressLine("stage 1", lambda step: duration.line(inputs(None), target, step))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100)
+    line.on_train_begin(None, state, None)
+    for state.global_step in range(1, 6):
+        now[0] += 6.0
+        line.on_step_end(None, state, None)
+    line.training_bar.close()
+    (text,) = said
+    assert all(part in text for part in ("0:12:24", "stage 1 0:10:12", "--stage1.max_steps"))

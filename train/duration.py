@@ -1,0 +1,90 @@
+"""How long a run takes on this machine, by part: what its first steps took, times the work that its config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from math import ceil
+
+from eval.timing import step_seconds
+from eval.validation import NEW_TOKENS
+from speculator.target.model import Target
+from speculator.target.training import TrainingTarget
+from train.config import StageConfig
+from train.inputs import Inputs
+from train.sizes import with_steps
+
+_FORWARD = 1 / 3
+"""Share of a training step that an evaluation of the same rows takes: no backward pass."""
+_DECODERS = 4
+"""Ways to decode in a run's report: plainly, with the head, adaptively, by n-gram lookup."""
+_TUNING = 90.0
+"""Longest time that `eval tune` measures costs."""
+_PROMPT = 16
+_FLAGS = {
+    "stage 1": "--stage1.max_steps",
+    "text for stage 2": "--stage2.generate.max_rows",
+    "stage 2": "--stage2.max_steps",
+    "tuning and measuring": "--eval.max_prompts",
+}
+
+
+def expected_parts(inputs: Inputs, step: float, decode: Callable[[int], float], processes: int = 1) -> dict[str, float]:
+    """Return the seconds of each part of a run, evaluations included.
+
+    Texts are counted as if no answer ended early and no draft was accepted, so these parts may take less.
+
+    Args:
+        step: seconds of an optimiser step of stage 1.
+        decode: returns the seconds of a plain decoding step with so many rows.
+    """
+    config = inputs.config
+    stage1, stage2, generate, settings = config.stage1, config.stage2, config.stage2.generate, config.eval
+    warm = len(settings.temperatures)
+    row = step / _rows_per_step(stage1)
+    prompts = ceil(len(inputs.suites["validation"].prompts) / processes)
+    check = ceil(len(inputs.validation_rows) / processes) * row * _FORWARD + 2 * NEW_TOKENS * decode(prompts)
+
+    def training(stage: StageConfig) -> float:
+        return stage.max_steps * row * _rows_per_step(stage) + stage.max_steps // stage.eval_steps * check
+
+    parts = {"stage 1": training(stage1)}
+    if stage2.max_steps or stage2.epochs:
+        chats = generate.max_rows if inputs.own_prompts is None else len(inputs.own_prompts)
+        batches = ceil(chats / generate.batch_size / processes)
+        parts["text for stage 2"] = batches * generate.max_new_tokens * decode(min(generate.batch_size, chats))
+        parts["stage 2"] = training(with_steps(stage2, chats, processes))
+    report = warm * len(inputs.suites["held-out"].prompts) * _DECODERS * settings.max_new_tokens * decode(1)
+    tuning = _TUNING + 2 * settings.tune_prompts * settings.max_new_tokens * decode(1) if settings.tune_prompts else 0
+    parts["tuning and measuring"] = tuning + report
+    return parts
+
+
+def _rows_per_step(stage: StageConfig) -> int:
+    return stage.per_device_train_batch_size * stage.gradient_accumulation_steps
+
+
+def line(inputs: Inputs, target: TrainingTarget, step: float, processes: int = 1) -> str:
+    """Return what a run takes, by part, and the flag that shortens the longest.
+
+    On a GPU decoding is not timed: its graphs take longer to capture than the text to write.
+    """
+    timed: dict[int, float] = {}
+    texts = isinstance(target, Target) and target.device.type == "cpu"
+
+    def decode(rows: int) -> float:
+        if texts and rows not in timed:
+            timed[rows] = step_seconds(target, inputs.suites["validation"].prompts[0][:_PROMPT], rows)
+        return timed.get(rows, 0.0)
+
+    parts = expected_parts(inputs, step, decode, processes)
+    if not texts:
+        parts = {name: seconds for name, seconds in parts.items() if name.startswith("stage")}
+    longest = max(parts, key=lambda name: parts[name])
+    shown = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
+    whole = "this run" if texts else "training, without decoding,"
+    return f"{whole} takes at most about {_time(sum(parts.values()))} here: {shown} ({_FLAGS[longest]} shortens it)"
+
+
+def _time(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
