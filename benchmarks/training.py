@@ -2,15 +2,13 @@
 
     python -m benchmarks.training [--target T] [--output DIR]
     python -m benchmarks.training --preset llama-3-8b [--output DIR]
-    python -m benchmarks.training --peer speculators [--preset smollm2-135m] [--output DIR]
 
 Memory is what torch has allocated at the height of a pass, above parameters and their gradients; resident memory would
 miss the pages of a gradient that nothing has touched. Time is a ratio within one process, beside the ratio of
 floating-point operations that were counted in the same code.
 
 With a preset, a step at a published shape with random weights is compared with the time that its counted operations
-take at the rate of a large bfloat16 matrix product, which this machine is asked for first; its memory counts all. With
-a peer, it is compared with another library's step (see `benchmarks.peer`).
+take at the rate of a large bfloat16 matrix product, which this machine is asked for first; its memory counts all.
 """
 
 from __future__ import annotations
@@ -21,19 +19,19 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from benchmarks import peer
 from benchmarks.shapes import PRESETS, matrix_rate, random_target
-from benchmarks.stepping import peak_bytes
 from speculator.device import hardware, resolve_device
 from speculator.drafters.measure import clock
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
@@ -52,6 +50,21 @@ LOSSES = {
     "KL": LossConfig(kl=1),
     "LK": LossConfig(kl=0, lk=1),
 }
+
+
+def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
+    """The most bytes that `work` had allocated at once; what it leaves behind counts."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(profile_memory=True) as profiler:
+        work()
+    assert profiler.kineto_results is not None
+    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
 
 
 def naive(head: MLPSpeculator, hidden: Tensor, tokens: Tensor, labels: Tensor, lm_head: nn.Linear) -> Tensor:
@@ -227,27 +240,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=256, help="tokens of the row that a step is timed on")
     parser.add_argument("--runs", type=int, default=20, help="timed pairs")
     parser.add_argument("--preset", choices=BATCHES, help="measure a step at this shape, against its bound, instead")
-    parser.add_argument(
-        "--peer",
-        choices=["speculators"],
-        help="compare a step of each attention head with this library, at the preset's shape (default: smollm2-135m)",
-    )
-    parser.add_argument("--row", type=int, default=512, help="tokens of a step with --peer")
-    parser.add_argument("--draft_vocab_size", type=int, default=8192, help="draft vocabulary with --peer")
     parser.add_argument("--output", type=Path, help="folder for training.json, or training-PRESET.json and .md")
     flags = parser.parse_args(argv)
-    work = _run_peer if flags.peer else _run_preset if flags.preset else _run
+    work = _run_preset if flags.preset else _run
     return run_command(parser.prog, lambda: work(flags))
-
-
-def _run_peer(flags: argparse.Namespace) -> None:
-    refuse_below(flags, runs=1, row=32, draft_vocab_size=1)
-    if flags.output:
-        make_folder(flags.output)
-    report = peer.run(flags.preset or "smollm2-135m", flags.row, flags.draft_vocab_size, flags.runs)
-    if flags.output:
-        write_text(flags.output / "training-speculators.json", json.dumps(report, indent=1))
-    print(peer.markdown(report))
 
 
 def _run_preset(flags: argparse.Namespace) -> None:

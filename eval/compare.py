@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eval.report import length_with_interval
 from speculator.errors import UserError, show
 from speculator.files import parse_json, read_text
-from speculator.tables import markdown_table, shown
+from speculator.tables import length_with_interval, markdown_table, shown
 
 _KEY = ("name", "temperature", "batch_size", "drafter")
 _NAMES = ("target", "speculator", "hardware")

@@ -18,13 +18,12 @@ from eval.report import (
     groups,
     head_lengths,
     label,
-    length_with_interval,
     plots,
 )
 from eval.traces import Trace
 from speculator.errors import printable
 from speculator.files import write_text
-from speculator.tables import BASELINES, DRAFTERS, shown
+from speculator.tables import BASELINES, DRAFTERS, length_with_interval, shown
 from speculator.verdict import headlines
 
 Cell = tuple[str, float | None]

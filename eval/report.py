@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from speculator.tables import BASELINES, DRAFTERS, markdown_table, shown
+from speculator.tables import BASELINES, DRAFTERS, length_with_interval, markdown_table, shown
 from speculator.verdict import headlines
 
 TOLERANCE = 0.15  # relative difference of predicted and measured speedup above which the report warns
@@ -28,12 +28,6 @@ def label(row: dict, lengths: set[int]) -> str:
 
 def _is_tree(row: dict) -> bool:
     return row["nodes"] > row["num_speculative_tokens"]
-
-
-def length_with_interval(part: dict) -> dict[str, float | None]:
-    """Return the acceptance length of a row or category as {"value", "low", "high"}; a bound that it lacks is None."""
-    interval = part.get("acceptance_length_interval", {"low": None, "high": None})
-    return {"value": part["acceptance_length"], **interval}
 
 
 def drafter_rows(rows: list[dict]) -> list[dict]:

@@ -327,7 +327,7 @@ def answer_message(
     template = str(tokenizer.chat_template)
     thoughts = "thinking" if "message.thinking" in template else "reasoning_content"
     message: dict[str, Any] = {"role": "assistant"}
-    channels = _CHANNEL.findall(_decode(tokenizer, answer, special=True))
+    channels = _CHANNEL.findall(decoded(tokenizer, answer, special=True))
     if channels and "<|channel|>" in template:
         parts = [(name, before or after, part) for before, name, after, part in channels]
         text = "".join(part for name, to, part in parts if name != "analysis" and not to)
@@ -335,7 +335,7 @@ def answer_message(
         calls = [(to.removeprefix("functions."), part) for _, to, part in parts if to.startswith("functions.")]
         found = [{"name": name, "arguments": part.strip()} for name, part in calls if name]
     else:
-        text, thought, found = _decode(tokenizer, answer, special=False), "", []
+        text, thought, found = decoded(tokenizer, answer, special=False), "", []
         before, mark, after = text.partition("</think>")
         if mark and "reasoning_content" in template:
             thought, text = before.replace("<think>", "").strip("\n"), after.lstrip("\n")
@@ -353,7 +353,9 @@ def answer_message(
     return message
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: bool) -> str:
+def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: bool) -> str:
+    """Return the text of tokens as it is; `special` keeps special tokens."""
+    # Clean-up would remove spaces that a stream has printed already.
     text = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -50,6 +50,11 @@ def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """Return x in float32, or in its own dtype if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """Return the requested device; by default the accelerator if there is one, else the CPU.
 

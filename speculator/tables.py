@@ -33,6 +33,12 @@ def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:
     return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"
 
 
+def length_with_interval(part: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the acceptance length of a report's row or category as {"value", "low", "high"}; a bound may be None."""
+    interval = part.get("acceptance_length_interval", {"low": None, "high": None})
+    return {"value": part["acceptance_length"], **interval}
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """Format a Markdown table; line ends and bars in cells are replaced."""
     cells = [[" ".join(str(cell).split()).replace("|", r"\|") for cell in row] for row in (header, *rows)]

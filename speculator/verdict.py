@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from speculator.tables import DRAFTERS, shown
+from speculator.tables import DRAFTERS, length_with_interval, shown
 
 _ALMOST_NOTHING = 1.15
 """Acceptance length up to which a head accepts almost nothing."""
@@ -43,7 +43,7 @@ def _of_suite(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{DRAFTERS[others[0]['drafter']]} is {_times(others)}"
         return
     figures = (
-        f"acceptance length {shown(_length(row))}, {shown(row['speedup']['plain'])}{{}} at temperature "
+        f"acceptance length {shown(length_with_interval(row))}, {shown(row['speedup']['plain'])}{{}} at temperature "
         f"{row['temperature']:g}"
         for row in heads
     )
@@ -95,11 +95,6 @@ def verdict(heads: list[dict[str, Any]], lookups: list[dict[str, Any]]) -> str:
 
 def _speedup(row: dict[str, Any]) -> float:
     return row["speedup"]["plain"]["value"]
-
-
-def _length(row: dict[str, Any]) -> dict[str, Any]:
-    interval = row.get("acceptance_length_interval", {"low": None, "high": None})
-    return {"value": row["acceptance_length"], **interval}
 
 
 def _times(rows: list[dict[str, Any]]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speculator.compiled import Compiled, can_compile
-from speculator.device import send
+from speculator.device import exact, send
 from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
 from speculator.target.linear import product
 from train.config import LossConfig
@@ -135,11 +135,6 @@ def replace_by_gradient(
     gradient, (loss, accepted) = torch.func.grad(total, has_aux=True)(z)
     logits.copy_(gradient)
     return loss, hits, accepted
-
-
-def exact(x: Tensor) -> Tensor:
-    """Return x in float32, or in its own dtype if that is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -> [N, ...]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from speculator.device import exact
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def token_logprobs(
 ) -> list[list[TokenLogprobs]]:
     """Return the log-probabilities of `tokens` and of the `num_top` likeliest tokens at their positions, by row."""
     # In float32: of 49,152 tokens, bfloat16 would round the sum of the exponentials to two digits.
-    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    logprobs = exact(logits).log_softmax(-1)
     chosen = logprobs.gather(-1, tokens[:, :, None])[:, :, 0].tolist()
     best = logprobs.topk(min(num_top, logits.shape[-1]))
     columns = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from speculator.chat import decoded
 from speculator.errors import safe, show
 from speculator.terminal import GREEN, PLAIN, colours
 
@@ -43,14 +44,9 @@ def decode(
         special: keep special tokens.
     """
 
-    def text(ids: Sequence[int]) -> str:
-        # Clean-up would remove spaces that a stream has printed already.
-        made = tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        assert isinstance(made, str)
-        return made
-
     before = last(tokenizer, before, _MAX_CONTEXT)
-    whole, known = text([*before, *tokens]), text(before) if before else ""
+    whole = decoded(tokenizer, [*before, *tokens], special)
+    known = decoded(tokenizer, before, special) if before else ""
     while not whole.startswith(known):  # it ended inside a character
         known = known[:-1]
     return whole[len(known) :]

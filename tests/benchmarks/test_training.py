@@ -1,12 +1,8 @@
 import json
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 
-from benchmarks import peer
-from benchmarks.shapes import PRESETS, llama, random_target
+from benchmarks.shapes import random_target
 from benchmarks.training import LOSSES, Training, main, memory, step_over_bound
 
 
@@ -48,34 +44,3 @@ def test_the_memory_of_a_step_has_weights_and_moments_in_it():
     assert training.held == pytest.approx(2 * target.model.num_parameters() + 12 * head, rel=0.01)
     rows = step_over_bound("tiny", runs=1)
     assert all(row["bytes"] > training.held + 4 * head for row in rows)
-
-
-class NoPeer:
-    """Stands in for the other library's process."""
-
-    about: ClassVar = {"loss": 1.0, "bytes": 200_000, "version": "0", "torch": "0"}
-
-    def step(self):
-        return 1.0
-
-
-def test_our_training_step_is_compared_with_that_of_a_peer(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(peer.Problem, "theirs", lambda problem: nullcontext(NoPeer()))
-    small = replace(PRESETS["tiny"], target=llama(512, 64, 128, 7, 4, 2, 1024))
-    monkeypatch.setitem(PRESETS, "smollm2-135m", small)
-    flags = ["--peer", "speculators", "--row", "32", "--draft_vocab_size", "64", "--runs", "1"]
-    assert main([*flags, "--output", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "training-speculators.json").read_text())["rows"]
-    assert len(rows) == 2 * 2 * 2  # heads, dtypes, works
-    for row in rows:
-        speed, ratio = row["tokens_per_second"], row["ratio"]
-        assert speed["speculators"] == 32
-        assert ratio["value"] == pytest.approx(speed["ours"] / 32)
-        assert row["bytes"]["ours"] > 200_000
-    assert "| eagle3 | float32 | equal work |" in capsys.readouterr().out
-
-
-def test_a_missing_peer_fails_in_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("SPECULATOR_SERVING", str(tmp_path))
-    assert main(["--peer", "speculators"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

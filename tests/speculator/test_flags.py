@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from transformers import PreTrainedConfig
 
 from data.client import CONCURRENCY
 from data.magpie import ROWS
@@ -15,6 +18,8 @@ from speculator.checkpoints import FORMATS
 from speculator.checkpoints.layout import DTYPES
 from speculator.cli.serve import KEY_VARIABLE
 from speculator.decoding import verify
+from speculator.heads import ARCHITECTURES, SpeculatorConfig
+from train import command_line, server_command
 from train.vllm_server import LAYOUTS
 
 _ALL_PARSERS = """
@@ -59,3 +64,28 @@ def test_help_states_the_defaults_of_the_code(command, text):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_describes_itself(command):
     assert len(build_parser(command).description) > 20
+
+
+def surface() -> set[str]:
+    """Return the flags of every command, the settings of a run, and the fields of the heads' configs."""
+    parsers = {f"speculator {name}": build_parser(name) for name in COMMANDS}
+    parsers["speculator server-command"] = server_command.build_parser()
+    parsers["train.py"] = command_line.build_parser()
+    found = {
+        f"{command} {flag}"
+        for command, parser in parsers.items()
+        for action in parser._actions
+        for flag in action.option_strings or [action.dest.upper()]
+    }
+    shared = {field.name for field in fields(SpeculatorConfig)} - {field.name for field in fields(PreTrainedConfig)}
+    found |= {f"heads {name}" for name in shared}
+    for architecture, head in ARCHITECTURES.items():
+        found |= {f"heads.{architecture} {option}" for option in head.config_class.own_options()}
+    return found
+
+
+def test_a_new_flag_or_setting_is_a_decision():
+    """Users type and store these names. To add or remove one, edit the list and the changelog too."""
+    listed = set((Path(__file__).parents[1] / "surface.txt").read_text().splitlines())
+    assert surface() - listed == set(), "new: add to tests/surface.txt"
+    assert listed - surface() == set(), "gone: remove from tests/surface.txt"

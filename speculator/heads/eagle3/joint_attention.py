@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from speculator.device import exact
+
 flash_forward = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward
 _NUMBERS = 2**25
@@ -160,8 +162,8 @@ class FusedAttention(torch.autograd.Function):
             if len(query) < len(out):
                 out, lse = out[rows.wanted], lse[:, rows.wanted]
             for part in _pieces(query) if step else ():
-                own_keys, own_values = (_exact(x[:, part]) for x in own)
-                scores = _own_scores(_exact(query[part]), own_keys)  # [R, K, g, i]
+                own_keys, own_values = (exact(x[:, part]) for x in own)
+                scores = _own_scores(exact(query[part]), own_keys)  # [R, K, g, i]
                 # lse is [H, R] with head h = k * g + j, as `_own_scores` groups the query heads: [R, K, g].
                 before = lse[:, part].T.reshape(scores.shape[:-1])
                 # Two softmaxes become one: with sums a and b of exp(scores), the text's part shrinks by a / (a + b),
@@ -191,10 +193,10 @@ class FusedAttention(torch.autograd.Function):
                 d_query = d_query[rows.wanted]
             d_own = torch.empty_like(own_keys), torch.empty_like(own_values)
             for part in _pieces(query) if step else ():
-                k, v = _exact(own_keys[:, part]), _exact(own_values[:, part])
-                scores = _own_scores(_exact(query[part]), k)
+                k, v = exact(own_keys[:, part]), exact(own_values[:, part])
+                scores = _own_scores(exact(query[part]), k)
                 p = (scores - lse[:, part].T.reshape(scores.shape[:-1])[..., None]).exp()
-                q, o, d = (_exact(x[part]).view(*scores.shape[:-1], -1) for x in (query, out, d_out))
+                q, o, d = (exact(x[part]).view(*scores.shape[:-1], -1) for x in (query, out, d_out))
                 # The gradient of a softmax: ds = p (d_out . v - d_out . out), with the joint p and out.
                 ds = torch.einsum("rkgd,irkd->rkgi", d, v) - (d * o).sum(-1, keepdim=True)
                 ds = ds * p / math.sqrt(query.shape[-1])
@@ -226,10 +228,6 @@ def _own_scores(query: Tensor, own_keys: Tensor) -> Tensor:  # [R, H, d], [i, R,
     return torch.einsum("rkgd,irkd->rkgi", grouped, own_keys) / math.sqrt(query.shape[-1])
 
 
-def _exact(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
@@ -248,8 +246,8 @@ def attend_own(
     # Scores of the text [K, g, R, M] and of the own keys [K, g, R, i], side by side in one softmax.
     scores = torch.einsum("rkgd,mkd->kgrm", grouped, keys).masked_fill(~seen, -torch.inf)
     own = torch.einsum("rkgd,irkd->kgri", grouped, own_keys)
-    exact = torch.promote_types(query.dtype, torch.float32)
-    weights = torch.cat([scores, own], -1).softmax(-1, dtype=exact).to(values.dtype)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.cat([scores, own], -1).softmax(-1, dtype=wide).to(values.dtype)
     out = torch.einsum("kgrm,mkd->rkgd", weights[..., :shared], values)
     return (out + torch.einsum("kgri,irkd->rkgd", weights[..., shared:], own_values)).flatten(1, 2)
 
@@ -275,9 +273,9 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        exact = torch.promote_types(d_out.dtype, torch.float32)
+        wide = torch.promote_types(d_out.dtype, torch.float32)
         saved = ctx.saved_tensors  # once: inside a checkpoint a second read fails
-        totals = [torch.zeros_like(x, dtype=exact) for x in saved]
+        totals = [torch.zeros_like(x, dtype=wide) for x in saved]
         for block in ctx.rows.blocks:
             # Recomputed, not saved: one block's scores are in memory at a time.
             given = [x.detach().requires_grad_() for x in block.select(saved)]

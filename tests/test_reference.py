@@ -1,0 +1,225 @@
+"""The engine and the trainer compute what the plain steps of `speculator.reference` say."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_head, tiny_model
+from torch.testing import assert_close
+from transformers import TrainerCallback
+
+from speculator import Chain, Engine, HeadDrafter, Sampling, Target, reference
+from speculator.decoding import verify
+from speculator.heads import unrolled
+from speculator.heads.training import IGNORE
+from train.config import LossConfig
+from train.trainer import Collator, SpeculatorTrainer, arguments
+
+ROOT = Path(__file__).parents[1]
+DEPTH, NEW = 3, 32
+PLAIN_STEPS = {"mlp": reference.mlp_step, "eagle3": reference.eagle3_step}
+
+# ---- one step of decoding
+
+
+class Recorded(Engine):
+    """Keeps the draft and the accepted count of every step of one request."""
+
+    def append_tokens(self, batch, report):
+        *draft, drafted, accepted, _, _ = report[0]
+        self.seen.append((draft[:drafted], accepted))
+        super().append_tokens(batch, report)
+
+
+def by_engine(model, head, prompt, temperature):
+    drafter = HeadDrafter(head, Chain(DEPTH)) if head else None
+    engine = Recorded(Target(model, tokenizer=None), drafter, slots=1, rule="match")
+    engine.seen = []
+    made = engine.generate([prompt], Sampling(temperature, seed=5), max_new_tokens=NEW)
+    return made.tokens[0], engine.seen
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "temperature"),
+    [
+        ("llama", "mlp", 0.0),
+        ("llama", "mlp", 0.7),
+        ("llama", "eagle3", 0.7),
+        ("qwen2", "lstm", 0.7),
+        ("gpt2", "mlp", 1),
+    ],
+)
+def test_the_engine_decodes_the_text_and_the_drafts_of_the_plain_step(family, architecture, temperature):
+    model, head = tiny_model(family), tiny_head(DEPTH, architecture)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    text, steps = reference.decode(model, head, prompt, NEW, DEPTH, temperature, seed=5)
+    assert by_engine(model, head, prompt, temperature) == (text, steps)
+    # The text is the target's own: the draft decides over the number of steps alone.
+    assert by_engine(model, None, prompt, temperature)[0] == text
+    if temperature:
+        assert len({accepted for _, accepted in steps}) > 2
+
+
+def shifted(samples, draft):
+    """A known-wrong rule: each drafted token is compared with the target's choice for the place after it."""
+    last = verify.deepest(draft.tokens == samples[:, 1:], draft)
+    return last, samples.gather(1, last[:, None])[:, 0]
+
+
+def without_bonus(samples, draft):
+    """A known-wrong rule: the token after the accepted ones is the target's choice for the place before it."""
+    last, _ = verify.match(samples, draft)
+    return last, samples.gather(1, (last - 1).clamp_min(0)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("wrong", [shifted, without_bonus])
+def test_an_engine_with_a_wrong_accept_rule_differs_from_the_plain_step(monkeypatch, wrong):
+    model, head, prompt = tiny_model(), tiny_head(DEPTH), [3, 1, 4, 1, 5]
+    expected = reference.decode(model, head, prompt, NEW, DEPTH, 0.7, seed=5)
+    assert by_engine(model, head, prompt, 0.7) == expected
+    monkeypatch.setattr("speculator.decoding.engine.match", wrong)
+    text, steps = by_engine(model, head, prompt, 0.7)
+    assert text != expected[0]
+    assert steps != expected[1]
+
+
+# ---- one step of training
+
+
+class ClippedGradients(TrainerCallback):
+    """Keeps the gradients that the optimiser gets."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class KeepingLoss(SpeculatorTrainer):
+    """Keeps the loss of its step, which the log has with four digits."""
+
+    def compute_loss(self, model, *args, **kwargs):
+        loss = super().compute_loss(model, *args, **kwargs)
+        if model.training:
+            self.kept = float(loss)
+        return loss
+
+
+def documents(count: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random documents of 5 to 11 tokens, where some have no loss: the last ones, and a few inside."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for i in range(count):
+        length = 5 + i % 7
+        tokens = torch.randint(32, (length,), generator=generator)
+        has_loss = torch.rand(length, generator=generator) < 0.85
+        # The last tokens of a row may be left out of its labels at some steps; here they have no loss at any.
+        has_loss[length - steps + 1 :] = False
+        made.append((tokens, has_loss))
+    return made
+
+
+def by_trainer(folder, model, architecture, pieces, max_norm, cross_entropy):
+    """Loss, clipped gradients and weights of the trainer's step, over three rows of two packed documents each."""
+    head, gradients = tiny_head(DEPTH, architecture), ClippedGradients()
+    rows = []
+    for first, second in zip(pieces[::2], pieces[1::2], strict=True):
+        tokens, has_loss = (torch.cat(parts).tolist() for parts in zip(first, second, strict=True))
+        ids = [0] * len(first[0]) + [1] * len(second[0])
+        rows.append({"input_ids": tokens, "loss_mask": list(map(int, has_loss)), "document_ids": ids})
+    trainer = KeepingLoss(
+        model=head,
+        target=Target(model, tokenizer=None),
+        loss=LossConfig(kl=1, cross_entropy=cross_entropy),
+        decode=lambda _: {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0},
+        args=arguments(
+            output_dir=str(folder),
+            max_steps=1,
+            learning_rate=0.1,
+            max_grad_norm=max_norm,
+            logging_steps=1,
+            eval_steps=2,
+            save_steps=2,
+            per_device_train_batch_size=len(rows),
+            report_to="none",
+            lr_scheduler_type="constant",
+        ),
+        data_collator=Collator(head.config),
+        train_dataset=rows,
+        eval_dataset=rows,
+        optimizers=(torch.optim.SGD(head.parameters(), 0.1), None),
+        callbacks=[gradients],
+    )
+    trainer.train()
+    return trainer.kept, gradients.found, {name: p.detach() for name, p in head.named_parameters()}
+
+
+def compare(folder, architecture, max_norm=0.5, cross_entropy=0.3):
+    """Hold a step of the trainer against the plain one."""
+    model, head = tiny_model(), tiny_head(DEPTH, architecture)
+    pieces = documents(6, DEPTH)
+    loss, gradients, weights = by_trainer(folder, model, architecture, pieces, max_norm, cross_entropy)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    expected = PLAIN_STEPS[architecture](model, head, pieces, optimizer, max_norm, cross_entropy)
+    trained = {name: p for name, p in head.named_parameters() if p.grad is not None}
+    assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == trained.keys()
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    for name, p in trained.items():
+        assert_close(gradients[name], p.grad, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(weights[name], p.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", PLAIN_STEPS)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["clipped", "whole"])
+def test_the_trainer_takes_the_plain_step(tmp_path, architecture, max_norm):
+    compare(tmp_path, architecture, max_norm)
+
+
+def other_tokens(labels):
+    """Each label is the one of the next position, if both exist."""
+    following = labels.roll(-1, -1)
+    return torch.where((labels == IGNORE) | (following == IGNORE), labels, following)
+
+
+@pytest.mark.parametrize("wrong", [other_tokens, lambda labels: labels.roll(1, -1)], ids=["tokens", "positions"])
+def test_a_trainer_with_shifted_labels_differs_from_the_plain_step(tmp_path, monkeypatch, wrong):
+    align = unrolled.align
+    monkeypatch.setattr(unrolled, "align", lambda *row: wrong(align(*row)))
+    with pytest.raises(AssertionError, match="not close"):
+        compare(tmp_path, "mlp")
+
+
+def test_a_trainer_whose_steps_read_one_token_too_early_differs_from_the_plain_step(tmp_path, monkeypatch):
+    forward = unrolled.UnrolledHead.forward
+
+    def early(self, batch, loss):
+        unrolled_ = self.unrolled
+        self.unrolled = lambda states, tokens, *given: unrolled_(states, tokens.roll(1, -1), *given)
+        return forward(self, batch, loss)
+
+    monkeypatch.setattr(unrolled.UnrolledHead, "forward", early)
+    with pytest.raises(AssertionError, match="not close"):
+        compare(tmp_path, "eagle3")
+
+
+# ---- the pages that show them
+
+FENCE = re.compile(r"^```python\n((?:@|def ).*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = {
+    "step.md": ["decode", "labels", "loss_of", "mlp_step", "update"],
+    "walkthrough.md": ["eagle3_step"],
+}
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_a_page_shows_the_plain_step_as_it_is(page):
+    text = (ROOT / "docs/explanation" / page).read_text()
+    assert "(../../speculator/reference.py)" in text
+    code = [inspect.getsource(getattr(reference, name)).strip() for name in SHOWN[page]]
+    assert [shown.strip() for shown in FENCE.findall(text)] == code
+
+
+def test_a_plain_step_fits_a_screen():
+    lengths = [len(inspect.getsource(step).splitlines()) for step in (reference.decode, *PLAIN_STEPS.values())]
+    assert max(lengths) <= 60
