@@ -1,16 +1,17 @@
 """Heads that are trained at every position of the text, unrolled for N steps from each.
 
-Alignment, 0-based, with a row x of L tokens, hidden states h and S = L - N - 1:
+Alignment, 0-based, with a row x of L tokens, hidden states h and S = L - 2:
 
     step i at position t reads h_t and x[t+1 .. t+1+i] and predicts x[t+2+i]
 
 The target's own distribution of x[u+1] comes from h_u, u = t+1+i, in the same forward pass. For L = 8, N = 2:
 
-    t         0  1  2  3  4
-    step 0    x2 x3 x4 x5 x6      distribution from h1 .. h5
-    step 1    x3 x4 x5 x6 x7      distribution from h2 .. h6
+    t         0  1  2  3  4  5
+    step 0    x2 x3 x4 x5 x6 x7   distribution from h1 .. h6
+    step 1    x3 x4 x5 x6 x7 -    distribution from h2 .. h6
 
-Losses are laid out by u, so that each distribution is computed once and used by all steps.
+The last positions have no label at the deeper steps, which read padding there. Losses are laid out by u, so that each
+distribution is computed once and used by all steps.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ class UnrolledHead(Speculator):
         labels = batch.labels
         length = labels.shape[-1]
         features = self.unrolled(
-            # S = L - N - 1 positions. With 8 tokens and 2 steps those are t = 0..4: the last one reads h4, x5 and x6,
-            # and its last label is x7.
+            # S = L - 2 positions. With 8 tokens those are t = 0..5: step 0 of the last one reads h5 and x6, and its label
+            # is x7.
             batch.states[:, :length],
             # Position t reads x[t+1] first, since the target itself samples that. Step i reads one token further, so
-            # the last token of a row is only a label.
-            batch.input_ids[:, 1:-1],
+            # the last position needs N - 1 more; beyond its first step it has no label, so any token will do.
+            nn.functional.pad(batch.input_ids[:, 1:-1], (0, self.n_predict - 1)),
             batch.document_ids[:, :length],
             # A position without a label at any step needs no features: most of a chat's prompt is skipped here.
             (labels != IGNORE).any(1),
@@ -87,27 +88,23 @@ class UnrolledHead(Speculator):
         Labels are laid out by u, the position whose next token a step predicts (see the module).
         """
         batch_size, steps, length = batch.labels.shape
-        # Step i at position t predicts x[u+1] with u = t+1+i, so u runs from 1 to S-1+1+N-1. For L = 8, N = 2: u =
-        # 1..6.
-        total = length + steps - 1  # u = 1 .. total
 
-        def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * total, ...]
-            # Shift step i right by i: its position t gets column t + i, which is u - 1. For N = 2 step 0 is padded by
-            # one column on the right, and step 1 by one on the left. Then a column holds the same label x[u+1] for all
-            # steps.
-            padding = [0, 0] * (x.ndim - 2) + [index, steps - 1 - index]
+        def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * S, ...]
+            # Step i at position t predicts x[u+1] with u = t+1+i. Shift it right by i: its position t gets column t + i,
+            # which is u - 1, and a column holds the same label x[u+1] for all steps. What leaves on the right has none.
+            padding = [0, 0] * (x.ndim - 2) + [index, -index]
             return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
 
-        labels = torch.stack([by_u(batch.labels[:, i], i, IGNORE) for i in range(steps)])  # [N, B * total]
+        labels = torch.stack([by_u(batch.labels[:, i], i, IGNORE) for i in range(steps)])  # [N, B * S]
         labels = draft_ids(labels, self.draft_tokens)
         # Only columns with a label at some step. All steps keep the same columns, so that the target's distribution is
         # computed once per column.
         kept = (labels != IGNORE).any(0).nonzero()[:, 0]
         # Column c predicts x[c+2], whose distribution comes from h[c+1].
-        hidden = batch.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
+        hidden = batch.hidden[:, 1 : 1 + length].flatten(0, 1)[kept]
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
-            weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
+            weights = weights * batch.token_weights[:, 2 : 2 + length].flatten()[kept]
         # Not multiplied here: the loss takes features [K, I] with their output matrix [V_d, I], and makes few logits at
         # a time.
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]
@@ -121,10 +118,11 @@ class UnrolledHead(Speculator):
         measured = loss(logits, labels[:, kept], hidden, weights, self.draft_tokens)
 
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
-            whole = x.new_zeros(steps, batch_size * total)
+            whole = x.new_zeros(steps, batch_size * length)
             whole[:, kept] = x
             # Undo the shift of `by_u`: prefix products run over the steps of one position t.
-            return torch.stack([row.view(batch_size, total)[:, i : i + length] for i, row in enumerate(whole)])
+            rows = (row.view(batch_size, length) for row in whole)
+            return torch.stack([nn.functional.pad(row, (-i, i)) for i, row in enumerate(rows)])
 
         count = (labels != IGNORE).sum(1)
         overlap = None if measured.overlap is None else by_t(measured.overlap)
@@ -153,7 +151,11 @@ def align(
 
     A decoder drafts only there: x[t+1] is a token that the target just sampled.
     """
-    length = input_ids.shape[1] - steps - 1
+    length = input_ids.shape[1] - 2
+    # N - 1 tokens without loss after the row, so that its last positions have labels at the first steps.
+    input_ids, document_ids, loss_mask = (
+        nn.functional.pad(x, (0, steps - 1)) for x in (input_ids, document_ids, loss_mask)
+    )
     # x[t+1] must be a token that the target would have sampled: a server drafts only after such a token.
     valid = loss_mask[:, 1 : 1 + length].bool()
     labels = []

@@ -18,7 +18,7 @@ from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
-S = L - N - 1
+S = L - 2
 
 
 def ones(x):
@@ -27,21 +27,21 @@ def ones(x):
 
 def test_align_shows_the_shift_of_the_docstring():
     x = torch.arange(L)[None]
-    assert align(x, torch.zeros_like(x), ones(x), N).tolist() == [[[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]]
+    assert align(x, torch.zeros_like(x), ones(x), N).tolist() == [[[2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, IGNORE]]]
 
 
 def test_no_label_crosses_a_document():
     x = torch.arange(L)[None]
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
     no = IGNORE
-    assert align(x, documents, ones(x), N).tolist() == [[[2, 3, no, no, 6], [3, no, no, no, 7]]]
+    assert align(x, documents, ones(x), N).tolist() == [[[2, 3, no, no, 6, 7], [3, no, no, no, 7, no]]]
 
 
 def test_labels_are_inside_the_loss_mask_from_the_first_token_read():
     x = torch.arange(L)[None]
     speaks = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0]])
     no = IGNORE
-    assert align(x, torch.zeros_like(x), speaks, N).tolist() == [[[no, no, 4, 5, no], [no, no, 5, no, no]]]
+    assert align(x, torch.zeros_like(x), speaks, N).tolist() == [[[no, no, 4, 5, no, no], [no, no, 5, no, no, no]]]
 
 
 def measured(loss, labels, features, outputs, hidden, draft_tokens=None, token_weights=None) -> dict:
@@ -460,7 +460,7 @@ def test_gradients_on_two_processes_are_those_of_all_logits_at_once(on_two_proce
     loss = list(CASES.values())[index][1]
     head.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for i, z in enumerate(head.logits(hidden[:, :S], ids[:, 1:-1])):
+    for i, z in enumerate(head.logits(hidden[:, :S], F.pad(ids[:, 1:-1], (0, N - 1)))):
         each = loss(z, hidden[:, i + 1 : i + 1 + S] @ lm_head.T, labels[:, i].clamp_min(0))
         total = total + (each * (labels[:, i] != IGNORE)).sum()
     total.backward()
