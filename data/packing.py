@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
+COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
 _OPEN_ROWS = 32
 """Rows that wait for a document that fits. Chats of 100 to 1,500 tokens then fill 99% of rows of 4,096."""
 Columns = dict[str, list[int]]
@@ -49,7 +49,7 @@ class _Row:
     """
 
     def __init__(self) -> None:
-        self.columns: Columns = {name: [] for name in _COLUMNS}
+        self.columns: Columns = {name: [] for name in COLUMNS}
         self.rests = self.documents = 0
 
     @property

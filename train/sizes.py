@@ -8,6 +8,7 @@ from math import ceil
 from pathlib import Path
 
 import datasets
+from pyarrow import compute
 from transformers import PreTrainedConfig
 
 from data.magpie import SELF
@@ -84,6 +85,12 @@ def expected_rows(config: RunConfig) -> int | None:
 def count_of_tokens(packed: datasets.Dataset) -> int:
     """Count the tokens of rows."""
     return len(packed.with_format("arrow")["input_ids"].combine_chunks().flatten())
+
+
+def longest(rows: datasets.Dataset) -> int:
+    """Return the number of tokens of the longest row."""
+    tables = rows.with_format("arrow").iter(batch_size=1000)
+    return max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
 
 
 def log_sizes(asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:
