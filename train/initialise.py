@@ -85,7 +85,18 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
         "training_data": config.data.sources,
     }
     where = start_of(config)
-    start = None if where is None else bind(load_any(where), target, str(where))
+    start = None if where is None else load_any(where)
+    if start is not None:
+        # Binding fills in options, and drops an embedding that is the target's: the new head follows what is left.
+        stored = {name: getattr(start.config, name) for name in options.options}
+        bind(start, target, str(where))
+        own = {
+            name: getattr(start.config, name) if value == stored[name] else value
+            for name, value in options.options.items()
+        }
+        options = dataclasses.replace(options, options=own)
+        longest_before = start.config.trained_length or 0
+        about["trained_length"] = max(about["trained_length"], longest_before)
     # Whatever has drawn random numbers before, a resumed run starts from the same head.
     torch.manual_seed(config.seed)
     if target.tokenizer and start is None and "mask_token_id" in head_class(options).config_class.own_options():

@@ -29,7 +29,7 @@ from train.config import HERE, RunConfig, StageConfig
 from train.gpus import Place, place_of
 from train.initialise import head_config
 from train.losses import chunk_tokens
-from train.muon import takes_muon
+from train.muon import muon_weights
 from train.sharded_adam import largest_share
 from train.sizes import expected_rows, with_steps
 
@@ -181,7 +181,7 @@ class Plan:
         trained = [weight for weight in self.head_module.parameters() if weight.requires_grad]
         # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more. Muon has one moment.
         moments = 8 * largest_share([weight.numel() for weight in trained], shared)  # whole tensors
-        saved = 4 * sum(weight.numel() for weight in trained if takes_muon(weight, self.head))
+        saved = 4 * sum(weight.numel() for weight in muon_weights(self.head_module) if weight.requires_grad)
         needs = {}
         for name, stage in self.stages.items():
             held = moments - saved if stage.optimizer == "muon" else moments

@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig
 
 from data.magpie import SELF
 from data.sources import parse
+from speculator.checkpoints import head_folder
+from speculator.checkpoints.files import read_config
 from speculator.terminal import log
 from train.config import RunConfig, StageConfig
 
@@ -25,7 +27,7 @@ _LEAST_STEPS = 50
 
 
 def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> RunConfig:
-    """Fill in the row length, and leave out a draft vocabulary that the target's own does not exceed.
+    """Fill in the row length, that of a warm start's training if there is one, and leave out a draft vocabulary that the target's own does not exceed.
 
     Args:
         target: the target's config; None if it is unknown.
@@ -33,7 +35,12 @@ def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> 
     text = target.get_text_config() if target else None
     data, head = config.data, config.speculator
     if not data.seq_length:
-        data = replace(data, seq_length=min(_LONGEST, getattr(text, "max_position_embeddings", None) or _LONGEST))
+        most = _LONGEST
+        if head.warm_start:  # as long as it was trained on
+            most = read_config(head_folder(head.warm_start, head.warm_start_revision)).get("trained_length") or most
+        context = getattr(text, "max_position_embeddings", None) or most
+        # A server generates a token after each text, see `ServerTarget`.
+        data = replace(data, seq_length=min(most, context - bool(config.target.server)))
     if text is not None and head.draft_vocab_size >= text.vocab_size:
         head = replace(head, draft_vocab_size=0)
     return replace(config, data=data, speculator=head)

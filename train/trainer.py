@@ -164,7 +164,7 @@ class SpeculatorTrainer(Trainer):
         if self.shard_optimizer and self.args.world_size > 1:
             self.optimizer = ShardedAdam(self.optimizer)
         elif self.muon:
-            self.optimizer = MuonAndAdamW(self.optimizer, self.model.config)
+            self.optimizer = MuonAndAdamW(self.optimizer, self.model)
         return self.optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -34,6 +34,9 @@ class HeadOnTargetMatrices(Speculator):
             pack_linears(output)
         self._shared = [embedding.detach(), output]
 
+    def token_matrices(self) -> list[Tensor]:
+        return Speculator.token_matrices(self)  # the output matrix is the target's
+
     @contextmanager
     def sharing(self, embedding: Tensor, output: Tensor) -> Iterator[None]:  # [V, D] both
         """Use other matrices inside the block, then those from before again."""

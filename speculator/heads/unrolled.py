@@ -60,6 +60,9 @@ class UnrolledHead(Speculator):
     def output(self, index: int) -> nn.Linear:  # I -> V_d
         """Output matrix of a step; it has no bias."""
 
+    def token_matrices(self) -> list[Tensor]:
+        return [*super().token_matrices(), *(self.output(i).weight for i in range(self.n_predict))]
+
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
         """Return the objective and the metrics of each step."""
         labels = batch.labels

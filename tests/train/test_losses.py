@@ -317,7 +317,7 @@ def test_a_low_rank_bias_is_a_second_term_of_the_logits(chunk):
 
 
 def test_a_frozen_matrix_gets_no_gradient_buffer(monkeypatch):
-    case = Case()
+    case = Case(masked=False)
     case.outputs[0].weight.requires_grad_(False)
     made = []
     zeros = torch.zeros_like
@@ -371,12 +371,12 @@ def test_a_batch_without_labels_gives_zeros():
 
 
 def test_prefix_accuracy_needs_all_earlier_steps():
-    labels = torch.tensor([[[1, 1, 1, 1], [2, 2, 2, 2]]])
+    labels = torch.tensor([[[1, 1, 1, 1, IGNORE], [2, 2, 2, 2, IGNORE]]])
     identity = nn.Linear(V, V, bias=False)
     identity.weight.data = torch.eye(V)
     choose = lambda tokens: F.one_hot(torch.tensor([tokens]), V).float()  # noqa: E731
     loss = ChunkedLoss(lambda h: h, LossConfig(cross_entropy=1, kl=0), V, chunk=2)
-    features = [choose([1, 1, 0, 0]), choose([2, 0, 2, 0])]
+    features = [choose([1, 1, 0, 0, 0]), choose([2, 0, 2, 0, 0])]
     figures = summarise(measured(loss, labels, features, [identity, identity], torch.zeros(1, 7, D))["metrics"])
     assert figures["position1/accuracy"] == 0.5
     assert figures["position1/prefix_accuracy"] == 0.25
