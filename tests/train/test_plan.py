@@ -19,6 +19,7 @@ from train.gpus import GPUS, Place, gpu_named, place_of
 from train.initialise import head_config
 from train.plan import Plan
 from train.sharded_adam import largest_share
+from train.sizes import Prompt
 
 H100 = place_of("H100", 1)
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -247,6 +248,28 @@ def test_all_that_a_target_writes_itself_counts_up_to_its_context(target_folder)
     assert (tokens["self"], tokens["generating"]) == (10 * 2 * (3 + 5), 20 * 2 * (3 + 7))
     config.data.self_source.turns = 500
     assert Plan(config, target, Place(1)).tokens()["self"] == 10 * target.max_position_embeddings
+
+
+def test_chats_are_planned_with_the_prompts_that_they_have(tmp_path):
+    """Prompts of text are cut to `prompt_tokens`, those of chats are taken whole, with all turns."""
+    target = LlamaConfig(**{**LLAMA.to_diff_dict(), "max_position_embeddings": 131_072})
+    file = tmp_path / "chats.jsonl"
+    turns = [{"role": role, "content": "x" * 4000} for _ in range(2) for role in ("user", "assistant")]
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(30)))
+    flags = ["--config", "configs/eagle3.yaml", "--data.seq_length", "4096", "--target.name_or_path", "x"]
+    chats = Plan(parse([*flags, "--data.sources", f"[{file}]"]), target, H100)
+    assert chats.generated["generating"].length == 2 * (1000 + 256)
+    assert chats.tokens()["generating"] == 4000 * 2 * 256
+    assert chats.length("stage2") == 4096
+    assert not chats.guessed
+    unknown = Plan(parse([*flags, "--data.sources", "[org/chats]"]), target, H100)
+    assert unknown.generated["generating"].length == 64 + 256
+    assert "the prompts are not known yet" in str(unknown)
+    counted = Plan(parse([*flags, "--data.sources", "[org/chats]"]), target, H100, [Prompt(9000, 3), Prompt(100)])
+    assert counted.generated["generating"].length == 4096 + 256
+    assert counted.length("stage2") == 4096 + 256
+    parts = [sum(made.memory()["generating"].values()) for made in (unknown, chats, counted)]
+    assert parts == sorted(parts)
 
 
 def test_the_peak_is_known_for_known_gpus_only(target_folder, monkeypatch):
