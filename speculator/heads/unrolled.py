@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ from torch import Tensor, nn
 from speculator.device import send
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
+
+
+@dataclass
+class OnHost:
+    """What the indices of a batch follow from, on the CPU: on a GPU their number would have to be waited for.
+
+    Attributes:
+        labels: [B, N, S]
+        documents: [B, L]
+    """
+
+    labels: Tensor
+    documents: Tensor
 
 
 class UnrolledConfig(SpeculatorConfig):
@@ -38,7 +52,8 @@ class UnrolledConfig(SpeculatorConfig):
     def training_targets(
         self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
     ) -> dict[str, Any]:
-        return {"labels": align(input_ids, document_ids, loss_mask, self.n_predict)}
+        labels = align(input_ids, document_ids, loss_mask, self.n_predict)
+        return {"labels": labels, "on_host": OnHost(labels, document_ids)}
 
 
 class UnrolledHead(Speculator):
@@ -51,8 +66,8 @@ class UnrolledHead(Speculator):
         self,
         states: Tensor,  # [B, S, nD]
         tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
-        documents: Tensor | None = None,  # [B, S] document of each position; None: one document a row
-        loss_mask: Tensor | None = None,  # [B, S] positions where features are needed; None: all
+        documents: Tensor | None = None,  # [B, S] document of each position, on the CPU; None: one document a row
+        loss_mask: Tensor | None = None,  # [B, S] positions where features are needed, on the CPU; None: all
     ) -> list[Tensor]:  # N x [B, S, I]
         """Compute what the output matrix reads at each step, teacher-forced: steps read the text's tokens."""
 
@@ -65,8 +80,8 @@ class UnrolledHead(Speculator):
 
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
         """Return the objective and the metrics of each step."""
-        labels = batch.labels
-        length = labels.shape[-1]
+        host = on_host(batch)
+        length = host.labels.shape[-1]
         features = self.unrolled(
             # S = L - 2 positions. With 8 tokens those are t = 0..5: step 0 of the last one reads h5 and x6, and its label
             # is x7.
@@ -74,9 +89,9 @@ class UnrolledHead(Speculator):
             # Position t reads x[t+1] first, since the target itself samples that. Step i reads one token further, so
             # the last position needs N - 1 more; beyond its first step it has no label, so any token will do.
             nn.functional.pad(batch.input_ids[:, 1:-1], (0, self.n_predict - 1)),
-            batch.document_ids[:, :length],
+            host.documents[:, :length],
             # A position without a label at any step needs no features: most of a chat's prompt is skipped here.
-            (labels != IGNORE).any(1),
+            (host.labels != IGNORE).any(1),
         )
         return self.measure(features, batch, loss)
 
@@ -98,11 +113,14 @@ class UnrolledHead(Speculator):
             padding = [0, 0] * (x.ndim - 2) + [index, -index]
             return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
 
-        labels = torch.stack([by_u(batch.labels[:, i], i, IGNORE) for i in range(steps)])  # [N, B * S]
-        labels = draft_ids(labels, self.draft_tokens)
+        def labels_by_u(labels: Tensor) -> Tensor:  # [B, N, S] -> [N, B * S]
+            return torch.stack([by_u(labels[:, i], i, IGNORE) for i in range(steps)])
+
+        labels = draft_ids(labels_by_u(batch.labels), self.draft_tokens)
         # Only columns with a label at some step. All steps keep the same columns, so that the target's distribution is
         # computed once per column.
-        kept = (labels != IGNORE).any(0).nonzero()[:, 0]
+        kept = (labels_by_u(on_host(batch).labels) != IGNORE).any(0).nonzero()[:, 0]
+        kept = send(kept, labels.device)
         # Column c predicts x[c+2], whose distribution comes from h[c+1].
         hidden = batch.hidden[:, 1 : 1 + length].flatten(0, 1)[kept]
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
@@ -142,6 +160,11 @@ class UnrolledHead(Speculator):
         """Compute every step's logits, teacher-forced; all of them are in memory at once."""
         features = self.unrolled(hidden, tokens)
         return torch.stack([self.to_full_vocabulary(self.output(i)(x)) for i, x in enumerate(features)])
+
+
+def on_host(batch: TrainingBatch) -> OnHost:
+    """Return what a batch's indices follow from; a batch that no collator made is copied to the CPU."""
+    return batch.targets.get("on_host") or OnHost(batch.labels.cpu(), batch.document_ids.cpu())
 
 
 def align(
