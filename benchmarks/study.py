@@ -219,7 +219,7 @@ def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: CachedTarget,
     settings = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": arm.weight_decay}
     optimiser: Optimizer = (BF16AdamW if arm.bf16_weights else AdamW)(list(head.parameters()), **settings)
     if arm.muon:
-        optimiser = MuonAndAdamW(optimiser, head.config)
+        optimiser = MuonAndAdamW(optimiser, head)
     arguments = TrainingArguments(
         output_dir="unused", max_steps=steps, per_device_train_batch_size=1, lr_scheduler_type="cosine",
         warmup_steps=steps // 20, learning_rate=rate, max_grad_norm=1.0, seed=seed, use_cpu=True,

@@ -70,11 +70,14 @@ def peak_bytes(work: Callable[[], None], device: torch.device) -> int:
 def naive(head: MLPSpeculator, hidden: Tensor, tokens: Tensor, labels: Tensor, lm_head: nn.Linear) -> Tensor:
     """Cross-entropy or KL the plain way: every head's logits and every distribution at once."""
     length = labels.shape[-1]
-    logits = head.logits(hidden[:, :length], tokens[:, 1:-1])  # [N, B, S, V]
+    tokens = F.pad(tokens[:, 1:-1], (0, head.n_predict - 1))
+    logits = head.logits(hidden[:, :length], tokens)  # [N, B, S, V]
     if lm_head is None:
         return F.cross_entropy(logits.flatten(0, 2), labels.transpose(0, 1).flatten(), reduction="sum")
     log_p = lm_head(hidden).log_softmax(-1)
-    log_ps = torch.stack([log_p[:, i + 1 : i + 1 + length] for i in range(head.n_predict)])
+    # Step i has no label at the last i positions.
+    log_ps = torch.cat([log_p[:, i + 1 : 1 + length] for i in range(head.n_predict)], 1)
+    logits = torch.cat([each[:, : length - i] for i, each in enumerate(logits)], 1)
     return F.kl_div(logits.log_softmax(-1), log_ps, log_target=True, reduction="sum")
 
 

@@ -17,7 +17,7 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
-from data.packing import one_per_row, pack
+from data.packing import COLUMNS, one_per_row, pack
 from data.rendering import Pairs
 from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
 from data.tally import Tally
@@ -27,7 +27,6 @@ from speculator.errors import UserError, first_line
 from speculator.files import cache_folder, make_folder, new_folder, read_json, write_text
 from speculator.terminal import Progress, log
 
-_COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")  # render and tokenise
 _MANIFEST = "manifest.json"
@@ -201,7 +200,7 @@ def _prepare(folder: Path, request: _Request) -> None:
     processes = request.num_proc or default_processes()
     how = {"tally": tally, "processes": processes, "pairs": request.pairs}
     documents = token_documents(request.sources, request.split, request.tokenizer, **how)
-    make, columns = (one_per_row, (*_COLUMNS, "source_ids")) if request.pairs else (pack, _COLUMNS)
+    make, columns = (one_per_row, (*COLUMNS, "source_ids")) if request.pairs else (pack, COLUMNS)
     features = Features({column: List(Value("int32")) for column in columns})
     bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=max_tokens)
 

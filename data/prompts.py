@@ -131,10 +131,10 @@ class _Cut:
         elif "source_ids" in row:
             yield Conversation(row["source_ids"], ends=True)
         elif "document_ids" in row and not packed_text:
-            # The first document of a row may have begun in the row before, so only the others are cut: of the
-            # document ids 0 0 0 1 1 1 2 2 these are 1 and 2.
+            # A first id of 2 means that the first two documents began in other rows, see `data.packing`.
             parts = groupby(zip(row["document_ids"], row["input_ids"], row["loss_mask"], strict=True), lambda c: c[0])
-            for _, tokens, mask in [list(zip(*part, strict=True)) for _, part in parts][1:]:
+            whole = [list(zip(*part, strict=True)) for _, part in parts]
+            for _, tokens, mask in whole[row["document_ids"][0] :]:
                 if 1 in mask:  # otherwise the row ends before the first token with loss
                     yield from self._of_tokens(list(tokens), list(mask))
         else:

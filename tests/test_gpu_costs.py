@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIGS, tiny_block_head, tiny_head
+from conftest import CONFIGS, tiny_block_head, tiny_head, tiny_model, tiny_mtp_head
 from make_believe_gpu import gpu
 from replays import capturing
 from transformers import AutoModelForCausalLM
@@ -82,12 +82,12 @@ def to_gpu(batch: dict) -> dict:
     return {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
 
 
-def dspark_step(target: Target, head, rows: list[dict]) -> None:
+def training_step(target: Target, head, rows: list[dict]) -> None:
     """A micro-batch as the Trainer runs it."""
     batch = to_gpu(Collator(head.config)(rows))
     ids, number = batch.pop("input_ids"), batch.pop("document_ids")
     hidden = torch.zeros(*ids.shape, target.hidden_size, dtype=target.dtype, device="cuda")
-    states = torch.zeros(*ids.shape, len(head.aux_layers) * target.hidden_size, device="cuda")
+    states = torch.zeros(*ids.shape, (len(head.aux_layers) or 1) * target.hidden_size, device="cuda")
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8), 2**22)
     with torch.autocast("cuda", torch.bfloat16):
         total, count = head(TrainingBatch(ids, number, hidden, states, batch), loss)["objective"]
@@ -107,16 +107,39 @@ def test_training_dspark_asks_for_few_signatures_of_attention(block_head, gpu):
     """Every micro-batch had 16 new ones when each chunk had the width of its text."""
     gpu.signatures.clear()
     for batch in range(2):
-        dspark_step(*block_head, documents(2, 2048, batch))
+        training_step(*block_head, documents(2, 2048, batch))
     assert sum(gpu.signatures.values()) == 2 * 2 * 8
     assert len(gpu.signatures) <= 4
 
 
 def test_training_dspark_does_not_wait_for_the_device(block_head, gpu):
-    dspark_step(*block_head, documents(2, 2048, 0))
+    training_step(*block_head, documents(2, 2048, 0))
     gpu.waits.clear()
-    dspark_step(*block_head, documents(2, 2048, 1))
+    training_step(*block_head, documents(2, 2048, 1))
     assert not {name: count for name, count in gpu.waits.items() if "test_gpu_costs" not in name}
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3", "mtp"])
+def test_training_unrolled_heads_does_not_wait_for_the_device(gpu, architecture):
+    target = long_target()
+    head = tiny_mtp_head(target) if architecture == "mtp" else tiny_head(architecture=architecture)
+    head = head.to("cuda").float().train().requires_grad_(True)
+    training_step(target, head, documents(2, 256, 0))
+    gpu.waits.clear()
+    training_step(target, head, documents(2, 256, 1))
+    assert not {name: count for name, count in gpu.waits.items() if "test_gpu_costs" not in name}
+
+
+@pytest.mark.parametrize("architecture", ["dspark", "mtp"])
+def test_a_head_trains_with_the_targets_matrices_on_another_device(gpu, architecture):
+    """As under device_map, which puts the output matrix on the last GPU and the head on the first."""
+    elsewhere = Target(tiny_model().bfloat16(), tokenizer=None)
+    make = tiny_block_head if architecture == "dspark" else tiny_mtp_head
+    head = make(elsewhere).to("cuda").float().train().requires_grad_(True)
+    assert head._shared[1].weight.device.type == "cpu"
+    training_step(long_target(), head, documents(2, 64, 0))
+    assert any(weight.grad is not None for weight in head.parameters())
+    assert head.output_logits(torch.zeros(2, 32, device="cuda")).device.type == "cuda"
 
 
 class Counted:

@@ -136,7 +136,7 @@ def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
     text = target.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     if context is not None:
-        _fits_context(config, name, context)
+        _fits_context(config, name, context - bool(config.target.server))  # see `ServerTarget.context_length`
 
 
 def fits_target(config: RunConfig, target: TrainingTarget) -> None:
@@ -185,7 +185,8 @@ def _fits_context(config: RunConfig, target: str, context: int) -> None:
         longest[f"{name} + stage2.generate.max_new_tokens"] = length + generate.max_new_tokens
     for name, length in longest.items():
         if length > context:
-            raise UserError(f"{name} is {length}, but {target} has a context of {context}")
+            room = f"servers read texts of at most {context} tokens" if config.target.server else ""
+            raise UserError(f"{name} is {length}, but {room or f'{target} has a context of {context}'}")
 
 
 def _fits_memory(config: RunConfig, target: TrainingTarget) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from pyarrow import compute
 from transformers import LlamaConfig, PreTrainedConfig
 
 from speculator.checkpoints import head_folder, load_any, recognise
@@ -22,6 +21,7 @@ from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
 from speculator.target.sharding import whole
 from speculator.target.training import TrainingTarget
 from train.config import HeadOptions, RunConfig
+from train.sizes import longest
 from train.vocabulary import count_tokens, most_frequent, unused_token
 
 _SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
@@ -85,7 +85,18 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
         "training_data": config.data.sources,
     }
     where = start_of(config)
-    start = None if where is None else bind(load_any(where), target, str(where))
+    start = None if where is None else load_any(where)
+    if start is not None:
+        # Binding fills in options, and drops an embedding that is the target's: the new head follows what is left.
+        stored = {name: getattr(start.config, name) for name in options.options}
+        bind(start, target, str(where))
+        own = {
+            name: getattr(start.config, name) if value == stored[name] else value
+            for name, value in options.options.items()
+        }
+        options = dataclasses.replace(options, options=own)
+        longest_before = start.config.trained_length or 0
+        about["trained_length"] = max(about["trained_length"], longest_before)
     # Whatever has drawn random numbers before, a resumed run starts from the same head.
     torch.manual_seed(config.seed)
     if target.tokenizer and start is None and "mask_token_id" in head_class(options).config_class.own_options():
@@ -104,9 +115,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
 
 def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
     """Return a trained head, bound to the target, with a `trained_length` that covers these rows."""
-    tables = rows.with_format("arrow").iter(batch_size=1000)
-    longest = max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
-    head.config.trained_length = max(head.config.trained_length or 0, longest)
+    head.config.trained_length = max(head.config.trained_length or 0, longest(rows))
     return bind(head, target)
 
 

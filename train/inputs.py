@@ -30,8 +30,9 @@ from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.folder import prompts_fingerprint, rows_fingerprint
 from train.own_text import with_self_written
+from train.plan import refuse_too_large
 from train.server_command import needed_of_server
-from train.sizes import count_of_tokens, log_sizes, with_shorter_rows, with_steps
+from train.sizes import Prompt, count_of_tokens, length_of_chats, log_sizes, with_shorter_rows, with_steps
 
 _PROMPTS_PER_TEXT = 4
 
@@ -73,7 +74,8 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
         target.check(*needed_of_server(asked, target.config, target.context_length), state.num_processes)
     config, read = asked, with_self_written(asked, target)
     if shorten and not target.encoder:  # whose rows are as long as their documents
-        read = with_shorter_rows(read, count_of_tokens(rows(read, target, "train", report=False)))
+        whole = rows(read, target, "train", report=False)
+        read = with_shorter_rows(read, count_of_tokens(whole), length_of_chats(whole))
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=read.data.seq_length))
     train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
     suites = {
@@ -90,6 +92,8 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
     checks.rows(
         dataclasses.replace(config, stage2=stage2), target, train_rows, validation_rows, state.num_processes, count
     )
+    if own_prompts is not None:  # what the plan at the start could only estimate
+        refuse_too_large(config, state.num_processes, [Prompt(each.size, 1 + len(each.later)) for each in own_prompts])
     if state.is_main_process:
         log_sizes(asked, config, train_rows)
     return Inputs(config, train_rows, validation_rows, suites, own_prompts)

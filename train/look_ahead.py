@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from math import ceil
 from typing import Any
 
 from torch import Tensor
 
-from speculator.target.server import ServerTarget, split
+from speculator.target.server import PendingStates, ServerTarget, split
 
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
 DOCUMENTS, STATES = "documents", "hidden_states"
-"""Keys of a batch: its `Documents`, and its `PendingStates`."""
+"""Keys of a batch: its `Documents`, and what `LookAhead.take` needs."""
 
 
 class Documents:
@@ -30,6 +31,64 @@ class Documents:
         self.rows = [split(*pair) for pair in zip(tokens, numbers, strict=True)]
 
 
+class _Line:
+    """The batches of a loader in the order of their use, of which the first few have their states requested.
+
+    The Trainer reads all micro-batches of a step at once, so that those whose states are held are not those it has
+    read.
+    """
+
+    def __init__(self, look_ahead: LookAhead, batches: Iterable[dict[str, Any]]):
+        self._look_ahead, self._source = look_ahead, iter(batches)
+        self._read = deque[dict[str, Any]]()  # and not handed out
+        self._unused = deque[_Request]()
+
+    def fill(self) -> None:
+        """Request the states of the next batch to be used and of those ahead of it."""
+        wanted = self._look_ahead.depth + 1
+        while len(self._unused) < wanted and self._read_one():
+            pass
+        for request in islice(self._unused, wanted):
+            request.begin()
+
+    def _read_one(self) -> bool:
+        batch = next(self._source, None)
+        if batch is not None:
+            request = _Request(self._look_ahead.target, self, batch)
+            self._unused.append(request)
+            self._read.append({**batch, STATES: request})
+        return batch is not None
+
+    def used(self, request: _Request) -> None:
+        self._unused.remove(request)
+        self.fill()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            self.fill()
+            if not self._read and not self._read_one():
+                return
+            yield self._read.popleft()
+
+
+class _Request:
+    """The states of one batch, which are requested when `begin` is first called."""
+
+    def __init__(self, target: ServerTarget, line: _Line, batch: dict[str, Any]):
+        self._target, self.line = target, line
+        self._documents, self._length = batch[DOCUMENTS].rows, batch["input_ids"].shape[1]
+        self._pending: PendingStates | None = None
+
+    def begin(self) -> PendingStates:
+        self._pending = self._pending or self._target.begin(self._documents, self._length)
+        return self._pending
+
+    def take(self) -> PendingStates:
+        """Return the states, and keep them no longer: the Trainer keeps the batch until the end of its step."""
+        pending, self._pending = self.begin(), None
+        return pending
+
+
 class LookAhead:
     """Requests the hidden states of the next batches while the head trains on the current one.
 
@@ -38,26 +97,21 @@ class LookAhead:
 
     Args:
         target: a target that servers run.
+
+    Attributes:
+        depth: number of batches ahead.
     """
 
     def __init__(self, target: ServerTarget):
         self.target = target
-        self._depth, self._taken_at = 1, 0.0
+        self.depth, self._taken_at = 1, 0.0
         self._waited = self._trained = 0.0
         self._source: Iterator[Any] | None = None
         self._batches: Iterator[Any] = iter(())
 
     def over(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Request the states of batches ahead of their use; yield each batch with its `PendingStates` at `STATES`."""
-        source, ahead = iter(batches), deque[dict[str, Any]]()
-        while True:
-            # One more than are ahead: the first of them is the next to be used.
-            while len(ahead) <= self._depth and (batch := next(source, None)) is not None:
-                pending = self.target.begin(batch[DOCUMENTS].rows, batch["input_ids"].shape[1])
-                ahead.append({**batch, STATES: pending})
-            if not ahead:
-                return
-            yield ahead.popleft()
+        """Yield batches with what `take` needs at `STATES`."""
+        return iter(_Line(self, batches))
 
     def continued(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Return `over(batches)`, or the iterator of the last call if `batches` is the same object.
@@ -70,14 +124,16 @@ class LookAhead:
 
     def take(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Wait for a batch's states [B, S, D] and [B, S, nD] (`PendingStates.result`), and update the measurements."""
-        pending, asked_at = batch[STATES], time.perf_counter()
+        request: _Request = batch[STATES]
+        pending, asked_at = request.take(), time.perf_counter()
         states = pending.result()
         # Between two takes the head trains; before the first one nothing is known, so one batch is ahead.
         head = asked_at - self._taken_at if self._taken_at else pending.seconds
         self._taken_at = time.perf_counter()
         # As many batches as the head trains on while one is answered.
-        self._depth = min(max(1, ceil(pending.seconds / max(head, 1e-3))), _MOST)
+        self.depth = min(max(1, ceil(pending.seconds / max(head, 1e-3))), _MOST)
         self._waited, self._trained = self._waited + self._taken_at - asked_at, self._trained + head
+        request.line.used(request)
         return states
 
     def share_waited(self) -> float:
@@ -88,7 +144,7 @@ class LookAhead:
 
 
 class LookAheadLoader:
-    """A data loader whose batches have their `PendingStates`."""
+    """A data loader whose batches have what `LookAhead.take` needs."""
 
     def __init__(self, loader: Any, look_ahead: LookAhead):
         self._loader, self._look_ahead = loader, look_ahead

@@ -417,7 +417,8 @@ def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
 def summarise(sums: dict[str, Metric]) -> dict[str, float]:
     """Divide sums, added up over batches and processes, by their counts: "position{i}/NAME" for each draft position.
 
-    The "objective", a scalar, becomes "loss".
+    The "objective", a scalar, becomes "loss". `plain_loss` is the same without weights: those of positions, tokens and
+    D-PACE.
 
     `teacher_forced_acceptance_length` is 1 + the sum of the prefix accuracies: what greedy decoding would accept if the
     text were the target's own. `forecast_acceptance_length_sampled` is 1 + the sum of the prefix overlaps: the same at
@@ -430,6 +431,8 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
             figures["loss"] = means
             continue
         figures |= {f"position{i}/{name}": mean for i, mean in enumerate(means)}
+        if name == "loss":
+            figures["plain_loss"] = len(means) * (total.sum() / count.sum().clamp_min(1)).item()
         if name == "prefix_accuracy":
             figures["teacher_forced_acceptance_length"] = 1 + sum(means)
         if name == "prefix_overlap":

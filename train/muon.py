@@ -12,12 +12,13 @@ from torch import nn
 from torch.optim import Muon as TorchMuon
 from torch.optim import Optimizer
 
-from speculator.heads.base import SpeculatorConfig
+from speculator.heads.base import Speculator
 
 
-def takes_muon(weight: nn.Parameter, config: SpeculatorConfig) -> bool:
-    """Return whether a weight of a head is a matrix without a side of the vocabulary's length."""
-    return weight.ndim == 2 and not {config.vocab_size, config.draft_vocab_size} & set(weight.shape)
+def muon_weights(head: Speculator) -> list[nn.Parameter]:
+    """Return the matrices inside a head: all but its embeddings and its output matrices."""
+    with_tokens = set(map(id, head.token_matrices()))
+    return [weight for weight in head.parameters() if weight.ndim == 2 and id(weight) not in with_tokens]
 
 
 class MuonAndAdamW(Optimizer):
@@ -27,15 +28,16 @@ class MuonAndAdamW(Optimizer):
 
     Args:
         whole: AdamW over all weights of the head.
-        config: the head's.
+        head: the head.
     """
 
-    def __init__(self, whole: Optimizer, config: SpeculatorConfig):
+    def __init__(self, whole: Optimizer, head: Speculator):
         inside: list[dict[str, Any]] = []
+        chosen = set(map(id, muon_weights(head)))
         weights = [weight for group in whole.param_groups for weight in group["params"]]
         for group in whole.param_groups:
-            taken = [weight for weight in group["params"] if takes_muon(weight, config)]
-            group["params"] = [weight for weight in group["params"] if not takes_muon(weight, config)]
+            taken = [weight for weight in group["params"] if id(weight) in chosen]
+            group["params"] = [weight for weight in group["params"] if id(weight) not in chosen]
             inside += [{"params": taken, "weight_decay": group["weight_decay"]}] if taken else []
         muon = TorchMuon(inside, lr=whole.defaults["lr"], adjust_lr_fn="match_rms_adamw")
         self.parts: list[Optimizer] = [muon, whole]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from filelock import FileLock
 from data.conversations import Conversation
 from data.magpie import SELF, names_self, prompt_sampling_of, self_rows, summary
 from data.onpolicy import generate_rows
+from data.packing import COLUMNS, pack
 from data.sources import SourceError, parse, token_documents
 from data.tally import Tally
 from speculator import HeadDrafter
@@ -31,6 +33,7 @@ from speculator.terminal import log
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
+from train.sizes import longest
 
 _STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for stage 2
 
@@ -161,6 +164,25 @@ def generate_own_text(
         seed=config.seed,
         mark_rejected=config.stage2.rejected_token_weight is not None,
     )
+
+
+def packed(config: RunConfig, rows: datasets.Dataset) -> datasets.Dataset:
+    """Return the rows of `generate_own_text` packed like those of stage 1; every process of the run calls this.
+
+    Rows are as long as those of stage 1, or as the longest text. Too few of them for a batch stay as they are.
+    """
+    stage, work = config.stage2, Path(config.output_dir) / "generated" / "packed"
+    length = max(config.data.seq_length, longest(rows))
+    features = datasets.Features({column: datasets.List(datasets.Value("int32")) for column in COLUMNS})
+    state = PartialState()
+    with state.main_process_first():  # the others read what it wrote
+        if state.is_main_process:
+            shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
+        made = datasets.Dataset.from_generator(
+            lambda: pack(rows, length), features=features, cache_dir=str(work), fingerprint=f"rows-of-{length}"
+        )
+    batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * state.num_processes
+    return made if stage.epochs or len(made) >= batch else rows
 
 
 def _text_by_servers(

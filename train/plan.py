@@ -7,6 +7,7 @@ that were calibrated on an H100 (docs/lab/h100.md). The allocator and CUDA itsel
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -29,13 +30,17 @@ from train.config import HERE, RunConfig, StageConfig
 from train.gpus import Place, place_of
 from train.initialise import head_config
 from train.losses import chunk_tokens
-from train.muon import takes_muon
+from train.muon import muon_weights
 from train.sharded_adam import largest_share
-from train.sizes import expected_rows, with_steps
+from train.sizes import Prompt, expected_prompts, expected_rows, with_steps
 
 _USUAL_MFU = 0.33
 """Share of the peak that recipes reached on an H100: 29 to 38%."""
 _TIMES = "(a third of the GPU's peak, as measured on an H100 for training; generation is not measured)"
+_GUESSED = (
+    "stage2: the prompts are not known yet; figures for stage2.generate.prompt_tokens, and chats are taken whole. The "
+    "run counts them before it trains"
+)
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,10 @@ class GeneratedText:
     Attributes:
         rows: number of rows.
         batch_size: rows decoded together.
-        length: tokens of a row, prompt included.
-        new: new tokens of a row.
+        length: tokens of the longest row, prompt included.
+        new: new tokens of a row; in a chat those of one answer.
+        answers: number of answers of a row, on average.
+        mean: tokens of a row, on average.
         depth: number of speculative tokens per step (G); 0: plain decoding.
     """
 
@@ -54,6 +61,8 @@ class GeneratedText:
     batch_size: int
     length: int
     new: int
+    answers: float
+    mean: float
     depth: int = 0
 
 
@@ -62,11 +71,14 @@ def context_of(target: PreTrainedConfig | None) -> int | None:
     return getattr(target.get_text_config(), "max_position_embeddings", None) if target else None
 
 
-def generated_texts(config: RunConfig, target: PreTrainedConfig | None) -> dict[str, GeneratedText]:
+def generated_texts(
+    config: RunConfig, target: PreTrainedConfig | None, prompts: Sequence[Prompt] | None
+) -> dict[str, GeneratedText]:
     """Return what the target generates, by phase: "self" before training, "generating" between the stages.
 
     Args:
         target: the target's config, whose context limits the rows; None: unknown.
+        prompts: those of stage 2, or an estimate; None: unknown, so all are as long as `stage2.generate.prompt_tokens`.
     """
     found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
     chat = own.max_prompt_tokens + own.max_new_tokens
@@ -76,14 +88,21 @@ def generated_texts(config: RunConfig, target: PreTrainedConfig | None) -> dict[
 
     if names_self(config.data.sources):
         length = capped(own.turns * chat)
-        found[SELF] = GeneratedText(own.max_rows, own.batch_size, length, length)
+        found[SELF] = GeneratedText(own.max_rows, own.batch_size, length, length, 1, length)
     if config.stage2.max_steps:
-        alone = only_self(config.data.sources)
-        prompt, turns = (own.max_prompt_tokens, own.turns) if alone else (generate.prompt_tokens, 1)
-        length = capped(turns * (prompt + generate.max_new_tokens))
-        new = length if alone else min(generate.max_new_tokens, length)
         depth = generate.num_speculative_tokens or config.speculator.n_predict
-        found["generating"] = GeneratedText(generate.max_rows, generate.batch_size, length, new, depth)
+        if only_self(config.data.sources):
+            length = capped(own.turns * (own.max_prompt_tokens + generate.max_new_tokens))
+            sizes, new, answers = [length], length, 1.0
+        else:
+            prompts = prompts or [Prompt(generate.prompt_tokens)]
+            # A chat is answered until it is longer than rows of stage 1.
+            most = max(config.data.seq_length, generate.prompt_tokens) + generate.max_new_tokens
+            sizes = [capped(min(most, each.tokens + each.answers * generate.max_new_tokens)) for each in prompts]
+            new, answers = min(generate.max_new_tokens, max(sizes)), sum(each.answers for each in prompts) / len(prompts)
+        mean = sum(sizes) / len(sizes)
+        rows = generate.max_rows, generate.batch_size
+        found["generating"] = GeneratedText(*rows, max(sizes), new, answers, mean, depth)
     return found
 
 
@@ -109,6 +128,7 @@ class Plan:
         config: the run's.
         target: the target's config; its weights are not read.
         place: the processes and their devices.
+        prompts: those of stage 2; None: they are estimated.
 
     Attributes:
         weights, active: number of the target's weights, and of those that a token is multiplied by.
@@ -116,12 +136,15 @@ class Plan:
         size: bytes of a target's weight.
         generated, stages: text to generate and settings of training, by phase.
         unknown: stages whose number of rows is not known yet.
+        guessed: the prompts of stage 2 are not known yet.
 
     Raises:
         UserError: the target's family, or a target over several devices of one process, can't be planned.
     """
 
-    def __init__(self, config: RunConfig, target: PreTrainedConfig, place: Place):
+    def __init__(
+        self, config: RunConfig, target: PreTrainedConfig, place: Place, prompts: Sequence[Prompt] | None = None
+    ):
         if config.target.parallel == "device_map":
             raise UserError("target.parallel device_map can't be planned")
         self.config, self.place, self.text = config, place, target.get_text_config()
@@ -146,9 +169,14 @@ class Plan:
         # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.head_module = head
-        self.generated = generated_texts(config, target)
+        continues = bool(config.stage2.max_steps) and not only_self(config.data.sources)
+        prompts = prompts or (expected_prompts(config) if continues else None)
+        self.guessed = continues and prompts is None
+        self.generated = generated_texts(config, target, prompts)
         generated = self.generated.get("generating")
-        rows = {"stage1": expected_rows(config), "stage2": generated.rows if generated else None}
+        rows = {"stage1": expected_rows(config), "stage2": None}
+        if generated:
+            rows["stage2"] = ceil(generated.rows * generated.mean / self.length("stage2"))
         self.stages: dict[str, StageConfig] = {
             name: with_steps(stage, rows[name] or 0, place.processes) if stage.epochs and rows[name] else stage
             for name in ("stage1", "stage2")
@@ -165,7 +193,8 @@ class Plan:
 
     def length(self, stage: str) -> int:
         """Return the number of tokens in each training row of a stage."""
-        return self.config.data.seq_length if stage == "stage1" else self.generated["generating"].length
+        length = self.config.data.seq_length
+        return length if stage == "stage1" else max(length, self.generated["generating"].length)  # texts are packed
 
     # ---- memory
 
@@ -181,7 +210,7 @@ class Plan:
         trained = [weight for weight in self.head_module.parameters() if weight.requires_grad]
         # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more. Muon has one moment.
         moments = 8 * largest_share([weight.numel() for weight in trained], shared)  # whole tensors
-        saved = 4 * sum(weight.numel() for weight in trained if takes_muon(weight, self.head))
+        saved = 4 * sum(weight.numel() for weight in muon_weights(self.head_module) if weight.requires_grad)
         needs = {}
         for name, stage in self.stages.items():
             held = moments - saved if stage.optimizer == "muon" else moments
@@ -263,7 +292,7 @@ class Plan:
 
     def tokens(self) -> dict[str, int]:
         """Return the tokens of each phase over all processes: trained on, or generated at most."""
-        counts = {name: own.rows * own.new for name, own in self.generated.items()}
+        counts = {name: round(own.rows * own.new * own.answers) for name, own in self.generated.items()}
         for name, stage in self.stages.items():
             rows = stage.max_steps * stage.gradient_accumulation_steps * stage.per_device_train_batch_size
             counts[name] = rows * self.length(name) * self.place.processes
@@ -298,6 +327,7 @@ class Plan:
         # At best every draft is accepted as a whole: 1 + G tokens per step. 100 rows in batches of 16 on 2 processes
         # are 4 batches for each.
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
+        steps = round(steps * own.answers)
         return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
 
     def _for_servers(self) -> str:
@@ -332,6 +362,7 @@ class Plan:
                 "tokens: " + ", ".join(f"{name} {count:,}" for name, count in self.tokens().items()),
                 *([self._expected_time()] if place.gpu else []),
                 *(f"{name}: the size of the data is not known yet; figures for max_steps" for name in self.unknown),
+                *([_GUESSED] if self.guessed else []),
             ]
         )
 
@@ -365,13 +396,17 @@ def plan(config: RunConfig, processes: int) -> Plan:
     return Plan(config, target_config(config), place_of(config.plan or HERE, processes))
 
 
-def refuse_too_large(config: RunConfig, processes: int) -> None:
-    """Raise a UserError for a run that can't fit this machine's GPUs; one that can't be planned passes."""
+def refuse_too_large(config: RunConfig, processes: int, prompts: Sequence[Prompt] | None = None) -> None:
+    """Raise a UserError for a run that can't fit this machine's GPUs; one that can't be planned passes.
+
+    Args:
+        prompts: see `Plan`.
+    """
     place = place_of(HERE, processes)
     if place.memory is None:
         return
     try:
-        made = Plan(config, target_config(config), place)
+        made = Plan(config, target_config(config), place, prompts)
     except UserError:
         return
     made.refuse_too_large()

@@ -122,10 +122,11 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
         else:
             lengths = f"forecast of the acceptance length {logs[FORECAST_METRIC]:.2f} (teacher-forced)"
         lengths += " (plain decoding: 1)"
-        return f"evaluation at step {step}: loss {logs['eval_loss']:.2f}, {lengths}"
+        loss = _with_plain(logs["eval_loss"], logs["eval_plain_loss"])
+        return f"evaluation at step {step}: loss {loss}, {lengths}"
     first = next(value for name, value in logs.items() if name.endswith("/accuracy"))
     parts = [
-        f"step {step}/{max_steps}: loss {logs['loss']:.2f}",
+        f"step {step}/{max_steps}: loss {_with_plain(logs['loss'], logs['plain_loss'])}",
         f"first token right {first:.0%}",
         f"lr {logs['learning_rate']:.1e}",
         f"{logs['tokens_per_second']:,.0f} tokens/s",
@@ -134,3 +135,9 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
         f"{timedelta(seconds=round(logs['seconds_left']))} left",
     ]
     return ", ".join(parts)
+
+
+def _with_plain(loss: float, plain: float) -> str:
+    """Return a loss, and the plain one where weights make it another: D-PACE's grow while the head gets better."""
+    shown, unweighted = f"{loss:.2f}", f"{plain:.2f}"
+    return shown if shown == unweighted else f"{shown} (plain {unweighted})"

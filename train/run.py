@@ -38,7 +38,7 @@ from train.finish import is_finished, measure, summary
 from train.folder import check_same_run, locked, write_record
 from train.initialise import for_rows, new_head
 from train.inputs import Inputs, load_target, read_inputs
-from train.own_text import generate_own_text
+from train.own_text import generate_own_text, packed
 from train.plan import plan, refuse_too_large
 from train.sizes import with_sizes_of_target, with_steps
 from train.stages import is_published, publish, start_tracking, train_stage
@@ -156,12 +156,13 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
         if config.stage2.max_steps:
             announce(config, _GENERATE)
             own_text = generate_own_text(config, target, best, inputs.own_prompts)
-            stage2 = with_steps(config.stage2, len(own_text), state.num_processes)
+            rows = own_text if target.encoder else packed(config, own_text)
+            stage2 = with_steps(config.stage2, len(rows), state.num_processes)
             config = dataclasses.replace(config, stage2=stage2)
-            checks.batch("stage2", config.stage2, len(own_text), state.num_processes)
+            checks.batch("stage2", config.stage2, len(rows), state.num_processes)
             announce(config, _STAGE2)
             best = train_stage(
-                "stage2", config, target, lambda: for_rows(load_any(best), target, own_text), own_text, *measured_on
+                "stage2", config, target, lambda: for_rows(load_any(best), target, own_text), rows, *measured_on
             )
         if state.is_main_process:
             publish(load_any(best), head_folder)

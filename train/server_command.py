@@ -46,7 +46,7 @@ def needed_of_server(config: RunConfig, target: PreTrainedConfig, context: int) 
 
     Args:
         target: the target's text config.
-        context: its context length.
+        context: tokens of the longest text that a server reads, one below the target's context length.
     """
     from data.magpie import names_self
     from train.initialise import head_config
@@ -58,7 +58,7 @@ def needed_of_server(config: RunConfig, target: PreTrainedConfig, context: int) 
         longest = max(longest, own.turns * (own.max_prompt_tokens + own.max_new_tokens))
     if config.stage2.max_steps:
         longest = max(longest, config.data.seq_length) + config.stage2.generate.max_new_tokens
-    return tuple(getattr(head, "aux_layers", None) or ()), min(longest, context - 1)
+    return tuple(getattr(head, "aux_layers", None) or ()), min(longest, context)
 
 
 def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: str, more: Sequence[str]) -> str:
@@ -115,7 +115,7 @@ def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> No
     text, config = whole.get_text_config(), with_sizes_of_target(config, whole)
     checks.settings(config)
     checks.fits_config(config, whole)
-    aux_layers, longest = needed_of_server(config, text, context_length(text, config.target.name_or_path))
+    aux_layers, longest = needed_of_server(config, text, context_length(text, config.target.name_or_path) - 1)
     layers = (*aux_layers, text.num_hidden_layers)
     if not check:
         print(serve_line(config, layers, longest, storage, more))

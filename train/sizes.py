@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import struct
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import datasets
+import pyarrow
+from pyarrow import compute, parquet
 from transformers import PreTrainedConfig
 
+from data.conversations import split_at_answers
 from data.magpie import SELF
-from data.sources import parse
+from data.sources import PYTHON_SOURCES, documents, parse
+from data.tally import Tally
+from speculator.checkpoints import head_folder
+from speculator.checkpoints.files import read_config
+from speculator.errors import UserError
+from speculator.target.server import split
 from speculator.terminal import log
-from train.config import RunConfig, StageConfig
+from train.config import GenerateConfig, RunConfig, StageConfig
 
 _LONGEST = 4096
 """Tokens of a row if the run names none; few chats are longer."""
 _SHORTEST, _LEAST_ROWS = 256, 64
 """Little text has shorter rows, so that it has this many of them."""
+_PROMPTS_READ = 200
+"""Documents of a source whose prompts are estimated."""
 _LEAST_STEPS = 50
 """Steps of an epoch, at least."""
 
 
 def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> RunConfig:
-    """Fill in the row length, and leave out a draft vocabulary that the target's own does not exceed.
+    """Fill in the row length, that of a warm start's training if there is one, and leave out a draft vocabulary that the target's own does not exceed.
 
     Args:
         target: the target's config; None if it is unknown.
@@ -32,18 +46,39 @@ def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> 
     text = target.get_text_config() if target else None
     data, head = config.data, config.speculator
     if not data.seq_length:
-        data = replace(data, seq_length=min(_LONGEST, getattr(text, "max_position_embeddings", None) or _LONGEST))
+        most = _LONGEST
+        if head.warm_start:  # as long as it was trained on
+            most = read_config(head_folder(head.warm_start, head.warm_start_revision)).get("trained_length") or most
+        context = getattr(text, "max_position_embeddings", None) or most
+        # A server generates a token after each text, see `ServerTarget`.
+        data = replace(data, seq_length=min(most, context - bool(config.target.server)))
     if text is not None and head.draft_vocab_size >= text.vocab_size:
         head = replace(head, draft_vocab_size=0)
     return replace(config, data=data, speculator=head)
 
 
-def with_shorter_rows(config: RunConfig, tokens: int) -> RunConfig:
-    """Halve the row length until the training tokens make at least 64 rows, or rows are shorter than 512 tokens."""
+def with_shorter_rows(config: RunConfig, tokens: int, whole: int = 0) -> RunConfig:
+    """Halve the row length until the training tokens make at least 64 rows, or rows are shorter than 512 tokens.
+
+    Args:
+        whole: length of rows that cut few chats; rows stay at least as long.
+    """
     length = config.data.seq_length
-    while length >= 2 * _SHORTEST and tokens < _LEAST_ROWS * length:
+    while length >= max(2 * _SHORTEST, 2 * whole) and tokens < _LEAST_ROWS * length:
         length //= 2
     return replace(config, data=replace(config.data, seq_length=length))
+
+
+def length_of_chats(packed: datasets.Dataset) -> int:
+    """Return a row length that cuts no more than a tenth of the tokens of chats, and other texts that have a prompt."""
+    documents = (split(row["loss_mask"], row["document_ids"]) for row in packed)
+    sizes = sorted(len(mask) for row in documents for mask in row if not all(mask))
+    whole = 0
+    for size in sizes:
+        whole += size
+        if 10 * whole >= 9 * sum(sizes):
+            return size
+    return 0
 
 
 def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
@@ -65,25 +100,92 @@ def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
 
 
 def expected_rows(config: RunConfig) -> int | None:
-    """Estimate the training rows of stage 1 before anything is read: 4 bytes per token; None for data on the hub."""
-    tokens, own = 0.0, config.data.self_source
+    """Estimate the training rows of stage 1 before anything is read: 4 bytes of text per token.
+
+    Of data on the hub only `data.max_tokens` is known; None without it.
+    """
+    tokens, own, most = 0.0, config.data.self_source, config.data.max_tokens
     for source in parse(config.data.sources):
         if source.location == SELF:
             tokens += own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
         elif os.path.exists(source.location):
-            place = Path(source.location)
-            files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
             # 90% of a source train; a token has four bytes, as in English text.
-            tokens += 0.9 * sum(file.stat().st_size for file in files) / 4
-        else:
+            tokens += 0.9 * _bytes_of_text(Path(source.location)) / 4
+        elif most is None:
             return None
-    tokens = min(tokens, config.data.max_tokens or tokens)
-    return ceil(tokens / (config.data.seq_length or _LONGEST))
+        else:
+            tokens = most
+    return ceil(min(tokens, most or tokens) / (config.data.seq_length or _LONGEST))
+
+
+def _bytes_of_text(place: Path) -> int:
+    """Return the size of a file's text, or of all files in a folder, as it is when it is unpacked."""
+    if place.is_dir():
+        return sum(_bytes_of_text(file) for file in place.rglob("*") if file.is_file())
+    with suppress(OSError, ValueError, pyarrow.ArrowException, struct.error):  # a run reports what it can't read
+        if place.suffix == ".gz":
+            with place.open("rb") as file:
+                file.seek(-4, os.SEEK_END)
+                return struct.unpack("<I", file.read(4))[0]  # gzip's own note of the size, modulo 4 GB
+        if place.suffix == ".parquet":
+            groups = parquet.read_metadata(place)
+            return sum(groups.row_group(i).total_byte_size for i in range(groups.num_row_groups))
+    return place.stat().st_size
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Size of a prompt of stage 2.
+
+    Attributes:
+        tokens: number of its tokens, those of a chat's later user turns included.
+        answers: number of answers that the target writes.
+    """
+
+    tokens: int
+    answers: int = 1
+
+
+def expected_prompts(config: RunConfig) -> list[Prompt] | None:
+    """Estimate the prompts of stage 2 by the first documents of each source, at 4 characters per token.
+
+    None if a source is on the hub or can't be read.
+    """
+    own, generate, found = config.data.self_source, config.stage2.generate, list[Prompt]()
+    for source in parse(config.data.sources):
+        if source.location == SELF:
+            found.append(Prompt(own.turns * own.max_prompt_tokens, own.turns))
+            continue
+        if source.location != PYTHON_SOURCES and not os.path.exists(source.location):
+            return None
+        try:
+            read = documents([source.location], None, tally=Tally(max_share=1.0))
+            found += [_prompt_of(row, generate) for row in islice(read, _PROMPTS_READ)]
+        except UserError:  # the run says what is wrong with it
+            return None
+    return found or None
+
+
+def _prompt_of(row: dict[str, Any], generate: GenerateConfig) -> Prompt:
+    if "messages" in row:
+        opening, later = split_at_answers(row["messages"], None if generate.turns == "all" else generate.turns)
+        asked = sum(len(message.get("content") or "") for turn in (opening, *later) for message in turn)
+        return Prompt(asked // 4, 1 + len(later))
+    if "prompt" in row:
+        return Prompt(len(row["prompt"]) // 4)
+    mask = row.get("loss_mask", [1])
+    return Prompt(generate.prompt_tokens if mask[0] or 1 not in mask else mask.index(1))
 
 
 def count_of_tokens(packed: datasets.Dataset) -> int:
     """Count the tokens of rows."""
     return len(packed.with_format("arrow")["input_ids"].combine_chunks().flatten())
+
+
+def longest(rows: datasets.Dataset) -> int:
+    """Return the number of tokens of the longest row."""
+    tables = rows.with_format("arrow").iter(batch_size=1000)
+    return max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
 
 
 def log_sizes(asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:

@@ -34,9 +34,12 @@ from speculator.terminal import log
 from train import checkpoint, checks, interrupts
 from train.config import RunConfig, StageConfig
 from train.plan import token_at_peak
+from train.sizes import longest
 from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
 
+_FEW_LENGTHS = 128
+"""Batches on a GPU have a multiple of this many tokens a row: kernels are compiled and tuned for each shape."""
 _WANDB_ID = re.compile(rb"[0-9a-f]{8}")
 
 
@@ -116,7 +119,13 @@ def train_stage(
             per_device_eval_batch_size=batch,
             **fields,
         ),
-        data_collator=Collator(head.config, settings.rejected_token_weight, for_servers=remote),
+        data_collator=Collator(
+            head.config,
+            settings.rejected_token_weight,
+            for_servers=remote,
+            multiple=1 if target.device.type == "cpu" else _FEW_LENGTHS,
+            longest=max(longest(train_rows), longest(validation_rows)),
+        ),
         train_dataset=train_rows,
         eval_dataset=filled(validation_rows, batch * state.num_processes),
     )

@@ -7,6 +7,7 @@ import shutil
 from array import array
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from math import ceil
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -49,18 +50,29 @@ class Collator:
         config: config of the head.
         rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
         for_servers: add the `Documents` that servers read.
+        multiple: batches are padded to a multiple of this length, so that a GPU sees few shapes, up to `longest`.
 
     Attributes:
         epoch: number of times that the rows were read before.
     """
 
-    def __init__(self, config: SpeculatorConfig, rejected_token_weight: float | None = None, for_servers: bool = False):
+    def __init__(
+        self,
+        config: SpeculatorConfig,
+        rejected_token_weight: float | None = None,
+        for_servers: bool = False,
+        multiple: int = 1,
+        longest: int = 0,
+    ):
         self.config, self.rejected_token_weight, self.for_servers = config, rejected_token_weight, for_servers
+        self.multiple, self.longest = multiple, longest
         self.epoch = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         # A row too short for one label is padded, not dropped: every process must have the same number of rows.
         length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
+        # Not beyond the longest row: it fits the target's context.
+        length = max(length, min(ceil(length / self.multiple) * self.multiple, self.longest))
 
         def column(name: str, default: int) -> Tensor:  # [B, L]
             lists = [row.get(name) or [default] * len(row["input_ids"]) for row in rows]
@@ -154,7 +166,7 @@ class SpeculatorTrainer(Trainer):
         if self.shard_optimizer and self.args.world_size > 1:
             self.optimizer = ShardedAdam(self.optimizer)
         elif self.muon:
-            self.optimizer = MuonAndAdamW(self.optimizer, self.model.config)
+            self.optimizer = MuonAndAdamW(self.optimizer, self.model)
         return self.optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -373,7 +385,7 @@ class StopWhenAsked(TrainerCallback):
             # The sum is read one step later, when the device has finished it.
             before = self._votes
             # All processes must stop at the same step, or the others would wait for ever in the next reduction.
-            self._votes = self.trainer.accelerator.reduce(torch.tensor(float(stop_asked()), device=args.device), "sum")
+            self._votes = self.trainer.accelerator.reduce(torch.full((), float(stop_asked()), device=args.device), "sum")
             stop = before is not None and bool(before)
         if stop:
             control.should_save = control.should_training_stop = True

@@ -39,7 +39,9 @@ class VLLMServer:
         """
         before = self.watch()
         if fault := self._replace(new):
-            self._replace(old)  # a failed update may leave the drafter half loaded; the texts are right all the same
+            # A failed update may leave the drafter half loaded; the texts are right all the same.
+            lost = self._replace(old)
+            refuse((lost, f"--server {self.name}: the new head was not loaded: {fault}; nor was the old one: {lost}"))
             return f"not loaded: {fault}"
         after = self.watch()
         if before is None or after is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain, islice
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from data.packing import pack  # noqa: E402
 from data.sources import PYTHON_SOURCES, documents, token_documents  # noqa: E402
 from eval.suites import from_text  # noqa: E402
 from speculator import Target, generate  # noqa: E402
@@ -29,15 +29,17 @@ PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 128, 8
 
 def held_out_loss(target: Target, count: int) -> dict[str, float]:
     """Mean loss per token over packed held-out rows, in nats, and the same in bits per byte of text."""
-    rows = list(pack(token_documents([PYTHON_SOURCES], "held-out", target.tokenizer), LENGTH, count * LENGTH))
+    texts = (document["input_ids"] for document in token_documents([PYTHON_SOURCES], "held-out", target.tokenizer))
+    tokens_of_all = list(islice(chain.from_iterable(texts), count * LENGTH))
+    rows = [tokens_of_all[start : start + LENGTH] for start in range(0, len(tokens_of_all) - LENGTH + 1, LENGTH)]
     total = 0.0
     for start in range(0, len(rows), 8):
-        ids = torch.tensor([row["input_ids"] for row in rows[start : start + 8]], device=target.device)
+        ids = torch.tensor(rows[start : start + 8], device=target.device)
         logits = target.logits(target.hidden(ids))[:, :-1].float()
         total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
     tokens = len(rows) * (LENGTH - 1)
     text_bytes = sum(
-        len(target.tokenizer.decode(row["input_ids"][1:], skip_special_tokens=True).encode()) for row in rows
+        len(target.tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows
     )
     return {
         "tokens": tokens,

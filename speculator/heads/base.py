@@ -225,6 +225,10 @@ class Speculator(PreTrainedModel, ABC):
     def n_predict(self) -> int:
         return self.config.n_predict
 
+    def token_matrices(self) -> list[Tensor]:
+        """Return its own matrices with a row for each token: embeddings and output matrices."""
+        return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
+
     def weights_per_token(self, length: int) -> int:
         """Return the number of weights that training multiplies with each token, from which its FLOPs follow.
 

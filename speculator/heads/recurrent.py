@@ -79,7 +79,12 @@ class RecurrentHead(UnrolledHead):
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2)
 
     def weights_per_token(self, length: int) -> int:
-        return super().weights_per_token(length) * (self.n_predict if self.config.tie_weights else 1)
+        matrices = ((*self.projections(i), self.output(i)) for i in range(self.n_predict))
+        return sum(matrix.weight.numel() for step in matrices for matrix in step)
+
+    @abstractmethod
+    def projections(self, index: int) -> list[nn.Linear]:
+        """Matrices by which step `index` multiplies the state it starts from."""
 
     @abstractmethod
     def embedding(self, index: int) -> nn.Embedding:  # V -> I

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from speculator.errors import UserError
@@ -34,6 +35,9 @@ class HeadOnTargetMatrices(Speculator):
             pack_linears(output)
         self._shared = [embedding.detach(), output]
 
+    def token_matrices(self) -> list[Tensor]:
+        return Speculator.token_matrices(self)  # the output matrix is the target's
+
     @contextmanager
     def sharing(self, embedding: Tensor, output: Tensor) -> Iterator[None]:  # [V, D] both
         """Use other matrices inside the block, then those from before again."""
@@ -50,6 +54,13 @@ class HeadOnTargetMatrices(Speculator):
                 "the head has none of its target's embedding and output matrix: call bind(head, target) of "
                 "speculator.checkpoints.loading, or compute inside `head.sharing(embedding, output)`"
             )
+        matrices, place = self._shared, self.device
+        if {matrices[0].device, matrices[1].weight.device} - {place, torch.device("meta")}:
+            # The target is spread over several GPUs: the head needs both matrices on its own.
+            embedding, output = matrices[0].to(place), matrices[1]
+            if output.weight.device != place:
+                output = _linear(output.weight.detach().to(place))
+            self._shared = [embedding, output]
         return self._shared[index]
 
     def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]

@@ -1,22 +1,24 @@
 """Heads that are trained at every position of the text, unrolled for N steps from each.
 
-Alignment, 0-based, with a row x of L tokens, hidden states h and S = L - N - 1:
+Alignment, 0-based, with a row x of L tokens, hidden states h and S = L - 2:
 
     step i at position t reads h_t and x[t+1 .. t+1+i] and predicts x[t+2+i]
 
 The target's own distribution of x[u+1] comes from h_u, u = t+1+i, in the same forward pass. For L = 8, N = 2:
 
-    t         0  1  2  3  4
-    step 0    x2 x3 x4 x5 x6      distribution from h1 .. h5
-    step 1    x3 x4 x5 x6 x7      distribution from h2 .. h6
+    t         0  1  2  3  4  5
+    step 0    x2 x3 x4 x5 x6 x7   distribution from h1 .. h6
+    step 1    x3 x4 x5 x6 x7 -    distribution from h2 .. h6
 
-Losses are laid out by u, so that each distribution is computed once and used by all steps.
+The last positions have no label at the deeper steps, which read padding there. Losses are laid out by u, so that each
+distribution is computed once and used by all steps.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,19 @@ from torch import Tensor, nn
 from speculator.device import send
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
+
+
+@dataclass
+class OnHost:
+    """What the indices of a batch follow from, on the CPU: on a GPU their number would have to be waited for.
+
+    Attributes:
+        labels: [B, N, S]
+        documents: [B, L]
+    """
+
+    labels: Tensor
+    documents: Tensor
 
 
 class UnrolledConfig(SpeculatorConfig):
@@ -37,7 +52,8 @@ class UnrolledConfig(SpeculatorConfig):
     def training_targets(
         self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
     ) -> dict[str, Any]:
-        return {"labels": align(input_ids, document_ids, loss_mask, self.n_predict)}
+        labels = align(input_ids, document_ids, loss_mask, self.n_predict)
+        return {"labels": labels, "on_host": OnHost(labels, document_ids)}
 
 
 class UnrolledHead(Speculator):
@@ -50,8 +66,8 @@ class UnrolledHead(Speculator):
         self,
         states: Tensor,  # [B, S, nD]
         tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
-        documents: Tensor | None = None,  # [B, S] document of each position; None: one document a row
-        loss_mask: Tensor | None = None,  # [B, S] positions where features are needed; None: all
+        documents: Tensor | None = None,  # [B, S] document of each position, on the CPU; None: one document a row
+        loss_mask: Tensor | None = None,  # [B, S] positions where features are needed, on the CPU; None: all
     ) -> list[Tensor]:  # N x [B, S, I]
         """Compute what the output matrix reads at each step, teacher-forced: steps read the text's tokens."""
 
@@ -59,20 +75,23 @@ class UnrolledHead(Speculator):
     def output(self, index: int) -> nn.Linear:  # I -> V_d
         """Output matrix of a step; it has no bias."""
 
+    def token_matrices(self) -> list[Tensor]:
+        return [*super().token_matrices(), *(self.output(i).weight for i in range(self.n_predict))]
+
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
         """Return the objective and the metrics of each step."""
-        labels = batch.labels
-        length = labels.shape[-1]
+        host = on_host(batch)
+        length = host.labels.shape[-1]
         features = self.unrolled(
-            # S = L - N - 1 positions. With 8 tokens and 2 steps those are t = 0..4: the last one reads h4, x5 and x6,
-            # and its last label is x7.
+            # S = L - 2 positions. With 8 tokens those are t = 0..5: step 0 of the last one reads h5 and x6, and its label
+            # is x7.
             batch.states[:, :length],
             # Position t reads x[t+1] first, since the target itself samples that. Step i reads one token further, so
-            # the last token of a row is only a label.
-            batch.input_ids[:, 1:-1],
-            batch.document_ids[:, :length],
+            # the last position needs N - 1 more; beyond its first step it has no label, so any token will do.
+            nn.functional.pad(batch.input_ids[:, 1:-1], (0, self.n_predict - 1)),
+            host.documents[:, :length],
             # A position without a label at any step needs no features: most of a chat's prompt is skipped here.
-            (labels != IGNORE).any(1),
+            (host.labels != IGNORE).any(1),
         )
         return self.measure(features, batch, loss)
 
@@ -87,27 +106,26 @@ class UnrolledHead(Speculator):
         Labels are laid out by u, the position whose next token a step predicts (see the module).
         """
         batch_size, steps, length = batch.labels.shape
-        # Step i at position t predicts x[u+1] with u = t+1+i, so u runs from 1 to S-1+1+N-1. For L = 8, N = 2: u =
-        # 1..6.
-        total = length + steps - 1  # u = 1 .. total
 
-        def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * total, ...]
-            # Shift step i right by i: its position t gets column t + i, which is u - 1. For N = 2 step 0 is padded by
-            # one column on the right, and step 1 by one on the left. Then a column holds the same label x[u+1] for all
-            # steps.
-            padding = [0, 0] * (x.ndim - 2) + [index, steps - 1 - index]
+        def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * S, ...]
+            # Step i at position t predicts x[u+1] with u = t+1+i. Shift it right by i: its position t gets column t + i,
+            # which is u - 1, and a column holds the same label x[u+1] for all steps. What leaves on the right has none.
+            padding = [0, 0] * (x.ndim - 2) + [index, -index]
             return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
 
-        labels = torch.stack([by_u(batch.labels[:, i], i, IGNORE) for i in range(steps)])  # [N, B * total]
-        labels = draft_ids(labels, self.draft_tokens)
+        def labels_by_u(labels: Tensor) -> Tensor:  # [B, N, S] -> [N, B * S]
+            return torch.stack([by_u(labels[:, i], i, IGNORE) for i in range(steps)])
+
+        labels = draft_ids(labels_by_u(batch.labels), self.draft_tokens)
         # Only columns with a label at some step. All steps keep the same columns, so that the target's distribution is
         # computed once per column.
-        kept = (labels != IGNORE).any(0).nonzero()[:, 0]
+        kept = (labels_by_u(on_host(batch).labels) != IGNORE).any(0).nonzero()[:, 0]
+        kept = send(kept, labels.device)
         # Column c predicts x[c+2], whose distribution comes from h[c+1].
-        hidden = batch.hidden[:, 1 : 1 + total].flatten(0, 1)[kept]
+        hidden = batch.hidden[:, 1 : 1 + length].flatten(0, 1)[kept]
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
-            weights = weights * batch.token_weights[:, 2 : 2 + total].flatten()[kept]
+            weights = weights * batch.token_weights[:, 2 : 2 + length].flatten()[kept]
         # Not multiplied here: the loss takes features [K, I] with their output matrix [V_d, I], and makes few logits at
         # a time.
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]
@@ -121,10 +139,11 @@ class UnrolledHead(Speculator):
         measured = loss(logits, labels[:, kept], hidden, weights, self.draft_tokens)
 
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
-            whole = x.new_zeros(steps, batch_size * total)
+            whole = x.new_zeros(steps, batch_size * length)
             whole[:, kept] = x
             # Undo the shift of `by_u`: prefix products run over the steps of one position t.
-            return torch.stack([row.view(batch_size, total)[:, i : i + length] for i, row in enumerate(whole)])
+            rows = (row.view(batch_size, length) for row in whole)
+            return torch.stack([nn.functional.pad(row, (-i, i)) for i, row in enumerate(rows)])
 
         count = (labels != IGNORE).sum(1)
         overlap = None if measured.overlap is None else by_t(measured.overlap)
@@ -143,6 +162,11 @@ class UnrolledHead(Speculator):
         return torch.stack([self.to_full_vocabulary(self.output(i)(x)) for i, x in enumerate(features)])
 
 
+def on_host(batch: TrainingBatch) -> OnHost:
+    """Return what a batch's indices follow from; a batch that no collator made is copied to the CPU."""
+    return batch.targets.get("on_host") or OnHost(batch.labels.cpu(), batch.document_ids.cpu())
+
+
 def align(
     input_ids: Tensor,  # [B, L]
     document_ids: Tensor,  # [B, L]
@@ -153,7 +177,11 @@ def align(
 
     A decoder drafts only there: x[t+1] is a token that the target just sampled.
     """
-    length = input_ids.shape[1] - steps - 1
+    length = input_ids.shape[1] - 2
+    # N - 1 tokens without loss after the row, so that its last positions have labels at the first steps.
+    input_ids, document_ids, loss_mask = (
+        nn.functional.pad(x, (0, steps - 1)) for x in (input_ids, document_ids, loss_mask)
+    )
     # x[t+1] must be a token that the target would have sampled: a server drafts only after such a token.
     valid = loss_mask[:, 1 : 1 + length].bool()
     labels = []

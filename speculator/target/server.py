@@ -52,7 +52,8 @@ class ServerTarget(ModelHere):
         self.tokenizer, self.model, self.norm, self.urls = tokenizer, model, norm, list(urls)
         self.config: PreTrainedConfig = model.config
         self.name = model.config.name_or_path
-        self.context_length = context_length(self.config, self.name)
+        # A server generates a token after each text, so a text is one shorter than the context.
+        self.context_length = context_length(self.config, self.name) - 1
         self.fingerprint = fingerprint(model)
         pack_linears(model)
         self._prepare_logits()

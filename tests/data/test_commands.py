@@ -90,9 +90,11 @@ def test_view_shows_a_prepared_row_document_by_document(target, capsys):
     assert main(["view", "rows", "--target", target, "--rows", "9"]) == 0
     rows = re.split(r"^--- (?=rows:train:)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
     assert len(rows) == 9
-    assert all(re.match(rf"rows:train:{i}: 32 tokens, \d+ with loss\n", row) for i, row in enumerate(rows, start=1))
     stored = load_from_disk("rows")["train"].select(range(9))
-    assert [row.count("\n-\n") for row in rows] == [max(ids) for ids in stored["document_ids"]]
+    sizes = list(map(len, stored["input_ids"]))
+    shown = zip(rows, sizes, strict=True)
+    assert all(re.match(rf"rows:train:{i}: {n} tokens, \d+ with loss\n", row) for i, (row, n) in enumerate(shown, 1))
+    assert [row.count("\n-\n") for row in rows] == [max(ids) - ids[0] for ids in stored["document_ids"]]
     assert max(map(max, stored["document_ids"])) > 0
 
 

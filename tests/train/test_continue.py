@@ -5,16 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_head
+from conftest import tiny_block_head, tiny_head
+from datasets import Dataset
 
 from data.prepare import token_rows
 from eval.suites import load_suite
 from speculator import Engine, HeadDrafter, Sampling, Target
 from speculator.checkpoints import load_any
+from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.server.recorder import Recorder
+from speculator.target.server import split
 from train import run
 from train.command_line import parse
+from train.initialise import new_head
 from train.run import main
+from train.sizes import with_sizes_of_target
 from train.trainer import has_ended
 
 
@@ -38,11 +43,10 @@ def test_rows_keep_where_drafts_were_rejected_and_the_newest_are_held_out(traffi
     folder, requests = traffic
     monkeypatch.setenv("SPECULATOR_CACHE", str(folder / "cache"))
     target = Target.load(str(target_folder))
-    rows = token_rows([str(folder / "recorded")], "train", target.tokenizer, 32)
-    ids, rejected, mask = (
-        [value for row in rows for value in row[name]] for name in ("input_ids", "rejected", "loss_mask")
-    )
-    assert ids == [token for request in requests[:54] for token in request.sequence][: len(ids)]
+    rows = token_rows([str(folder / "recorded")], "train", target.tokenizer, 128)
+    rejected, mask = ([value for row in rows for value in row[name]] for name in ("rejected", "loss_mask"))
+    answers = [answer for row in rows for answer in split(row["input_ids"], row["document_ids"])]
+    assert sorted(answers) == sorted(request.sequence for request in requests[:54])
     assert 0 < sum(rejected) < sum(mask)
     assert all(has_loss or not marked for has_loss, marked in zip(mask, rejected, strict=True))
     suite = load_suite(str(folder / "recorded"), target, prompt_tokens=8, max_prompts=9, max_new_tokens=8)
@@ -95,6 +99,31 @@ def test_a_head_is_trained_until_it_no_longer_improves(traffic, target_folder, t
         shutil.rmtree(tmp_path / "run" / name)
     assert main(parse(argv)) == 0
     assert max(steps()) == 6
+
+
+def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(target_folder, tmp_path):
+    target = Target.load(str(target_folder))
+    shape = {"n_predict": 2, "aux_layers": [0, 1], "own_embedding": True, "trained_length": 96}
+    head = Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, **shape))
+    head.embed_tokens.weight.data.copy_(target.embedding_matrix())
+    head.save_pretrained(tmp_path / "head")
+    flags = ["--target.name_or_path", str(target_folder), "--speculator.warm_start", str(tmp_path / "head")]
+    config = parse(flags)
+    assert config.loss.d_pace == 0.5
+    assert parse([*flags, "--loss.d_pace", "1"]).loss.d_pace == 1
+    assert with_sizes_of_target(config, target.config).data.seq_length == 96
+    config.data.seq_length = 32
+    made = new_head(config, target, Dataset.from_list([{"input_ids": [1, 2, 3]}]))
+    assert not made.config.own_embedding
+    assert made.config.trained_length == 96
+    assert torch.equal(made.fc.weight, head.fc.weight)
+
+
+def test_a_block_drafter_goes_on_with_the_loss_of_its_recipes(target_folder, tmp_path):
+    tiny_block_head(Target.load(str(target_folder))).save_pretrained(tmp_path / "head")
+    flags = ["--target.name_or_path", str(target_folder), "--speculator.warm_start", str(tmp_path / "head")]
+    assert (loss := parse(flags).loss).total_variation == 1.8
+    assert loss.kl == 0
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,6 @@ def test_rows_that_fill_a_batch_do_not_count(tmp_path: Path, architecture: str):
     for batch, size in ((1, 4), (2, 4), (2, 8)):  # with 8, one batch has no row of the set
         assert len(filled(rows, size)) == size
         assert figures(batch, filled(rows, size)) == pytest.approx(alone, rel=1e-5)
+    # Tokens without loss after the row add no label: every token of an answer is a label of all steps that reach it.
+    longer = [{"input_ids": row + [0] * 3, "loss_mask": [1] * 20 + [0] * 3} for row in tokens]
+    assert figures(1, datasets.Dataset.from_list(longer)) == pytest.approx(alone, rel=1e-5)

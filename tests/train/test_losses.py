@@ -18,7 +18,7 @@ from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
-S = L - N - 1
+S = L - 2
 
 
 def ones(x):
@@ -27,27 +27,27 @@ def ones(x):
 
 def test_align_shows_the_shift_of_the_docstring():
     x = torch.arange(L)[None]
-    assert align(x, torch.zeros_like(x), ones(x), N).tolist() == [[[2, 3, 4, 5, 6], [3, 4, 5, 6, 7]]]
+    assert align(x, torch.zeros_like(x), ones(x), N).tolist() == [[[2, 3, 4, 5, 6, 7], [3, 4, 5, 6, 7, IGNORE]]]
 
 
 def test_no_label_crosses_a_document():
     x = torch.arange(L)[None]
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])
     no = IGNORE
-    assert align(x, documents, ones(x), N).tolist() == [[[2, 3, no, no, 6], [3, no, no, no, 7]]]
+    assert align(x, documents, ones(x), N).tolist() == [[[2, 3, no, no, 6, 7], [3, no, no, no, 7, no]]]
 
 
 def test_labels_are_inside_the_loss_mask_from_the_first_token_read():
     x = torch.arange(L)[None]
     speaks = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0]])
     no = IGNORE
-    assert align(x, torch.zeros_like(x), speaks, N).tolist() == [[[no, no, 4, 5, no], [no, no, 5, no, no]]]
+    assert align(x, torch.zeros_like(x), speaks, N).tolist() == [[[no, no, 4, 5, no, no], [no, no, 5, no, no, no]]]
 
 
 def measured(loss, labels, features, outputs, hidden, draft_tokens=None, token_weights=None) -> dict:
     """Metrics' sums of a head with these features, the objective, and the number of labels."""
     head = SimpleNamespace(output=outputs.__getitem__, draft_tokens=draft_tokens)
-    batch = TrainingBatch(None, None, hidden, None, {"labels": labels}, token_weights)
+    batch = TrainingBatch(None, labels, hidden, None, {"labels": labels}, token_weights)
     metrics = UnrolledHead.measure(head, features, batch, loss)
     objective, _ = metrics.pop("objective")
     sums = {name: total for name, (total, _) in metrics.items()}
@@ -178,7 +178,7 @@ def test_a_token_weight_multiplies_the_loss_of_every_step_that_predicts_it(name,
         z = case.outputs[i](case.features[i])
         teacher = case.hidden[:, i + 1 : i + 1 + S] @ case.lm_head.T
         each = loss(z, teacher, case.labels[:, i].clamp_min(0)) * (case.labels[:, i] != IGNORE)
-        expected = expected + (each * token_weights[:, i + 2 : i + 2 + S]).sum()  # head i at t predicts x[t+2+i]
+        expected = expected + (each * F.pad(token_weights, (0, N))[:, i + 2 : i + 2 + S]).sum()  # head i at t predicts x[t+2+i]
     sums, plain = case.measure(weights, chunk, token_weights), case.measure(weights, chunk)
     torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
     for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
@@ -317,7 +317,7 @@ def test_a_low_rank_bias_is_a_second_term_of_the_logits(chunk):
 
 
 def test_a_frozen_matrix_gets_no_gradient_buffer(monkeypatch):
-    case = Case()
+    case = Case(masked=False)
     case.outputs[0].weight.requires_grad_(False)
     made = []
     zeros = torch.zeros_like
@@ -371,12 +371,12 @@ def test_a_batch_without_labels_gives_zeros():
 
 
 def test_prefix_accuracy_needs_all_earlier_steps():
-    labels = torch.tensor([[[1, 1, 1, 1], [2, 2, 2, 2]]])
+    labels = torch.tensor([[[1, 1, 1, 1, IGNORE], [2, 2, 2, 2, IGNORE]]])
     identity = nn.Linear(V, V, bias=False)
     identity.weight.data = torch.eye(V)
     choose = lambda tokens: F.one_hot(torch.tensor([tokens]), V).float()  # noqa: E731
     loss = ChunkedLoss(lambda h: h, LossConfig(cross_entropy=1, kl=0), V, chunk=2)
-    features = [choose([1, 1, 0, 0]), choose([2, 0, 2, 0])]
+    features = [choose([1, 1, 0, 0, 0]), choose([2, 0, 2, 0, 0])]
     figures = summarise(measured(loss, labels, features, [identity, identity], torch.zeros(1, 7, D))["metrics"])
     assert figures["position1/accuracy"] == 0.5
     assert figures["position1/prefix_accuracy"] == 0.25
@@ -460,7 +460,7 @@ def test_gradients_on_two_processes_are_those_of_all_logits_at_once(on_two_proce
     loss = list(CASES.values())[index][1]
     head.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
-    for i, z in enumerate(head.logits(hidden[:, :S], ids[:, 1:-1])):
+    for i, z in enumerate(head.logits(hidden[:, :S], F.pad(ids[:, 1:-1], (0, N - 1)))):
         each = loss(z, hidden[:, i + 1 : i + 1 + S] @ lm_head.T, labels[:, i].clamp_min(0))
         total = total + (each * (labels[:, i] != IGNORE)).sum()
     total.backward()

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_head
+from conftest import tiny_block_head, tiny_head, tiny_model
 from torch.optim.lr_scheduler import LambdaLR
 
+from speculator import Target
 from speculator.errors import UserError
 from train import checks
 from train.command_line import parse
-from train.muon import MuonAndAdamW, takes_muon
+from train.muon import MuonAndAdamW, muon_weights
 
 
 def step(optimiser: torch.optim.Optimizer, head: torch.nn.Module, seed: int) -> None:
@@ -21,7 +22,7 @@ def step(optimiser: torch.optim.Optimizer, head: torch.nn.Module, seed: int) -> 
 
 
 def made(head: torch.nn.Module) -> MuonAndAdamW:
-    return MuonAndAdamW(torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.1), head.config)
+    return MuonAndAdamW(torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.1), head)
 
 
 def test_each_weight_gets_the_step_of_its_optimiser():
@@ -29,8 +30,8 @@ def test_each_weight_gets_the_step_of_its_optimiser():
     head = tiny_head()
     other = copy.deepcopy(head)
     step(made(head), head, seed=0)
-    inside = [weight for weight in other.parameters() if takes_muon(weight, other.config)]
-    rest = [weight for weight in other.parameters() if not takes_muon(weight, other.config)]
+    inside = muon_weights(other)
+    rest = [weight for weight in other.parameters() if all(weight is not each for each in inside)]
     assert inside
     assert {weight.ndim for weight in rest} == {1, 2}
     noise = torch.Generator().manual_seed(0)
@@ -40,6 +41,18 @@ def test_each_weight_gets_the_step_of_its_optimiser():
     torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.1).step()
     for ours, theirs in zip(head.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_matrix_is_inside_a_head_whatever_its_size():
+    """The MLP of a layer may be as wide as the draft vocabulary."""
+    head = tiny_head(architecture="eagle3", draft_tokens=list(range(16)))  # the inner size is 16 too
+    names = {name for name, weight in head.named_parameters() if any(weight is each for each in muon_weights(head))}
+    assert {f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")} <= names
+    assert "fc.weight" in names
+    assert "lm_head.weight" not in names
+    block = tiny_block_head(Target(tiny_model(), tokenizer=None), markov_rank=4)
+    inside = {name for name, weight in block.named_parameters() if any(weight is each for each in muon_weights(block))}
+    assert inside == {name for name, w in block.named_parameters() if w.ndim == 2 and "markov" not in name}
 
 
 def test_a_loaded_state_goes_on_with_the_schedule():

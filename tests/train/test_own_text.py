@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 import yaml
 from chat_targets import chatty, save, tiny_llama
 from conftest import shorten_validation, tiny_head
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from kills import killed_at
 
@@ -105,6 +106,22 @@ def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, t
     assert len(folders) == 4
     assert folder_of(config_of(chat_folder, tmp_path / "elsewhere", **{"data.seq_length": 8}), target) in folders
     assert folder_of(config, target) in folders
+
+
+def test_text_of_stage_2_is_packed_in_the_same_rows_each_time(chat_folder, tmp_path):
+    config = config_of(chat_folder, tmp_path, **{"data.seq_length": 64, "stage2.max_steps": 1})
+    texts = [{"input_ids": [i] * (9 + i % 40), "loss_mask": [0] * 5 + [1] * (4 + i % 40)} for i in range(100)]
+    texts.append({"input_ids": [101] * 70, "loss_mask": [0] + [1] * 69})  # longer than rows of stage 1
+    rows = own_text.packed(config, Dataset.from_list(texts))
+    again = own_text.packed(config, Dataset.from_list(texts))
+    assert list(rows) == list(again)
+    sizes = list(map(len, rows["input_ids"]))
+    assert max(sizes) == 70
+    assert sum(sizes) == sum(len(text["input_ids"]) for text in texts) > 0.85 * 70 * len(rows)
+    whole = [list(group) for row in rows["input_ids"] for _, group in groupby(row)]
+    assert sorted(whole) == sorted(text["input_ids"] for text in texts)
+    few = Dataset.from_list(texts[:3])  # two rows would be no more than a batch, but these make one
+    assert own_text.packed(config, few) is few
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 """`--plan`: what a run will need, against what was measured on an H100 and what the trainer allocates."""
 
+import json
+
 import pytest
 import torch
+import yaml
 from conftest import CONFIGS, RECURRENT, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from speculator import UserError
@@ -15,6 +19,7 @@ from train.gpus import GPUS, Place, gpu_named, place_of
 from train.initialise import head_config
 from train.plan import Plan
 from train.sharded_adam import largest_share
+from train.sizes import Prompt
 
 H100 = place_of("H100", 1)
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -67,14 +72,26 @@ def test_every_family_is_counted_without_its_weights(family):
     assert made.memory()["stage1"]
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3"])  # unrolled, with output matrices of their own
-def test_operations_of_a_head_follow_from_its_weights(architecture):
-    """A step's matrices are used once per step, tied or not."""
-    options = parse(["--speculator.architecture", architecture, "--speculator.n_predict", "3"]).speculator
-    with torch.device("meta"):
-        head = ARCHITECTURES[architecture](head_config(options, SMOLLM))
-    outputs = 3 * head.config.output_size * head.output(0).weight.shape[1]
-    assert outputs < head.weights_per_token(64) < 3 * sum(weight.numel() for weight in head.parameters())
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("mlp", "{}"), ("mlp", "{tie_weights: false}"), ("mlp", "{inner_dim: 48}"), ("lstm", "{}"), ("eagle3", "{}")],
+)
+def test_operations_of_a_head_are_those_that_torch_counts(architecture, options):
+    """Products with matrices alone: attention has none of its own here."""
+    flags = ["--speculator.architecture", architecture, "--speculator.n_predict", "3"]
+    given = yaml.safe_load(options)
+    flags += ["--speculator.inner_dim", str(given.pop("inner_dim", 32))]
+    flags += ["--speculator.options", json.dumps(given)]
+    target = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=8, num_attention_heads=4)
+    head = ARCHITECTURES[architecture](head_config(parse(flags).speculator, target))
+    head.bind(target, torch.randn(64, 32), torch.nn.Linear(32, 64, bias=False))
+    inputs = [x.float() if x.is_floating_point() else x for x in head.probe()][:2]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        head.logits(*inputs)
+    products = counter.get_flop_counts()["Global"]
+    counted = sum(count for name, count in products.items() if "bmm" not in str(name))
+    # EAGLE-3 computes keys and values of step 0 twice.
+    assert 2 * 4 * head.weights_per_token(4) == pytest.approx(counted, rel=0.1 if architecture == "eagle3" else 0)
 
 
 def test_a_token_is_multiplied_by_the_experts_that_it_is_sent_to():
@@ -231,6 +248,28 @@ def test_all_that_a_target_writes_itself_counts_up_to_its_context(target_folder)
     assert (tokens["self"], tokens["generating"]) == (10 * 2 * (3 + 5), 20 * 2 * (3 + 7))
     config.data.self_source.turns = 500
     assert Plan(config, target, Place(1)).tokens()["self"] == 10 * target.max_position_embeddings
+
+
+def test_chats_are_planned_with_the_prompts_that_they_have(tmp_path):
+    """Prompts of text are cut to `prompt_tokens`, those of chats are taken whole, with all turns."""
+    target = LlamaConfig(**{**LLAMA.to_diff_dict(), "max_position_embeddings": 131_072})
+    file = tmp_path / "chats.jsonl"
+    turns = [{"role": role, "content": "x" * 4000} for _ in range(2) for role in ("user", "assistant")]
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(30)))
+    flags = ["--config", "configs/eagle3.yaml", "--data.seq_length", "4096", "--target.name_or_path", "x"]
+    chats = Plan(parse([*flags, "--data.sources", f"[{file}]"]), target, H100)
+    assert chats.generated["generating"].length == 2 * (1000 + 256)
+    assert chats.tokens()["generating"] == 4000 * 2 * 256
+    assert chats.length("stage2") == 4096
+    assert not chats.guessed
+    unknown = Plan(parse([*flags, "--data.sources", "[org/chats]"]), target, H100)
+    assert unknown.generated["generating"].length == 64 + 256
+    assert "the prompts are not known yet" in str(unknown)
+    counted = Plan(parse([*flags, "--data.sources", "[org/chats]"]), target, H100, [Prompt(9000, 3), Prompt(100)])
+    assert counted.generated["generating"].length == 4096 + 256
+    assert counted.length("stage2") == 4096 + 256
+    parts = [sum(made.memory()["generating"].values()) for made in (unknown, chats, counted)]
+    assert parts == sorted(parts)
 
 
 def test_the_peak_is_known_for_known_gpus_only(target_folder, monkeypatch):

@@ -24,6 +24,7 @@ from speculator.target import hidden_state_servers
 from speculator.target.server import ServerTarget
 from train import run, server_command
 from train.command_line import parse
+from train.look_ahead import DOCUMENTS, Documents, LookAhead
 
 LENGTH = 24
 AUX = {"mlp": [], "eagle3": [0, 1], "dspark": [0, 1]}
@@ -194,6 +195,46 @@ def test_the_disk_holds_no_more_than_its_part(folder, serve, monkeypatch):
     assert hidden.shape == (8, LENGTH, 32)
     assert 1 <= server.most <= 2
     target.close()
+
+
+class Counting:
+    """A target whose answers are there at once; it counts the batches whose states are asked for and not yet used."""
+
+    held = most = 0
+    seconds = 9.0  # as if the head trained on many batches meanwhile
+
+    def begin(self, documents, length):
+        self.held += 1
+        self.most = max(self.most, self.held)
+        return self
+
+    def result(self):
+        self.held -= 1
+        return torch.zeros(1), torch.zeros(1)
+
+
+def test_states_are_held_for_eight_batches_ahead_however_many_make_a_step():
+    target = Counting()
+    look_ahead = LookAhead(target)
+    batch = {"input_ids": torch.zeros(1, 4), DOCUMENTS: Documents([{"input_ids": [1, 2, 3, 4]}])}
+    batches = iter([batch] * 96)
+    for _ in range(3):  # optimiser steps of 32 micro-batches, which the Trainer reads at once
+        step = [next(look_ahead.continued(batches)) for _ in range(32)]
+        for each in step:
+            look_ahead.take(dict(each))
+    assert next(look_ahead.continued(batches), None) is None
+    assert target.held == 0
+    assert target.most == 9, "the one in use, and eight ahead"
+
+
+def test_rows_leave_room_for_the_token_that_a_server_generates(local, capsys):
+    context = local.context_length
+    flags = ["--config", "tests/plain.yaml", "--target.name_or_path", local.name, "--stage2.max_steps", "0"]
+    flags += ["--target.server", "http://localhost:1", "--eval.max_new_tokens", "16", "--data.seq_length"]
+    assert server_command.main([*flags, str(context)]) == 2
+    assert f"data.seq_length is {context}, but servers read texts of at most {context - 1}" in capsys.readouterr().err
+    assert server_command.main([*flags, "0"]) == 0
+    assert f"--max-model-len {context} " in capsys.readouterr().out
 
 
 RUN = {

@@ -1,15 +1,17 @@
 """Recipes for any model: what a target and its rows decide."""
 
+import gzip
 from dataclasses import replace
 
 import pytest
+from datasets import Dataset
 from transformers import AutoConfig, LlamaConfig
 
 from speculator import UserError
 from train.command_line import parse
 from train.config import HeadOptions, StageConfig
 from train.initialise import head_config
-from train.sizes import expected_rows, with_shorter_rows, with_sizes_of_target, with_steps
+from train.sizes import expected_rows, length_of_chats, with_shorter_rows, with_sizes_of_target, with_steps
 
 RECIPES = ("eagle3", "dspark", "mlp")
 
@@ -93,8 +95,33 @@ def test_the_size_of_local_data_is_estimated(tmp_path):
     (tmp_path / "a.jsonl").write_text("x" * 40_960)
     config = parse(["--data.sources", f"[{tmp_path}]", "--data.seq_length", "1024"])
     assert expected_rows(replace(config, data=replace(config.data, max_tokens=None))) == 9
-    assert expected_rows(parse(["--data.sources", "[org/name]"])) is None
+    assert expected_rows(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[org/name]"])) is None
     assert expected_rows(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[self]"])) == 500
+
+
+def test_packed_files_count_by_their_text_and_a_limit_counts_for_any_source(tmp_path):
+    text = "".join(f"{i} the quick brown fox " for i in range(4000))
+    (tmp_path / "plain.txt").write_text(text)
+    with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
+        file.write(text)
+    Dataset.from_dict({"text": [text[i : i + 500] for i in range(0, len(text), 500)]}).to_parquet(tmp_path / "a.parquet")
+    plain, packed, parquet = (
+        expected_rows(parse(["--data.sources", f"[{tmp_path / name}]", "--data.max_tokens", "10000000"]))
+        for name in ("plain.txt", "a.txt.gz", "a.parquet")
+    )
+    assert plain == packed == pytest.approx(parquet, rel=0.1)
+    limit = ["--config", "configs/eagle3.yaml", "--data.sources", "[org/name]", "--data.max_tokens", "30000"]
+    assert expected_rows(parse([*limit, "--data.seq_length", "1000"])) == 30
+
+
+def test_short_rows_for_little_text_keep_chats_whole():
+    config = with_sizes_of_target(parse(["--config", "configs/eagle3.yaml"]), None)
+    masks = [[0] * 100 + [1] * 800, [1] * 3000, [0, 1] * 450, [0] * 10 + [1] * 1990]
+    row = {"loss_mask": sum(masks, []), "document_ids": [i for i, mask in enumerate(masks) for _ in mask]}
+    short = {"loss_mask": [0, *[1] * 899] * 20, "document_ids": [i for i in range(20) for _ in range(900)]}
+    assert length_of_chats([row, short]) == 900
+    assert length_of_chats([row]) == 2000
+    assert with_shorter_rows(config, 20_000, 900).data.seq_length == 1024
 
 
 def test_steps_and_epochs_exclude_each_other(capsys):

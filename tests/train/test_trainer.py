@@ -44,6 +44,12 @@ def test_an_evaluation_of_the_training_rows_reports_the_loss_of_the_first_traini
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trained, rel=1e-3)
 
 
+def test_batches_on_a_gpu_have_few_lengths_and_none_beyond_the_longest_row():
+    collate = Collator(tiny_head().config, multiple=8, longest=20)
+    rows = [{"input_ids": [1] * length} for length in (9, 16, 17, 20)]
+    assert [collate([row])["input_ids"].shape[1] for row in rows] == [16, 16, 20, 20]
+
+
 def test_a_weight_that_is_not_a_number_is_found_behind_others(target, tmp_path):
     head = tiny_head().train()
     args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)

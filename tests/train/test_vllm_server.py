@@ -18,7 +18,7 @@ class Stub(ThreadingHTTPServer):
 
     def __init__(self, lengths: dict[str, float]):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.lengths, self.head, self.failing = lengths, "old", ""
+        self.lengths, self.head, self.failing, self.failures = lengths, "old", "", 1
         self.calls: list[str] = []
         self.drafts = self.accepted = 0.0
 
@@ -46,7 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         stub, body = self.server, self.rfile.read(int(self.headers.get("content-length", 0)))
         stub.calls.append(self.path)
         if stub.failing == self.path:
-            stub.failing = ""
+            stub.failures -= 1
+            stub.failing = stub.failing if stub.failures else ""
             return self.answer(500, "no such folder")
         if self.path == "/update_weights":
             assert self.headers["content-type"] == "application/json"
@@ -92,6 +93,13 @@ def test_a_failed_update_leaves_the_server_running_with_the_old_head(start, fail
     assert server.try_head("new", "old") == f"not loaded: {failing}: status 500: no such folder"
     failed = UPDATE[: UPDATE.index(failing) + 1]
     assert (stub.calls, stub.head) == ([*failed, "/resume", *UPDATE], "old")
+
+
+def test_a_server_that_takes_neither_head_is_an_error(start):
+    server, stub = start(old=2.0, new=2.5)
+    stub.failing, stub.failures = "/update_weights", 2
+    with pytest.raises(UserError, match="new head was not loaded: .*; nor was the old one: /update_weights: status 500"):
+        server.try_head("new", "old")
 
 
 def test_without_traffic_the_new_head_stays(start, monkeypatch, capsys):

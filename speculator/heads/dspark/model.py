@@ -120,6 +120,10 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         if isinstance(module, MarkovHead):
             nn.init.zeros_(module.markov_w2.weight)
 
+    def token_matrices(self) -> list[Tensor]:
+        own = [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
+        return [*super().token_matrices(), *own]
+
     def weights_per_token(self, length: int) -> int:
         text = self.fc.weight.numel()
         layers = sum(part.weight.numel() for part in self.layers.modules() if isinstance(part, nn.Linear))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speculator.device import exact
+from speculator.device import exact, send
 
 flash_forward = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward
@@ -47,21 +47,31 @@ class QueryRows:
     """The positions of a batch whose features are computed, laid end to end; the others give keys and values only.
 
     Args:
-        wanted: [R] ascending, indices into the B * S positions of the batch.
-        begins: [B, S] first position of each position's document.
+        wanted: [R] ascending, indices into the B * S positions; on the CPU, so that nothing waits for a GPU.
+        begins: [B, S] first position of each position's document, likewise.
         limit: most attention scores of a head that may be in memory at a time.
         window: number of positions that a row attends to; None for all.
+        device: where the rows are computed (default: that of `wanted`).
 
     Attributes:
-        positions: [R] position of each row in its sequence.
-        sequences: [R] index of each row's sequence.
+        wanted: [R] as given, on the device.
+        positions: [R] position of each row in its sequence, on the device.
+        sequences: [R] index of each row's sequence, on the device.
+        starts: [R] first position of each row's document, on the device.
     """
 
-    def __init__(self, wanted: Tensor, begins: Tensor, limit: int, window: int | None):
-        self.wanted, self.begins, self.limit, self.window = wanted, begins, limit, window
+    def __init__(
+        self, wanted: Tensor, begins: Tensor, limit: int, window: int | None, device: torch.device | None = None
+    ):
+        self.begins, self.limit, self.window, self._device = begins, limit, window, device or wanted.device
         length = begins.shape[1]
         # Sequences lie end to end: with S = 100, index 107 is position 7 of sequence 1.
-        self.positions, self.sequences = wanted % length, wanted // length
+        self._on_host = wanted % length, wanted // length, begins.flatten()[wanted]
+        self.wanted = self._sent(wanted)
+        self.positions, self.sequences, self.starts = map(self._sent, self._on_host)
+
+    def _sent(self, x: Tensor) -> Tensor:
+        return x if x.device == self._device else send(x, self._device)
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
         """Scatter the rows to all positions of the batch, 0 elsewhere."""
@@ -76,18 +86,15 @@ class QueryRows:
         # A position whose document begins at itself. With documents of 3 and 5 tokens the begins are 0 0 0 3 3 3 3 3,
         # and the bounds 0, 3, 8.
         first = self.begins == torch.arange(self.begins.shape[1], device=self.begins.device)
-        return nn.functional.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()).int()
-
-    @cached_property
-    def starts(self) -> Tensor:  # [R] first position of each row's document
-        return self.begins.flatten()[self.wanted]
+        return self._sent(nn.functional.pad(first.flatten().nonzero()[:, 0], (0, 1), value=first.numel()).int())
 
     @cached_property
     def blocks(self) -> list[Block]:
         batch, length = self.begins.shape
-        at, first = self.positions.tolist(), self.starts.tolist()
+        positions, sequences, starts = self._on_host
+        at, first = positions.tolist(), starts.tolist()
         size, blocks, stop = max(1, self.limit // length), [], 0
-        for sequence, count in enumerate(self.sequences.bincount(minlength=batch).tolist()):
+        for sequence, count in enumerate(sequences.bincount(minlength=batch).tolist()):
             start, end = stop, stop + count
             while start < end:
                 stop = min(start + size, end)

@@ -159,7 +159,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         """
         length, layer = states.shape[1], self.layer
         if documents is None:
-            documents = torch.zeros_like(tokens[:, :length])
+            documents = torch.zeros(len(tokens), length, dtype=torch.long)
         g = self.fuse(states)
         positions = torch.arange(length, device=states.device)
         # Position t reads h_t and x[t+1], which is tokens[:, t]: the caller has cut off x[0].
@@ -167,13 +167,13 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         keys, values = layer.self_attn.key_value(u, self.rope(positions, u.dtype))
 
         # Indices into the flattened [B * S] positions: of those without a label only keys and values are computed.
-        everything = torch.arange(documents.numel(), device=states.device)
+        everything = torch.arange(documents.numel(), device=documents.device)
         wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
         if not len(wanted):
             wanted = everything[:1]  # DDP needs a gradient for every weight
         kind = states.device.type
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // self.config.num_attention_heads
-        rows = QueryRows(wanted, document_starts(documents), limit, self.config.sliding_window)
+        rows = QueryRows(wanted, document_starts(documents), limit, self.config.sliding_window, states.device)
         fused = fused_dtype(keys, kind)
 
         def recomputed(work: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +184,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
 
         keys, values = cast(keys, values)
         # From here on, rows are the R wanted positions of all sequences, end to end: [R, D].
-        g = g.flatten(0, 1)[wanted]
+        g = g.flatten(0, 1)[rows.wanted]
         # At step 0 a position's own key is among those of the text.
         own_keys, own_values = keys[0, :0, None].expand(0, len(wanted), -1, -1), values[0, :0, None]
         own_values = own_values.expand_as(own_keys)

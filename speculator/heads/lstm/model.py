@@ -59,14 +59,17 @@ class LSTMSpeculator(RecurrentHead):
     def embedding(self, index: int) -> nn.Embedding:
         return cast(nn.Embedding, self.forget_emb[0])
 
+    def projections(self, index: int) -> list[nn.Linear]:
+        # Before the cell the state has h_t [D] at step 0 and s [I] later, so step 0 has projections of its own.
+        gates = (self.forget_proj, self.input_proj, self.output_proj, self.cell_proj)
+        return [cast(nn.Linear, proj[min(index, 1)]) for proj in gates]
+
     def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:  # [..., D+I or 2I], [..., I] -> [..., 2I]
-        # The cell is the last I of the state. Before it are h_t [D] at step 0 and s [I] later, so step 0 has its own
-        # projections.
+        # The cell is the last I of the state.
         inner = self.config.inner_dim
         state, cell = state[..., :-inner], state[..., -inner:]
         token = self.alpha * token
-        gates = (self.forget_proj, self.input_proj, self.output_proj, self.cell_proj)
-        forget, take, give, candidate = (proj[min(index, 1)](state) + token for proj in gates)
+        forget, take, give, candidate = (proj(state) + token for proj in self.projections(index))
         new = nn.functional.gelu(self.cell_ln[0](candidate))
         cell = forget.sigmoid() * cell + take.sigmoid() * new
         state = give.sigmoid() * nn.functional.gelu(self.state_ln[0](cell))

@@ -51,9 +51,12 @@ class MLPSpeculator(RecurrentHead):
     def embedding(self, index: int) -> nn.Embedding:
         return cast(nn.Embedding, self.emb[min(index, len(self.emb) - 1)])
 
+    def projections(self, index: int) -> list[nn.Linear]:
+        # Untied, every step has its own. Tied, there are two: of step 0 and of the rest.
+        return [cast(nn.Linear, self.proj[min(index, len(self.proj) - 1)])]
+
     def advance(self, index: int, state: Tensor, token: Tensor) -> Tensor:
-        # Untied, every step has its own. Tied, there are two projections (step 0 and the rest) and one norm.
-        proj, ln = (part[min(index, len(part) - 1)] for part in (self.proj, self.ln))
+        (proj,), ln = self.projections(index), self.ln[min(index, len(self.ln) - 1)]
         return nn.functional.gelu(ln(proj(state) + self.alpha * token))
 
     def features(self, index: int, state: Tensor) -> Tensor:

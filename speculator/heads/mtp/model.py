@@ -184,16 +184,16 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         """See `UnrolledHead`. The backward pass recomputes each step; a few states per step are kept for it."""
         length = states.shape[1]
         if documents is None:
-            documents = torch.zeros_like(tokens[:, :length])
+            documents = torch.zeros(len(tokens), length, dtype=torch.long)
         positions, starts = torch.arange(length, device=states.device), document_starts(documents)
-        everything = torch.arange(documents.numel(), device=states.device)
+        everything = torch.arange(documents.numel(), device=documents.device)
         kind, heads = states.device.type, self.config.block["num_attention_heads"]  # type: ignore[index]
         limit = _SCORES.get(kind, _SCORES_ON_GPU) // heads
-        rows = QueryRows(everything, starts, limit, None)
+        rows = QueryRows(everything, starts, limit, None, states.device)
 
         embedded = self.embed(tokens[:, :length])
         if self.config.zero_first:
-            embedded = embedded * (positions != starts)[..., None]
+            embedded = embedded * (positions != rows.starts.view(starts.shape))[..., None]
         state, features = states.to(embedded.dtype), []
         if self.is_chain:
             for i in range(self.n_predict):
@@ -209,7 +209,8 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         if not len(wanted):
             wanted = everything[:1]  # DDP needs a gradient for every weight
         # From step 1 on only positions with a label: R rows as one sequence, [1, R, D].
-        rows, state = QueryRows(wanted, starts, limit, None), state.flatten(0, 1)[None, wanted]
+        rows = QueryRows(wanted, starts, limit, None, states.device)
+        state = state.flatten(0, 1)[None, rows.wanted]
         # No own keys yet, in the shape [0, R, K, d] to which each step adds one.
         own = [x[0, :0, None].expand(0, len(wanted), -1, -1) for x in text]
         for i in range(1, self.n_predict):
