@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator.checkpoints import head_folder, layout_of, load_any, save
+from speculator.checkpoints.base_model import same_embedding
 from speculator.checkpoints.card import NAME, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.checkpoints.mtp import MTP
@@ -66,4 +67,7 @@ def check_base(config: SpeculatorConfig) -> str:
         (vocab != config.vocab_size, f"the head has a vocabulary of {config.vocab_size} tokens; {name} has {vocab}"),
         (hidden != config.emb_dim, f"the head reads hidden states of size {config.emb_dim}; {name} has {hidden}"),
     )
+    if same_embedding(config) is False:
+        other = "not the weights that the head was trained for: fewer drafts may be accepted"
+        return f"base model: {name}, of the same sizes, but {other}"
     return f"base model: {name}, of the same sizes"

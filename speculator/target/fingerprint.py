@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,19 +22,25 @@ def fingerprint(model: Any) -> str:
     """
     config = decoder_config(model)
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
-    samples = []
-    for matrix in map(whole, matrices):
-        # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
-        indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
-        rows, columns = indices // matrix.shape[1], indices % matrix.shape[1]
-        samples += _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
+    samples = [value for matrix in map(whole, matrices) for value in _sampled(matrix)]
     # PEFT names its parameters after the adapter.
     if added := [weight for name, weight in sorted(model.named_parameters()) if "default" in name.split(".")]:
         # One weight, the middle one, of every `step`-th tensor: 28 tensors give 7 samples, at 0, 4, 8, ...
         step = -(-len(added) // _SAMPLES)
         samples += _bits(torch.stack([weight.flatten()[weight.numel() // 2] for weight in added[::step]]))
     facts = (config.model_type, config.num_hidden_layers, config.hidden_size, config.vocab_size)
-    return "-".join(map(str, facts)) + ":" + "".join(f"{value & 0xFFFF:04x}" for value in samples)
+    return "-".join(map(str, facts)) + ":" + _written(samples)
+
+
+def _sampled(matrix: Tensor) -> list[int]:  # [V, D]
+    # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
+    indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
+    rows, columns = indices // matrix.shape[1], indices % matrix.shape[1]
+    return _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
+
+
+def _written(samples: list[int]) -> str:
+    return "".join(f"{value & 0xFFFF:04x}" for value in samples)
 
 
 def _bits(values: Tensor) -> list[int]:
@@ -49,6 +55,17 @@ def same_target(one: str, other: str) -> bool:
     """
     pairs = _pairs(one, other)
     return bool(pairs) and 4 * sum(a == b for a, b in pairs) >= 3 * len(pairs)
+
+
+def has_matrix(
+    recorded: str,
+    which: Literal["embedding", "output"],
+    matrix: Tensor,  # [V, D]
+) -> bool:
+    """Return whether a matrix is that of a fingerprint's target, by the samples that `same_target` compares."""
+    facts, _, samples = recorded.partition(":")
+    first = 4 * _SAMPLES * (which == "output")
+    return same_target(f"{facts}:{samples[first : first + 4 * _SAMPLES]}", f"{facts}:{_written(_sampled(matrix))}")
 
 
 def similar_target(one: str, other: str) -> bool:
