@@ -14,7 +14,7 @@ from speculator.checkpoints import files
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, refuse
 from speculator.heads.base import SpeculatorConfig
-from speculator.target.fingerprint import has_matrix
+from speculator.target.fingerprint import has_matrix, sample_indices
 from speculator.target.gguf import is_gguf
 from speculator.target.loading import auto_class
 
@@ -45,7 +45,7 @@ def base_matrix(config: SpeculatorConfig, which: Which) -> Tensor:  # [V, D]
     refuse(
         (list(found.shape) != shape, f"{where} has one of shape {list(found.shape)}, not {shape}"),
         (
-            trained_for is not None and not has_matrix(trained_for, which, found),
+            trained_for is not None and not _fits(trained_for, which, found),
             f"{where} has other weights than the head was trained for: --base_model names the folder of those, such as "
             "that of the same revision",
         ),
@@ -60,7 +60,11 @@ def same_embedding(config: SpeculatorConfig) -> bool | None:
     if known is None or name is None or trained_for is None or is_gguf(name):
         return None
     found = _read(name, known, "embedding")
-    return None if found is None else has_matrix(trained_for, "embedding", found)
+    return None if found is None else _fits(trained_for, "embedding", found)
+
+
+def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
+    return has_matrix(trained_for, which, matrix[sample_indices(*matrix.shape)])
 
 
 def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:

@@ -22,7 +22,10 @@ def fingerprint(model: Any) -> str:
     """
     config = decoder_config(model)
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
-    samples = [value for matrix in map(whole, matrices) for value in _sampled(matrix)]
+    samples = []
+    for matrix in map(whole, matrices):
+        rows, columns = sample_indices(*matrix.shape)
+        samples += _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
     # PEFT names its parameters after the adapter.
     if added := [weight for name, weight in sorted(model.named_parameters()) if "default" in name.split(".")]:
         # One weight, the middle one, of every `step`-th tensor: 28 tensors give 7 samples, at 0, 4, 8, ...
@@ -32,15 +35,15 @@ def fingerprint(model: Any) -> str:
     return "-".join(map(str, facts)) + ":" + _written(samples)
 
 
-def _sampled(matrix: Tensor) -> list[int]:  # [V, D]
-    # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
-    indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
-    rows, columns = indices // matrix.shape[1], indices % matrix.shape[1]
-    return _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
-
-
 def _written(samples: list[int]) -> str:
     return "".join(f"{value & 0xFFFF:04x}" for value in samples)
+
+
+def sample_indices(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each sampled weight of a matrix."""
+    # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
+    indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % (rows * columns)
+    return indices // columns, indices % columns
 
 
 def _bits(values: Tensor) -> list[int]:
@@ -60,12 +63,14 @@ def same_target(one: str, other: str) -> bool:
 def has_matrix(
     recorded: str,
     which: Literal["embedding", "output"],
-    matrix: Tensor,  # [V, D]
+    samples: Tensor,  # [8] weights at `sample_indices`
+    quantised: bool = False,
 ) -> bool:
-    """Return whether a matrix is that of a fingerprint's target, by the samples that `same_target` compares."""
-    facts, _, samples = recorded.partition(":")
+    """Return whether a fingerprint's target has this matrix, or a quantised copy of it."""
+    facts, _, known = recorded.partition(":")
     first = 4 * _SAMPLES * (which == "output")
-    return same_target(f"{facts}:{samples[first : first + 4 * _SAMPLES]}", f"{facts}:{_written(_sampled(matrix))}")
+    pair = f"{facts}:{known[first : first + 4 * _SAMPLES]}", f"{facts}:{_written(_bits(samples))}"
+    return similar_target(*pair) if quantised else same_target(*pair)
 
 
 def similar_target(one: str, other: str) -> bool:
