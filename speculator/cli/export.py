@@ -9,7 +9,7 @@ from typing import Any
 
 from speculator.checkpoints import head_folder, layout_of, load_any, save
 from speculator.checkpoints.base_model import same_embedding
-from speculator.checkpoints.card import NAME, read_run, write_card
+from speculator.checkpoints.card import NAME, copy_card, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.checkpoints.mtp import MTP
 from speculator.device import dtype_name
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.output / NAME).exists():  # the target's own, and the same file as in its folder
         pass
     elif record is None:
-        shutil.copyfile(card, arguments.output / NAME)
+        copy_card(card, arguments.output / NAME, arguments.base_model)
     elif layout.write is None:  # a card is made from the folder
         write_card(arguments.output, record)
     if layout.name == "native" and (folder / TUNED).is_file():
