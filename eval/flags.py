@@ -74,7 +74,7 @@ def run(parser: OneLineParser) -> None:
         "--server",
         dest="server_url",
         metavar="URL",
-        help="measure the vLLM at this address, which serves the exported head, by its own counters",
+        help="measure the vLLM or llama-server at this address, which serves the exported head, by its own counters",
     )
     parser.add_argument(
         "--rule",

@@ -1,6 +1,6 @@
-"""`python -m eval --server URL`: acceptance of an exported head in the vLLM that serves it, by its own counters.
+"""`python -m eval --server URL`: acceptance of an exported head in the server that drafts with it, by its own counters.
 
-The counters are those of all requests to the server: nobody else may use it meanwhile.
+vLLM has counters of all requests: nobody else may use the server meanwhile. llama-server counts in each answer too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from speculator.vllm_counters import read_counters
 
 FORECAST_FILE = "forecast.json"
 _REQUESTS = 8  # at a time
+_LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
+"""Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
 
 
 def write_forecast(folder: Path, evaluation: dict[str, Any]) -> None:
@@ -83,6 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     with server.client as client:
         try:
             model = client.models.list().data[0]
+            llama_cpp = model.owned_by == "llamacpp"
             context = getattr(model, "max_model_len", None) or sys.maxsize
             known: Any = SimpleNamespace(
                 tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None
@@ -91,16 +94,14 @@ def run(arguments: argparse.Namespace) -> None:
             suites = [suite_of(arguments, source, known, arguments.raw) for source in sources]
             rows = []
             for suite, temperature in product(suites, arguments.temperature or [0.0, 1.0]):
-                before = _counters(base, server.url)
+                before = None if llama_cpp else _counters(base, server.url)
                 sampling = Sampling(temperature, seed=arguments.seed)
-                _generate(client, model.id, suite, sampling, arguments.max_new_tokens)
-                rows.append(
-                    {
-                        "suite": suite.name,
-                        "temperature": temperature,
-                        **_acceptance(_counters(base, server.url), before),
-                    }
-                )
+                counted = _generate(client, model.id, suite, sampling, arguments.max_new_tokens)
+                if before is None:
+                    measured = _acceptance_of_answers(counted)
+                else:
+                    measured = _acceptance(_counters(base, server.url), before)
+                rows.append({"suite": suite.name, "temperature": temperature, **measured})
         except openai.APIError as error:
             raise UserError(server.describe(error)) from None
     forecast = read_json(head / FORECAST_FILE) if (head / FORECAST_FILE).is_file() else None
@@ -109,9 +110,11 @@ def run(arguments: argparse.Namespace) -> None:
     print(_table(rows, forecast))
 
 
-def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new_tokens: int) -> None:
-    def complete(number: int) -> None:
-        client.completions.create(
+def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new_tokens: int) -> Counter[str]:
+    """Let the server complete all prompts; return the sums of the numbers that llama-server counts in its answers."""
+
+    def complete(number: int) -> dict[str, int]:
+        answer = client.completions.create(
             model=model,
             prompt=suite.prompts[number],
             max_tokens=max_new_tokens,
@@ -121,9 +124,14 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
             # Also what the model's own defaults would change.
             extra_body={"ignore_eos": not suite.chat, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
         )
+        timings = getattr(answer, "timings", None) or {}
+        return {"texts": 1, **{name: int(timings.get(name, 0)) for name in _LLAMA_CPP}}
 
+    counted: Counter[str] = Counter()
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        list(pool.map(complete, range(len(suite.prompts))))
+        for answer in pool.map(complete, range(len(suite.prompts))):
+            counted.update(answer)
+    return counted
 
 
 def _counters(base: str, shown: str) -> Counter[str]:
@@ -147,16 +155,28 @@ def _acceptance(counted: Counter[str], before: Counter[str]) -> dict[str, Any]:
     return {"drafts": drafts, "accepted_per_position": accepted, "acceptance_length": 1 + sum(accepted) / drafts}
 
 
+def _acceptance_of_answers(counted: Counter[str]) -> dict[str, Any]:
+    """Return the figures that llama-server's answers allow: it does not count drafts or positions in them."""
+    texts, tokens, drafted, accepted = (counted[name] for name in ("texts", *_LLAMA_CPP))
+    refuse((not drafted, "the server drafted nothing: start llama-server with -md and --spec-type"))
+    # The prompt's pass gives a text's first token; each later step its own token, after those that it accepts.
+    steps = tokens - texts - accepted
+    length = (tokens - texts) / max(1, steps)
+    return {"steps": steps, "drafted_tokens": drafted, "accepted_tokens": accepted, "acceptance_length": length}
+
+
 def _table(rows: list[dict[str, Any]], forecast: dict[str, Any] | None) -> str:
     def shares(values: list[float]) -> str:
         return " ".join(f"{value:.2f}" for value in values)
 
     cells = []
     for row in rows:
-        by_position = shares([count / row["drafts"] for count in row["accepted_per_position"]])
-        cells.append(
-            [row["suite"], f"{row['temperature']:g}", row["drafts"], by_position, f"{row['acceptance_length']:.2f}"]
-        )
+        if "drafts" in row:
+            accepted = shares([count / row["drafts"] for count in row["accepted_per_position"]])
+        else:
+            accepted = f"{row['accepted_tokens'] / row['drafted_tokens']:.2f} of all drafted tokens"
+        steps = row.get("drafts", row.get("steps"))
+        cells.append([row["suite"], f"{row['temperature']:g}", steps, accepted, f"{row['acceptance_length']:.2f}"])
     if forecast:
         expected = shares(forecast["accepted_per_draft"])
         cells.append([f"forecast ({forecast['how']})", "0", "", expected, f"{forecast['acceptance_length']:.2f}"])

@@ -68,8 +68,9 @@ def speculative(
         rule: accept rule; default: the drafter's own.
         tokenizer: required for stop strings only.
 
-    The function returns [B, S + new], as `generate` does. The model is restored after each call; on a CPU, the function
-    keeps packed copies of its weights (`speculator.target.linear`).
+    The function returns [B, S + new], as `generate` does. The model is restored after each call, and its weights may
+    change between calls in any way. On a CPU each call packs them again (`speculator.target.linear`), which takes as
+    long as two to five plain steps.
     """
     borrowed = _BorrowedModel(tokenizer)
 
@@ -108,35 +109,38 @@ def speculative(
 class _BorrowedModel:
     """The user's model as a `Target`, created once and in use during calls only.
 
-    Between calls the model is as the user left it, and only packed copies of its weights are kept.
+    Between calls the model is as the user left it, and no copy of its weights is kept: nothing would tell that an
+    optimizer or a merged adapter has changed them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None):
         self._tokenizer = tokenizer
         self._target: Target | None = None
-        self._copies: dict[nn.Module, Any] = {}
+        self._modules: list[nn.Module] = []
         self._head: Speculator | None = None
         self._drafters: dict[tuple[float, int], Drafter] = {}
 
     @contextmanager
     def target(self, model: PreTrainedModel) -> Iterator[Target]:
         """Freeze the model, pack its matrices and change its attention; undo all of it at the end."""
-        # Another model than in the last call: nothing of the old one is kept.
-        if self._target is None or self._target.model is not model:
-            self._target, self._copies, self._head, self._drafters = None, {}, None, {}
+        # Another model than in the last call, or another output layer or adapter: nothing of the old one is kept.
+        modules = list(model.modules())
+        if self._modules != modules:
+            self._target, self._head, self._drafters = None, None, {}
         attention = original_attention(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         training = [module for module in model.modules() if module.training]
-        packed = pack_linears(model, self._copies)
+        packed = pack_linears(model)
         try:
             if self._target is None:
                 self._target = Target(model, self._tokenizer)  # type: ignore[arg-type]
+                self._modules = modules
             model.eval().requires_grad_(False)
             set_attention(model, ATTENTION)
             self._target.count_by_row()
             yield self._target
         finally:
-            self._copies = unpack_linears(packed)
+            unpack_linears(packed)
             set_attention(model, attention)
             positions.remove(model)
             for parameter in trained:
@@ -155,8 +159,11 @@ class _BorrowedModel:
             bind(given, self._target)
             return HeadDrafter(given.to(self._target.device))  # type: ignore[arg-type]
         key = (sampling.greedy, rows)
+        if self._head is None:
+            self._head = load_head(given, self._target)
+        else:
+            bind(self._head, self._target)  # it may have copied rows of the target's output matrix
         if key not in self._drafters:
-            self._head = self._head or load_head(given, self._target)
             self._drafters[key] = HeadDrafter(self._head)
             if adaptive:
                 tuning = read_tuning(head_folder(given), self._head)

@@ -50,6 +50,7 @@ class StandIn(ThreadingHTTPServer):
         self.target, self.layers, self.delay, self.fault, self.dtype = target, list(layers), delay, fault, dtype
         self.folder = folder / layers_folder(layers)
         self.asked = self.most = 0
+        self.drafted: dict[str, int] = {}
         self.open: set[socket.socket] = set()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -85,6 +86,7 @@ class StandIn(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Faults: "connector" (no file is named), "cut" (files are cut short), "full" (nothing is written).
 
+    "llama.cpp" answers as a llama-server without --metrics, whose drafts are `drafted`.
     With "half" it writes half a file, breaks the connection, and is well afterwards.
     """
 
@@ -104,9 +106,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(raw)
 
     def do_GET(self):
+        if self.path == "/metrics" and self.server.fault == "llama.cpp":
+            return self.send_error(501)
         if self.path == "/metrics":  # as if each request had 4 drafts of 3 tokens, of which 3, 1 and 0 are accepted
             return self.reply(METRICS.format(*(self.server.asked * count for count in (4, 3, 1))))
-        self.reply({"data": [{"id": "served", "max_model_len": self.server.target.context_length}]})
+        owner = {"owned_by": "llamacpp" if self.server.fault == "llama.cpp" else "vllm"}
+        self.reply({"data": [{"id": "served", "max_model_len": self.server.target.context_length, **owner}]})
 
     def do_POST(self):
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -118,6 +123,8 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "text": "", "token_ids": made, "logprobs": {"token_logprobs": chances}}
         choice["finish_reason"] = "length" if len(made) == body["max_tokens"] else "stop"
         answer = {"id": "x", "object": "text_completion", "created": 0, "model": "served", "choices": [choice]}
+        if server.fault == "llama.cpp":
+            return self.reply({**answer, "timings": {"predicted_n": len(made), **server.drafted}})
         if server.fault == "connector":
             return self.reply(answer)
         server.folder.mkdir(parents=True, exist_ok=True)

@@ -96,6 +96,17 @@ def _section(name: str, value: str, form: str) -> str:
     return f"{name} is a section of keys: did you mean {form.format(f'{name}.{_FIRST_KEYS[name]}', value)}?"
 
 
+def _check_sections(file: str) -> None:
+    """Exit with code 2 if a section of a YAML file is a value: the parser would open a file of this name, as YAML."""
+    try:
+        read = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # the parser says it
+        return
+    for name, value in read.items() if isinstance(read, dict) else ():
+        if name in _FIRST_KEYS and isinstance(value, str) and not value.endswith((".yaml", ".yml")):
+            _fail(f"{file}: {_section(name, value, '{}: {}')}")
+
+
 def _plain(value: Any) -> Any:
     """Replace jsonargparse's number types by int and float, which YAML and torch expect."""
     if is_dataclass(value) and not isinstance(value, type):
@@ -176,6 +187,9 @@ def parse(argv: list[str]) -> RunConfig:
         if flag.startswith("--") and flag[2:] in _FIRST_KEYS:
             _fail(_section(flag[2:], value, "--{} {}"))
     argv = _merging(_files_first(argv))
+    for flag, file in pairwise([part for word in argv for part in word.split("=", 1)]):
+        if flag == "--config":
+            _check_sections(file)
     if not any(word.partition("=")[0] == "--config" for word in argv):
         argv = [f"--config={default_recipe(argv)}", *argv]
     argv = [

@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from speculator.checkpoints import commands, layout, llama_cpp
+from speculator.checkpoints.base_model import base_matrix
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.eagle3 import (
     ATTENTION,
@@ -29,7 +30,7 @@ from speculator.checkpoints.eagle3 import (
     with_d2t,
 )
 from speculator.checkpoints.layout import Layout, Server, base_config
-from speculator.checkpoints.speculators import VERSION, base_matrix, method
+from speculator.checkpoints.speculators import VERSION, method
 from speculator.errors import UserError, refuse
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator

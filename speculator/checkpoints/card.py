@@ -38,6 +38,16 @@ def write_card(folder: str | Path, run: tuple[dict[str, Any], dict[str, Any]] | 
     return folder / NAME
 
 
+def copy_card(card: Path, copy: Path, base: str | None) -> None:
+    """Copy a card; a new base model, if one is given, replaces that of its header."""
+    text = read_text(card)
+    if base is not None:
+        changed = ModelCard(text, ignore_metadata_errors=True)
+        changed.data.base_model = base if _is_hub_id(base) else None
+        text = str(changed)
+    write_text(copy, text)
+
+
 def card_of(folder: Path, run: tuple[dict[str, Any], dict[str, Any]] | None = None) -> str:
     """Return the card of a head's folder, with the same arguments."""
     config, report = run or read_run(folder.resolve().parent)

@@ -20,7 +20,8 @@ from speculator.files import read_json, read_weight_map
 
 CONFIG = "config.json"
 # In the order in which transformers prefers them; an index lists the shards of a large checkpoint.
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = (*SAFETENSORS, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,6 +64,16 @@ def read_index(file: Path) -> dict[str, str]:
     for shard in sorted(set(shards.values())):
         refuse((not (file.parent / shard).is_file(), f"{file.parent}: the shard {shard} is missing"))
     return shards
+
+
+def read_shards(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor of a model in safetensors; other files, such as an adapter's, don't count."""
+    whole, index = (folder / name for name in SAFETENSORS)
+    if index.is_file() and not whole.is_file():
+        return read_index(index)
+    refuse((not whole.is_file(), f"{folder}: no {whole.name} in it, nor an index of shards"))
+    with opened(whole) as file:
+        return dict.fromkeys(file.keys(), whole.name)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculator.checkpoints import block_drafters, eagle3, llama_cpp
+from speculator.checkpoints import block_drafters, eagle3, gguf_head, llama_cpp
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layout import Layout, Server
 from speculator.errors import UserError, refuse
@@ -24,6 +24,7 @@ from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
+from speculator.target.fingerprint import has_matrix, sample_indices
 from speculator.target.gguf import is_gguf, metadata
 
 FILE = "head.gguf"
@@ -166,8 +167,21 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
     if head.draft_tokens is not None:
         from gguf import dequantize
 
-        found = {tensor.name: tensor for tensor in metadata(head.config.base_model_name_or_path or "").tensors}
+        target, trained_for = head.config.base_model_name_or_path or "", head.config.base_model_fingerprint
+        found = {tensor.name: tensor for tensor in metadata(target).tensors}
         matrix = found.get("output.weight", found["token_embd.weight"])  # tied targets store one
+        if trained_for:
+            rows, columns = sample_indices(head.config.vocab_size, head.config.emb_dim)
+            samples = torch.from_numpy(dequantize(matrix.data[rows.tolist()], matrix.tensor_type))[
+                range(len(rows)), columns
+            ]
+            other = not has_matrix(trained_for, "output", samples, quantised=True)
+            refuse(
+                (
+                    other,
+                    f"{target} has other weights than the head was trained for: --base_model names the target's file",
+                )
+            )
         rows = dequantize(matrix.data[head.draft_tokens.tolist()], matrix.tensor_type)
         packed[block_drafters.OUTPUT] = torch.from_numpy(rows).to(head.dtype)
     return packed
@@ -191,7 +205,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
         if not is_gguf(target):
             raise UserError("gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf")
         known = metadata(target)
-        from gguf import GGUFReader, GGUFValueType, GGUFWriter
+        from gguf import GGUFValueType, GGUFWriter
 
         made = GGUFWriter(folder / FILE, architecture)
         types = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
@@ -217,10 +231,8 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
         made.write_kv_data_to_file()
         made.write_tensors_to_file()
         made.close()
-        # Read back: byte for byte, before the folder appears under its name.
-        stored = {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(folder / FILE).tensors}
-        if stored != {name: array.tobytes() for name, (array, _) in arrays.items()}:
-            raise UserError("the written head differs in its tensors; nothing was kept")
+        if differ := gguf_head.differences(head, folder / FILE):
+            raise UserError(f"the written head differs in {', '.join(differ)}; nothing was kept")
 
     return write
 

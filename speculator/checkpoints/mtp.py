@@ -35,7 +35,7 @@ from speculator.heads.mtp.config import COUNTS, MTPSpeculatorConfig, promised
 from speculator.heads.mtp.model import MTPSpeculator
 from speculator.target.fingerprint import fingerprint, same_target
 
-_WEIGHTS, _INDEX, _ADDED = "model.safetensors", "model.safetensors.index.json", "model-mtp.safetensors"
+(_WEIGHTS, _INDEX), _ADDED = files.SAFETENSORS, "model-mtp.safetensors"
 _TABLES = "embed_tokens.weight", "word_embeddings.weight"
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Matrices of all experts as transformers has them, and those of one expert that lie in them one below the other."""
@@ -103,7 +103,7 @@ class Stored:
             known = ", ".join(FAMILIES)
             raise UserError(f"{folder}: no MTP layers of a {kind} can be read or written; those of {known} can")
         self.names = FAMILIES[kind]
-        self.shards = _shards(folder)
+        self.shards = files.read_shards(folder)
         # "model.layers.0." in a text model, "model.language_model.layers.0." in a multimodal one.
         roots = (re.match(r"((?:\w*model\.)+)layers\.0\.", name) for name in sorted(self.shards))
         self.root = next((root[1] for root in roots if root), "model.")
@@ -211,14 +211,6 @@ class Stored:
     @property
     def _table(self) -> str:  # MTP layers have copies of it, under `layers`
         return next(name for name in sorted(self.shards, key=len) if name.endswith(_TABLES))
-
-
-def _shards(folder: Path) -> dict[str, str]:
-    if (folder / _INDEX).is_file() and not (folder / _WEIGHTS).is_file():
-        return files.read_index(folder / _INDEX)
-    refuse((not (folder / _WEIGHTS).is_file(), f"{folder}: no {_WEIGHTS} in it, nor an index of shards"))
-    with files.opened(folder / _WEIGHTS) as file:
-        return dict.fromkeys(file.keys(), _WEIGHTS)
 
 
 # --- reading

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
-from speculator.checkpoints import files
 from speculator.checkpoints.arctic import base_archs
+from speculator.checkpoints.base_model import base_matrix
 from speculator.checkpoints.eagle3 import (
     AUX_LAYERS,
     EMBEDDING,
@@ -31,14 +29,12 @@ from speculator.checkpoints.eagle3 import (
     vllm,
     with_d2t,
 )
-from speculator.checkpoints.layout import Layout, Server, base_config
-from speculator.errors import UserError, refuse
+from speculator.checkpoints.layout import Layout, Server
+from speculator.errors import refuse
 from speculator.heads.attention import DEFAULT_AUX_LAYERS
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
-from speculator.target.gguf import is_gguf
-from speculator.target.loading import auto_class
 
 VERSION = "0.9.0"
 
@@ -132,45 +128,6 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
         if weight.any():
             head.share_embedding(weight)
     return tensors
-
-
-def base_matrix(config: Any, which: Literal["embedding", "output"]) -> Tensor:  # [V, D]
-    """Read the target's embedding or output matrix from its own files on this machine; nothing else is read."""
-    name = config.base_model_name_or_path
-    known = base_config(name)
-    what = "embedding" if which == "embedding" else "output matrix"
-    where = f"the layout stores the target's {what}, but {name or 'the base model'}"
-    refuse(
-        (known is None, f"{where} is not on this machine: --base_model names a folder or a model in the hub's cache"),
-        (
-            name is not None and is_gguf(name),
-            f"{where} is a GGUF file: --base_model names the folder that `speculator dequantise` writes of it",
-        ),
-    )
-    assert known is not None
-    # In the hub's cache the folder of a revision is found by one of its files.
-    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
-    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
-    with torch.device("meta"):
-        model = auto_class(known).from_config(known)
-    part = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
-    tensor_name = next(name for name, weight in model.named_parameters() if weight is part.weight)
-    found = _tensor(folder, ".".join(tensor_name.split(".")[-2:]))
-    if found is None:
-        raise UserError(f"{where} has no {tensor_name} in safetensors files in {folder}")
-    shape = [config.vocab_size, config.emb_dim]
-    refuse((list(found.shape) != shape, f"{where} has one of shape {list(found.shape)}, not {shape}"))
-    return found
-
-
-def _tensor(folder: Path, last: str) -> Tensor | None:
-    """Return the tensor in a folder's safetensors files whose name ends so: the prefix depends on who saved them."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with files.opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118  not a dict
-                if f".{name}".endswith(f".{last}"):
-                    return opened.get_tensor(name)
-    return None
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:

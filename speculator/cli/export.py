@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from speculator.checkpoints import head_folder, layout_of, load_any, save
-from speculator.checkpoints.card import NAME, read_run, write_card
+from speculator.checkpoints.base_model import same_embedding
+from speculator.checkpoints.card import NAME, copy_card, read_run, write_card
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.checkpoints.mtp import MTP
 from speculator.device import dtype_name
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.output / NAME).exists():  # the target's own, and the same file as in its folder
         pass
     elif record is None:
-        shutil.copyfile(card, arguments.output / NAME)
+        copy_card(card, arguments.output / NAME, arguments.base_model)
     elif layout.write is None:  # a card is made from the folder
         write_card(arguments.output, record)
     if layout.name == "native" and (folder / TUNED).is_file():
@@ -66,4 +67,7 @@ def check_base(config: SpeculatorConfig) -> str:
         (vocab != config.vocab_size, f"the head has a vocabulary of {config.vocab_size} tokens; {name} has {vocab}"),
         (hidden != config.emb_dim, f"the head reads hidden states of size {config.emb_dim}; {name} has {hidden}"),
     )
+    if same_embedding(config) is False:
+        other = "not the weights that the head was trained for: fewer drafts may be accepted"
+        return f"base model: {name}, of the same sizes, but {other}"
     return f"base model: {name}, of the same sizes"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ def fingerprint(model: Any) -> str:
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     samples = []
     for matrix in map(whole, matrices):
-        # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
-        indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % matrix.numel()
-        rows, columns = indices // matrix.shape[1], indices % matrix.shape[1]
+        rows, columns = sample_indices(*matrix.shape)
         samples += _bits(matrix[rows.to(matrix.device), columns.to(matrix.device)])
     # PEFT names its parameters after the adapter.
     if added := [weight for name, weight in sorted(model.named_parameters()) if "default" in name.split(".")]:
@@ -34,7 +32,18 @@ def fingerprint(model: Any) -> str:
         step = -(-len(added) // _SAMPLES)
         samples += _bits(torch.stack([weight.flatten()[weight.numel() // 2] for weight in added[::step]]))
     facts = (config.model_type, config.num_hidden_layers, config.hidden_size, config.vocab_size)
-    return "-".join(map(str, facts)) + ":" + "".join(f"{value & 0xFFFF:04x}" for value in samples)
+    return "-".join(map(str, facts)) + ":" + _written(samples)
+
+
+def _written(samples: list[int]) -> str:
+    return "".join(f"{value & 0xFFFF:04x}" for value in samples)
+
+
+def sample_indices(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the row and the column of each sampled weight of a matrix."""
+    # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
+    indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % (rows * columns)
+    return indices // columns, indices % columns
 
 
 def _bits(values: Tensor) -> list[int]:
@@ -49,6 +58,19 @@ def same_target(one: str, other: str) -> bool:
     """
     pairs = _pairs(one, other)
     return bool(pairs) and 4 * sum(a == b for a, b in pairs) >= 3 * len(pairs)
+
+
+def has_matrix(
+    recorded: str,
+    which: Literal["embedding", "output"],
+    samples: Tensor,  # [8] weights at `sample_indices`
+    quantised: bool = False,
+) -> bool:
+    """Return whether a fingerprint's target has this matrix, or a quantised copy of it."""
+    facts, _, known = recorded.partition(":")
+    first = 4 * _SAMPLES * (which == "output")
+    pair = f"{facts}:{known[first : first + 4 * _SAMPLES]}", f"{facts}:{_written(_bits(samples))}"
+    return similar_target(*pair) if quantised else same_target(*pair)
 
 
 def similar_target(one: str, other: str) -> bool:

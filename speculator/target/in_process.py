@@ -110,7 +110,8 @@ class InProcessTarget(ModelHere):
     `hidden` is always the state after the final norm, [B, T, D]: the input of the lm_head. The model's own code
     computes everything, logit scaling and soft-capping included.
 
-    The model is modified: it is frozen, in eval mode, and uses `speculator.target.linear` for few rows.
+    The model is modified: it is frozen, in eval mode, and uses `speculator.target.linear` for few rows. If you change
+    its weights, make another target of it.
 
     Args:
         model: a transformers causal LM.

@@ -153,8 +153,9 @@ class _Trained(torch.autograd.Function):
 class PackedLinear(nn.Linear):
     """A `torch.nn.Linear` that multiplies by a copy of its weight in oneDNN's layout.
 
-    The first product makes the copy, and a changed or replaced weight renews it. A weight that is trained has none: a
-    fused optimizer changes it without a new version.
+    The first product makes the copy, and a replaced weight or a new version of it renews the copy. Fused optimizers and
+    changes through `weight.data`, as when PEFT merges an adapter, make no new version: a weight that is trained has no
+    copy, and `pack_linears` drops the copies that it finds.
     """
 
     _copy: _Copy | None = None
@@ -163,6 +164,8 @@ class PackedLinear(nn.Linear):
         # Not `self.weight`: torch looks attributes up in 1 µs, and a small model has hundreds of products in a step.
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
+        if self._copy is not None and weight is not None and weight.requires_grad:
+            self._copy = None  # it may be frozen again after steps of a fused optimizer
         if weight is None or not _is_ours(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)
         if input.numel() * weight.shape[0] < (_MIN_MULTIPLICATIONS if trained else _MIN_MULTIPLICATIONS_PACKED):
@@ -180,18 +183,16 @@ class PackedLinear(nn.Linear):
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
 
 
-def pack_linears(module: nn.Module, copies: dict[nn.Module, _Copy] | None = None) -> list[PackedLinear]:
+def pack_linears(module: nn.Module) -> list[PackedLinear]:
     """Turn each plain `torch.nn.Linear` in a module into a `PackedLinear` in place, and return those.
 
-    Args:
-        module: its parameters and hooks stay as they are, and so do subclasses and quantised or sharded weights.
-        copies: result of an earlier `unpack_linears`, to be used again.
+    Parameters and hooks stay as they are, and so do subclasses and quantised or sharded weights. Modules that were
+    packed before make their copies again.
     """
     parts: list = [part for part in module.modules() if type(part) is nn.Linear and _is_plain(part.weight)]
     for part in parts:
         part.__class__ = PackedLinear
-        if copies and part in copies:
-            part._copy = copies[part]
+    _drop_copies(part for part in module.modules() if isinstance(part, PackedLinear))
     return parts
 
 
@@ -200,11 +201,14 @@ def _is_plain(weight: Tensor) -> bool:
     return type(weight.data) is Tensor and not weight.is_inference()
 
 
-def unpack_linears(parts: Iterable[PackedLinear]) -> dict[nn.Module, _Copy]:
-    """Undo `pack_linears` in place; return the packed weights by module, for a later `pack_linears` to use again."""
-    copies: dict[nn.Module, _Copy] = {}
+def unpack_linears(parts: Iterable[PackedLinear]) -> None:
+    """Undo `pack_linears` in place."""
+    parts = list(parts)
+    _drop_copies(parts)
     for part in parts:
-        if copy := part.__dict__.pop("_copy", None):
-            copies[part] = copy
         part.__class__ = nn.Linear  # type: ignore[assignment]
-    return copies
+
+
+def _drop_copies(parts: Iterable[PackedLinear]) -> None:
+    for part in parts:
+        part.__dict__.pop("_copy", None)

@@ -39,6 +39,20 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
     assert "forecast (a guess) | 0 |  | 0.60 0.30 | 1.90 |" in said
 
 
+def test_a_llama_server_is_measured_by_the_numbers_in_its_answers(server, target_folder, tmp_path, capsys):
+    """Each text has 4 tokens: the prompt's, two of a step that accepts 1 of 2, one of a step that accepts 0 of 1."""
+    server.fault, server.drafted = "llama.cpp", {"draft_n": 3, "draft_n_accepted": 1}
+    assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
+    (row,) = read_json(tmp_path / "made" / "served.json")["suites"]
+    texts = server.asked
+    assert (row["steps"], row["drafted_tokens"], row["accepted_tokens"]) == (2 * texts, 3 * texts, texts)
+    assert row["acceptance_length"] == 1.5
+    assert "0.33 of all drafted tokens | 1.50 |" in capsys.readouterr().out
+    server.drafted = {}
+    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
+    assert "the server drafted nothing" in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there_fails_in_one_line(target_folder, tmp_path, capsys):
     assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9")) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from speculator.checkpoints import layout_of, load_any, save
 from speculator.heads import LSTMSpeculator, LSTMSpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
@@ -65,6 +65,14 @@ class EagleProposer:
         return torch.stack(drafts, 1), torch.stack(logits)
 
 
+class WeightTransferEngine:
+    def __init__(self, config, vllm_config, device, model):
+        self.model = vllm_config.drafter
+
+    def __class_getitem__(cls, kinds):
+        return cls
+
+
 @pytest.fixture
 def plugin(monkeypatch) -> ModuleType:
     class Attention(torch.nn.Module):
@@ -77,6 +85,14 @@ def plugin(monkeypatch) -> ModuleType:
         "vllm.logger": {"init_logger": lambda name: SimpleNamespace(warning=print)},
         "vllm.model_executor.layers.attention": {"Attention": Attention},
         "vllm.v1.spec_decode.eagle": {"EagleProposer": EagleProposer},
+        "vllm.distributed.weight_transfer.base": {
+            "WeightTransferEngine": WeightTransferEngine,
+            **dict.fromkeys(("WeightTransferInitInfo", "WeightTransferUpdateInfo"), object),
+        },
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": lambda model: None,
+            "finalize_layerwise_reload": lambda model, config: None,
+        },
     }
     for name, held in parts.items():
         for i in range(name.count(".") + 1):
@@ -85,7 +101,7 @@ def plugin(monkeypatch) -> ModuleType:
                 monkeypatch.setitem(sys.modules, package, ModuleType(package))
         vars(sys.modules[name]).update(held)
     monkeypatch.syspath_prepend(str(ROOT))
-    for name in ("speculator_vllm", "speculator_vllm.model"):
+    for name in ("speculator_vllm", "speculator_vllm.model", "speculator_vllm.weights"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("speculator_vllm.model")
 
@@ -204,6 +220,44 @@ def test_settings_that_are_not_this_heads_stop_vllm_at_the_start(tmp_path, plugi
         model.load_weights((name, tensor) for name, tensor in tensors.items() if name != "proj.1.weight")
     with pytest.raises(ValueError, match="mask"):
         model.load_weights({"mask": torch.zeros(1)}.items())
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a head of the plugin", "a head of vLLM"])
+def test_weights_that_do_not_fit_a_running_server_change_nothing(tmp_path, plugin, own):
+    """Neither model is left with some of the new tensors."""
+    for name, changes in (("first", 1.0), ("next", 2.0), ("wrong", 3.0)):
+        head = our_head("one step")
+        head.load_state_dict({key: tensor * changes for key, tensor in head.state_dict().items()})
+        save(head, tmp_path / name, layout_of("vllm-plugin", head))
+    tensors = load_file(tmp_path / "wrong" / "model.safetensors")
+    last = max(tensors)
+    save_file({**tensors, last: tensors[last][:-1]}, tmp_path / "wrong" / "model.safetensors")
+    model = served(plugin, tmp_path / "first") if own else Foreign(load_file(tmp_path / "first" / "model.safetensors"))
+    engine = importlib.import_module("speculator_vllm.weights").FolderEngine
+    settings = SimpleNamespace(speculative_config=SimpleNamespace(model=str(tmp_path / "first")), drafter=model)
+    update = engine(None, settings, "cpu", torch.nn.Linear(1, 1))
+    places = model.names()
+    before = {name: place.clone() for name, place in places.items()}
+    with pytest.raises(ValueError, match=last):
+        update.receive_weights(SimpleNamespace(folder=str(tmp_path / "wrong")))
+    assert all(torch.equal(places[name], tensor) for name, tensor in before.items())
+    update.receive_weights(SimpleNamespace(folder=str(tmp_path / "next")))
+    assert all(torch.equal(places[name], 2 * tensor) for name, tensor in before.items())
+
+
+class Foreign(torch.nn.Module):
+    """A drafter that copies its tensors one by one, as vLLM's own do."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.tensors = tensors
+
+    def names(self):
+        return self.tensors
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.tensors[name].copy_(tensor)
 
 
 def test_an_exported_head_loads_with_the_same_logits(tmp_path):

@@ -143,6 +143,39 @@ def test_the_model_is_left_unchanged(model):
     assert state_of(model) == before
 
 
+def _merge_adapter(model) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, lora_alpha=400)
+    peft.get_peft_model(model, config).merge_and_unload()
+
+
+def _step(model) -> None:
+    model.requires_grad_(True)
+    model(torch.tensor(PROMPTS[:1])).logits.logsumexp(-1).sum().backward()
+    torch.optim.AdamW(model.parameters(), 0.1, fused=True).step()
+
+
+@torch.no_grad()
+def _replace_output(model) -> None:
+    model.lm_head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+
+
+@pytest.mark.parametrize(
+    "change", [_step, lambda model: model.lm_head.weight.data.neg_(), _merge_adapter, _replace_output]
+)
+def test_weights_that_changed_between_calls_are_used(monkeypatch, change):
+    """A fused optimizer, `data` and merged adapters leave address and version of a weight as they were."""
+    monkeypatch.setattr("speculator.target.linear._MIN_MULTIPLICATIONS_PACKED", 0)
+    model = tiny_model()
+    settings = dict(max_new_tokens=COUNT, do_sample=False)  # noqa: C408
+    ids, drafted = torch.tensor([PROMPTS[0]]), speculative(NgramDrafter())
+    before = model.generate(ids, **settings, custom_generate=drafted)
+    change(model)
+    after = model.generate(ids, **settings)
+    assert not torch.equal(before, after)
+    assert torch.equal(model.generate(ids, **settings, custom_generate=drafted), after)
+
+
 def state_of(model) -> list:
     """Return everything that a `Target` changes."""
     modules = list(model.modules())

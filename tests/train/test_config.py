@@ -121,6 +121,14 @@ def test_a_wrong_file_fails_in_one_line_that_names_the_key(tmp_path, capsys, tex
     assert key in refuse(["--config", str(file)], capsys)
 
 
+@pytest.mark.parametrize("flag", ["--config {}", "--config={}"])
+def test_a_file_as_a_section_is_not_opened_as_a_config(tmp_path, capsys, flag):
+    model, file = tmp_path / "model.gguf", tmp_path / "run.yaml"
+    model.write_bytes(b"GGUF\x80\x81")
+    file.write_text(f"target: {model}\n")
+    assert f"did you mean target.name_or_path: {model}?" in refuse(flag.format(file).split(), capsys)
+
+
 def test_a_config_file_may_use_yaml_anchors_and_merges(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("stage1: &one\n  learning_rate: 1e-3\n  max_steps: 40_000\nstage2:\n  <<: *one\n  max_steps: 5\n")

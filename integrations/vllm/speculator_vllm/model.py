@@ -191,20 +191,20 @@ class Head(nn.Module):
         return whole.index_copy_(-1, self.draft_tokens, logits)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint in.
+        """Copy a checkpoint in, as a whole or not at all.
 
         Raises:
             ValueError: a tensor that is missing, does not belong or has another shape.
         """
-        places, seen = self.names(), set()
-        for name, weight in weights:
+        places, given = self.names(), dict(weights)
+        for name, weight in given.items():
             if name not in places or places[name].shape != weight.shape:
                 shape = list(places[name].shape) if name in places else "not there"
                 raise ValueError(f"speculator-vllm: the checkpoint's {name} is {list(weight.shape)}; here {shape}")
-            places[name].copy_(weight)
-            seen.add(name)
-        if missing := sorted(set(places) - seen):
+        if missing := sorted(set(places) - set(given)):
             raise ValueError(f"speculator-vllm: the checkpoint has no {', '.join(missing)}")
+        for name, weight in given.items():
+            places[name].copy_(weight)
         return {name for name, _ in self.named_parameters()}
 
     def stacked(self, name: str, stack: Tensor) -> dict[str, Tensor]:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from speculator_vllm.model import Head
 
 
 @dataclass
@@ -26,7 +28,7 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: nn.Module):
         super().__init__(config, vllm_config, device, model)
-        self.target = model
+        self.target, self.first = model, Path(vllm_config.speculative_config.model)
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         """There is no connection."""
@@ -38,8 +40,9 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         self.receive_weights(self.parse_update_info(update_info))  # nothing is left to wait for
 
     def receive_weights(self, update_info: FolderInfo) -> None:
-        with safe_open(Path(update_info.folder) / "model.safetensors", "pt") as file:
-            weights = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
+        weights = read(Path(update_info.folder))
+        # Loading replaces the weights one by one, so a tensor that does not fit is found before.
+        self.check({name: tuple(weight.shape) for name, weight in weights})
         # vLLM shares the target's output matrix with a drafter whose matrix was equal when it was loaded. Loading
         # another one would overwrite the target's, and change its texts.
         owned = set(self.target.modules())
@@ -50,8 +53,27 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(weights)
 
+    def check(self, found: dict[str, tuple[int, ...]]) -> None:
+        """Raise a ValueError unless names and shapes are those of the head that the server began with."""
+        if isinstance(self.model, Head):
+            wanted = {name: tuple(place.shape) for name, place in self.model.names().items()}
+        elif self.first.is_dir():
+            wanted = {name: tuple(weight.shape) for name, weight in read(self.first)}
+        else:
+            return
+        for name in sorted({*found, *wanted}):
+            if found.get(name) != wanted.get(name):
+                shapes = (list(each[name]) if name in each else "not there" for each in (found, wanted))
+                raise ValueError("{}: {}; in the head of this server {}".format(name, *shapes))
+
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """There is no connection."""
+
+
+def read(folder: Path) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a head's folder by name."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118  not a dict

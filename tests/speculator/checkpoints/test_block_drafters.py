@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from speculator import UserError
 from speculator.checkpoints import layout_of, load_any, recognise, save
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
+from speculator.target.fingerprint import fingerprint
 
 V, D = 32, 32
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
@@ -70,6 +71,11 @@ def test_the_rows_of_a_draft_vocabulary_are_stored(base, tmp_path):
     assert torch.equal(stored["lm_head.weight"], output[made.draft_tokens])
     assert stored["d2t"].tolist() == [i + 1 for i in range(10)]
     assert "embed_tokens.weight" not in stored
+    made.config.base_model_fingerprint = fingerprint(tiny_model(scale=3.0))
+    with pytest.raises(UserError, match=r"output matrix, but .* has other weights"):
+        save(made, tmp_path / "other", layout_of("dspark", made))
+    made.config.base_model_fingerprint = fingerprint(tiny_model())
+    save(made, tmp_path / "same", layout_of("dspark", made))
 
 
 def test_both_formats_of_settings_for_servers_are_written(tmp_path):

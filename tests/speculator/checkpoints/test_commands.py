@@ -64,6 +64,21 @@ def test_a_base_model_that_was_not_checked_is_reported(tmp_path, capsys):
     assert json.loads((tmp_path / "named" / "config.json").read_text())["base_model_name_or_path"] == "some/base"
 
 
+def test_a_copied_card_names_the_new_base_model(head, tmp_path, target_folder):
+    text = "---\nlicense: mit\nbase_model: old/base\ntags:\n- x\n---\n\n# Mine\n\nnaïve\n"
+    (head / "README.md").write_text(text, encoding="utf-8")
+    for flags, base in (([], "old/base"), (["--base_model", "new/base"], "new/base")):
+        output = tmp_path / str(len(flags))
+        assert export(head, output, *flags) == 0
+        assert (output / "README.md").read_text(encoding="utf-8") == text.replace("old/base", base)
+    assert export(head, tmp_path / "here", "--base_model", str(target_folder)) == 0
+    copied = (tmp_path / "here" / "README.md").read_text(encoding="utf-8")
+    assert copied == text.replace("base_model: old/base\n", "")  # a folder is not a repository
+    (head / "README.md").write_text("# no header\n")
+    assert export(head, tmp_path / "bare", "--base_model", "new/base") == 0
+    assert (tmp_path / "bare" / "README.md").read_text() == "---\nbase_model: new/base\n---\n# no header\n"
+
+
 def test_a_base_that_is_no_language_model_is_refused(tmp_path, capsys):
     ViTConfig().save_pretrained(tmp_path / "vit")
     folder = head_folder(tmp_path / "head", None)

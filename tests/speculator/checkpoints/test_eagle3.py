@@ -15,6 +15,7 @@ from speculator.__main__ import main
 from speculator.checkpoints import layout_of, load_any, recognise, save
 from speculator.checkpoints.loading import load_head
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from speculator.target.fingerprint import fingerprint
 
 V, D = 23, 8
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 64}
@@ -217,11 +218,40 @@ def test_a_base_of_other_sizes_or_without_the_tensor_is_refused(tmp_path, base, 
     other = tmp_path / "base"
     LlamaConfig.from_pretrained(base).save_pretrained(other)
     head.config.base_model_name_or_path = str(other)
+    with pytest.raises(UserError, match="none in safetensors files"):
+        write(head, tmp_path / "out", SPECULATORS)
+    save_file({"model.norm.weight": torch.zeros(D)}, other / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.embed_tokens\.weight"):
         write(head, tmp_path / "out", SPECULATORS)
     save_file({"model.embed_tokens.weight": torch.zeros(V, D + 1)}, other / "model.safetensors")
     with pytest.raises(UserError, match=r"\[23, 8\]"):
         write(head, tmp_path / "out", SPECULATORS)
+
+
+def test_the_embedding_is_that_of_the_target_that_the_head_was_trained_for(tmp_path, base, head, capsys):
+    """Other weights of the same sizes are not stored, nor an adapter's in the same folder, nor an MTP layer's."""
+    head.config.base_model_fingerprint = fingerprint(LlamaForCausalLM.from_pretrained(base))
+    other, adapted = tmp_path / "other", tmp_path / "adapted"
+    for folder in (other, adapted):
+        shutil.copytree(base, folder)
+    edit_tensors(other, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.randn(V, D)}))
+    head.config.base_model_name_or_path = str(other)
+    with pytest.raises(UserError, match="other weights than the head was trained for"):
+        write(head, tmp_path / "out", SPECULATORS)
+    assert not (tmp_path / "out").exists()
+    head.save_pretrained(tmp_path / "mine")
+    for folder, differs in ((base, False), (other, True)):
+        capsys.readouterr()
+        flags = ["--speculator", str(tmp_path / "mine"), "--format", "eagle3", "--base_model", str(folder)]
+        assert main(["export", *flags, "--output", str(tmp_path / f"flat-{folder.name}")]) == 0
+        assert ("not the weights that the head was trained for" in capsys.readouterr().out) is differs
+
+    embedding = tensors_of(base)["model.embed_tokens.weight"]
+    save_file({"base_model.model.model.embed_tokens.weight": embedding + 1}, adapted / "adapter_model.safetensors")
+    edit_tensors(adapted, lambda tensors: tensors.update({"model.layers.2.embed_tokens.weight": embedding + 1}))
+    head.config.base_model_name_or_path = str(adapted)
+    stored = tensors_of(write(head, tmp_path / "out", SPECULATORS))
+    assert torch.equal(stored["embed_tokens.weight"], embedding)
 
 
 # --- what others wrote
@@ -434,7 +464,7 @@ def test_a_head_without_aux_layers_reads_the_servers_default(tmp_path, base, tar
 @pytest.mark.parametrize("name", ["model.gguf", "some/folder/model.gguf"])
 def test_a_gguf_target_has_no_embedding_to_export(tmp_path, base, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("speculator.checkpoints.speculators.base_config", lambda name: AutoConfig.from_pretrained(base))
+    monkeypatch.setattr("speculator.checkpoints.base_model.base_config", lambda name: AutoConfig.from_pretrained(base))
     head = head_of(base)
     head.config.base_model_name_or_path = name
     head.save_pretrained(tmp_path / "mine")

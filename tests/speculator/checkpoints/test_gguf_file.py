@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shlex
@@ -15,16 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from speculator import Target
 from speculator.__main__ import main
-from speculator.checkpoints import layout_of, llama_cpp, save
+from speculator.checkpoints import gguf_file, layout_of, llama_cpp, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.target.fingerprint import same_target
+from speculator.target.fingerprint import fingerprint, same_target
 from train.command_line import parse
 
 gguf = pytest.importorskip("gguf")
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
 PLAIN = {"fc_norm": False, "norm_output": False}
 TOKENS = [3, 5, 9, 17]
+gguf_file_tensors, gguf_file_array = gguf_file.tensors, gguf_file._array
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,19 @@ def test_a_block_drafter_has_its_keys_and_the_targets_vocabulary(target, tmp_pat
         assert torch.equal(torch.from_numpy(tensors[name].data.copy()), part.weight)
 
 
+def test_the_rows_of_a_draft_vocabulary_are_those_of_the_target_that_the_head_was_trained_for(target, tmp_path, capsys):
+    head = head_of(target, "block", draft_tokens=TOKENS)
+    torch.manual_seed(1)
+    other = LlamaForCausalLM(target.model.config)
+    rounded = copy.deepcopy(target.model)
+    for weight in rounded.parameters():
+        weight.data = (weight.data * 200).round() / 200
+    for number, (model, code) in enumerate(((target.model, 0), (rounded, 0), (other, 2))):
+        head.config.base_model_fingerprint = fingerprint(model)
+        assert exported(target, head, tmp_path / str(number)) == code
+    assert "other weights than the head was trained for" in capsys.readouterr().err
+
+
 def test_the_query_and_key_of_eagle3_are_permuted_for_a_rope_of_neighbours(target, tmp_path):
     head = head_of(target, "eagle3", norm_before_fc=True, norm_before_residual=True, draft_vocab_size=len(TOKENS))
     assert exported(target, head, tmp_path) == 0
@@ -128,6 +143,39 @@ def test_llama3_rope_of_eagle3_is_stored_as_factors(target, tmp_path):
         expected.append(1 / ((1 - smooth) / 4.0 + smooth))
     assert len({round(value, 3) for value in expected}) >= 3
     assert tensors["rope_freqs.weight"].data.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "named"),
+    [
+        (("_PARTS", {**gguf_file._PARTS, "mlp.gate_proj": "ffn_up", "mlp.up_proj": "ffn_gate"}), "block", "gate_proj"),
+        (("_OTHERS", {**gguf_file._OTHERS, "fc": "fd"}), "block", "fc.weight"),
+        (("tensors", lambda head, packed, _: gguf_file_tensors(head, packed, False)), "eagle3", "q_proj"),
+        (("_array", lambda each: gguf_file_array(each if each.ndim > 1 else each + 1)), "eagle3", "norm.weight"),
+    ],
+)
+def test_a_head_that_the_file_does_not_describe_is_not_kept(target, tmp_path, capsys, monkeypatch, fault, kind, named):
+    """The export reads its file as llama.cpp does: not by the tables and the permutation that wrote it."""
+    monkeypatch.setattr(gguf_file, *fault)
+    assert exported(target, head_of(target, kind), tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "the written head differs in" in error
+    assert named in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["attention.head_count_kv", "rope.freq_base", "target_layers", "context_length"])
+def test_a_key_that_is_not_the_heads_is_found(target, tmp_path, monkeypatch, capsys, key):
+    common = gguf_file._common
+
+    def wrong(architecture, *given):
+        keys = common(architecture, *given)
+        return keys | {f"{architecture}.{key}": keys[f"{architecture}.{key}"] * 2}
+
+    monkeypatch.setattr(gguf_file, "_common", wrong)
+    for kind in ("eagle3", "block"):
+        assert exported(target, head_of(target, kind), tmp_path / kind) == 2
+        assert "the written head differs in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""The matrices of a head's base model, read from its files on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from speculator.checkpoints import files
+from speculator.checkpoints.layout import base_config
+from speculator.errors import UserError, refuse
+from speculator.heads.base import SpeculatorConfig
+from speculator.target.fingerprint import has_matrix, sample_indices
+from speculator.target.gguf import is_gguf
+from speculator.target.loading import auto_class
+
+Which = Literal["embedding", "output"]
+
+
+def base_matrix(config: SpeculatorConfig, which: Which) -> Tensor:  # [V, D]
+    """Read the target's embedding or output matrix, for a layout that stores it; nothing else is read.
+
+    Raises a UserError unless it is there, and that of the target that the head was trained for.
+    """
+    name = config.base_model_name_or_path
+    known = base_config(name)
+    what = "embedding" if which == "embedding" else "output matrix"
+    where = f"the layout stores the target's {what}, but {name or 'the base model'}"
+    if known is None or name is None:
+        raise UserError(f"{where} is not on this machine: --base_model names a folder or a model in the hub's cache")
+    refuse(
+        (
+            is_gguf(name),
+            f"{where} is a GGUF file: --base_model names the folder that `speculator dequantise` writes of it",
+        ),
+    )
+    found, trained_for = _read(name, known, which), config.base_model_fingerprint
+    shape = [config.vocab_size, config.emb_dim]
+    if found is None:
+        raise UserError(f"{where} has none in safetensors files")
+    refuse(
+        (list(found.shape) != shape, f"{where} has one of shape {list(found.shape)}, not {shape}"),
+        (
+            trained_for is not None and not _fits(trained_for, which, found),
+            f"{where} has other weights than the head was trained for: --base_model names the folder of those, such as "
+            "that of the same revision",
+        ),
+    )
+    return found
+
+
+def same_embedding(config: SpeculatorConfig) -> bool | None:
+    """Return whether the base model has the embedding that the head was trained for; None if that can't be known."""
+    name, trained_for = config.base_model_name_or_path, config.base_model_fingerprint
+    known = base_config(name)
+    if known is None or name is None or trained_for is None or is_gguf(name):
+        return None
+    found = _read(name, known, "embedding")
+    return None if found is None else _fits(trained_for, "embedding", found)
+
+
+def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
+    return has_matrix(trained_for, which, matrix[sample_indices(*matrix.shape)])
+
+
+def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
+    """Return a matrix from the model's own safetensors files, by mapped memory; None without such files."""
+    # In the hub's cache the folder of a revision is found by one of its files.
+    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
+    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
+    if not any((folder / weights).is_file() for weights in files.SAFETENSORS):
+        return None
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    part = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
+    full = next(own for own, weight in model.named_parameters() if weight is part.weight)
+    # The prefix depends on who saved the files, and MTP layers have longer names of the same end.
+    last = "." + ".".join(full.split(".")[-2:])
+    shards = files.read_shards(folder)
+    stored = next((each for each in sorted(shards, key=len) if f".{each}".endswith(last)), None)
+    refuse((stored is None, f"{folder}: no {full} in its safetensors files"))
+    with files.opened(folder / shards[str(stored)]) as file:
+        return file.get_tensor(stored)

@@ -1,0 +1,119 @@
+"""The head that a GGUF file describes, to check an export.
+
+The `gguf` package reads the file, and its own table names the parts of a layer: nothing is shared with the writer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_OWN_NAMES = {
+    "fc": "fc",
+    "input_norm": "enc.output_norm",
+    "hidden_norm": "enc.output_norm",
+    "layers.0.hidden_norm": "blk.0.attn_norm_2",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}
+"""Parts of a head that the package's tables of models lack."""
+_FACTORS, _TOKENS, _TARGETS = "rope_freqs.weight", "d2t", "output.weight"
+
+
+def differences(head: Any, file: Path) -> list[str]:
+    """Return what of a head differs in its GGUF file: config, weights, or logits of a head made from the file."""
+    from gguf import GGUFReader
+
+    found = GGUFReader(file)
+    stored = {each.name: each for each in found.tensors}
+    config = _config(found, stored)
+    theta = config.pop("rope_theta")
+    differ = [name for name, value in config.items() if not _same(getattr(head.config, name), value)]
+    if differ:
+        return differ
+    angles = theta ** -np.arange(0, 1, 2 / config["head_dim"])
+    angles = angles / stored[_FACTORS].data if _FACTORS in stored else angles
+    if not np.allclose(angles, head.rope.frequencies()[0], rtol=1e-5, atol=0):
+        return ["rope"]
+    given = {"n_predict": head.config.n_predict, "rope_parameters": head.config.rope_parameters, **config}
+    neutral = {name: False for name in ("fc_norm", "norm_output") if hasattr(head.config, name)}
+    with torch.device("meta"):  # allocates no memory: the weights are replaced below
+        again = type(head)(type(head.config)(**neutral | given))
+    weights, own = _weights(again, stored, interleaved="norm_before_fc" in config), head.state_dict()
+    # Norms and biases are stored in float32, whatever the dtype of the matrices.
+    weights = {name: tensor.to(own[name].dtype) for name, tensor in weights.items()}
+    differ = [
+        name for name, tensor in own.items() if name not in weights or not torch.equal(weights[name], tensor.cpu())
+    ]
+    if differ or (differ := sorted(set(stored) - {_FACTORS, _TOKENS, _TARGETS})):
+        return differ
+    again.load_state_dict(weights, assign=True)
+    again.eval().to(head.device)
+    return [] if torch.equal(again.logits(*head.probe()), head.logits(*head.probe())) else ["logits"]
+
+
+def _config(found: Any, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a head's config that the file's keys and shapes state, and `rope_theta`."""
+
+    def key(name: str, default: Any = None) -> Any:
+        return found.fields[name].contents() if name in found.fields else default
+
+    kind = key("general.architecture")
+    made = {
+        "vocab_size": len(found.fields["tokenizer.ggml.tokens"].data),
+        "emb_dim": key(f"{kind}.embedding_length"),
+        "inner_dim": key(f"{kind}.feed_forward_length"),
+        "num_attention_heads": key(f"{kind}.attention.head_count"),
+        "num_key_value_heads": key(f"{kind}.attention.head_count_kv"),
+        "head_dim": key(f"{kind}.attention.key_length"),
+        "rms_norm_eps": key(f"{kind}.attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": key(f"{kind}.context_length"),
+        "aux_layers": key(f"{kind}.target_layers"),
+        "sliding_window": key(f"{kind}.attention.sliding_window"),
+        "draft_vocab_size": len(stored[_TOKENS].data) if _TOKENS in stored else None,
+        "rope_theta": key(f"{kind}.rope.freq_base"),
+    }
+    if kind == "eagle3":
+        return made | {name: key(f"eagle3.{name}") for name in ("norm_before_residual", "norm_before_fc")}
+    from_anchor = key("dflash.sample_from_anchor", False)
+    return made | {
+        "num_hidden_layers": key("dflash.block_count"),
+        "n_predict": key("dflash.block_size") - (not from_anchor),
+        "sample_from_anchor": from_anchor,
+        "is_causal": key("dflash.attention.causal"),
+        "markov_rank": stored["markov_w1.weight"].shape[0] if "markov_w1.weight" in stored else 0,
+        "confidence_head": key("dflash.has_confidence_head", False),
+        "mask_token_id": key("tokenizer.ggml.mask_token_id"),
+    }
+
+
+def _weights(head: Any, stored: dict[str, Any], interleaved: bool) -> dict[str, Tensor]:
+    """Take the tensors of a head of the same shape out of the stored ones, and return them by the head's names."""
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH.QWEN3, len(head.layers))
+    made, size = {}, head.config.head_dim
+    # Their rotation pairs features 0 and 1, 2 and 3; ours 0 and d/2, 1 and 1 + d/2.
+    order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
+    for name in head.state_dict():
+        part, _, kind = name.rpartition(".")
+        if name == "draft_tokens":
+            made[name] = torch.from_numpy(stored[_TOKENS].data.copy())
+            continue
+        known = _OWN_NAMES.get(part) or names.get_name(f"model.{part}") or names.get_name(part)
+        if (theirs := stored.pop(f"{known}.{kind}", None)) is None:
+            continue
+        tensor = torch.from_numpy(np.array(dequantize(theirs.data, theirs.tensor_type)))
+        if interleaved and part.endswith(("q_proj", "k_proj")):
+            tensor = tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
+        made[name] = tensor
+    return made
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    return ours == theirs or (isinstance(ours, float) and np.float32(ours) == np.float32(theirs))
