@@ -97,9 +97,10 @@ docs: .venv/installed
 soak: .venv/installed
 	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests -k "$(PART)"
 
-# What to measure when a GPU is at hand for half an hour, into runs/gpu/gpu.md. Finished parts are kept: type it again.
-gpu: .venv/installed
-	$(BIN)/python -m benchmarks.gpu
+# What to measure when a GPU is at hand, in eight minutes: runs/gpu/results.jsonl. Type it again for the rest. Nothing is
+# installed: without .venv it runs in PYTHON's own environment (docs/lab/h100.md lists the packages).
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(GPU_FLAGS)
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,12 +1,19 @@
-"""What to measure when a GPU is at hand for half an hour: each part in a process of its own, into one results file.
+"""What to measure while a GPU is at hand: `make gpu`, or python -m benchmarks.gpu [--output runs/gpu] [--only PART]...
 
-The most telling part is first, and none takes more than five minutes. Finished parts of the same commit and card are
-kept, so an interrupted run resumes.
+Every figure is a line of JSON, printed and added to results.jsonl as soon as it is known. The most telling parts come
+first, a part that fails does not end the others, and all of them together stop after eight minutes. Type the command
+again for the rest: finished parts of the same code, card and libraries are kept. Nothing is installed or downloaded;
+docs/lab/h100.md lists the packages that a machine with torch and transformers may lack.
+
+The 8B shape has random weights and stays in this process. Parts that need a process of their own (pytest, train.py, a
+server) end with all of its descendants.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import hashlib
 import json
 import os
 import shlex
@@ -14,117 +21,497 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import date
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from speculator.device import hardware, resolve_device
-from speculator.errors import OneLineParser, run_command
-from speculator.files import write_text
-from train.folder import git_commit
+from speculator.device import dtype_name, hardware, resolve_device
+from speculator.errors import OneLineParser, first_line, run_command
+from speculator.files import make_folder
 
-_LIMIT = 300  # seconds of a part
-_KEPT = 12_000  # characters of a part's output, from its end
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+_CODE = ("speculator", "data", "eval", "train", "benchmarks")
+_SECONDS = 480.0  # of all parts together
+_LEAST = 15.0  # seconds; with less left, no part begins
+_PRESET = "llama-3-8b"
+_ROWS = (1, 8, 32, 128)
+_CONTEXT = 448  # the steps after it read 512 positions, those after 512 tokens read more
+_LONG = 7900
+_BLOCKS = 6
+_PROMPTS = ((1, 448), (1, 2048), (128, 448))  # rows and tokens of a prefill
+_MICRO_BATCHES = 10
+_NEW_TOKENS = 128
+_CONFIGS = {name: f"configs/llama-3.1-8b-instruct{end}.yaml" for name, end in
+            {"mlp": "", "eagle3": "-eagle3", "dspark": "-dspark"}.items()}  # fmt: skip
+_TARGET, _HEAD = "HuggingFaceTB/SmolLM2-135M-Instruct", "examples/smollm2_135m_instruct"
+_TESTS = ("tests/train/test_losses.py", "tests/speculator/target/test_model.py")
+_TESTS += ("tests/speculator/heads/test_joint_attention.py", "tests/speculator/decoding/test_cuda_graphs.py")
+
+
+class OutOfTime(BaseException):
+    """Ends a part. Not an Exception, so that no code under measurement handles it."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTime` in the block after some seconds."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime(f"{seconds:.0f} s were over")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Session:
+    """What the parts share: the results file, the 8B target, and the model of `--target`."""
+
+    def __init__(self, output: Path, model: str):
+        self.output, self.model, self.began = output, model, time.monotonic()
+        self.bytes_per_second = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def say(self, part: str, **figures: Any) -> None:
+        """Print a line and keep it."""
+        line = json.dumps({"part": part, "at": round(self.seconds), **figures})
+        print(line, flush=True)
+        with (self.output / "results.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def open(self) -> set[str]:
+        """Write down where this runs, and return the parts that have finished there before."""
+        file = self.output / "results.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        here, there = self._here(), None
+        finished: set[str] = set()
+        for line in lines:
+            if line["part"] == "session":
+                there = {name: line.get(name) for name in here}
+                finished = finished if there == here else set()
+            elif there == here and line.get("state") == "finished":
+                finished.add(line["part"])
+        commit = _output_of("git describe --always --dirty")
+        self.say("session", **here, commit=commit, date=time.strftime("%Y-%m-%d"))
+        return finished
+
+    @staticmethod
+    def _here() -> dict[str, Any]:
+        import transformers
+
+        # A copy of the tree may have no commit, so the code is known by its content.
+        files = sorted(file for folder in _CODE for file in Path(folder).rglob("*.py"))
+        code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        return {"card": hardware(resolve_device()), "code": code, **versions}
+
+    @cached_property
+    def target(self) -> Any:
+        from benchmarks.shapes import random_target
+
+        return random_target(_PRESET)
+
+    @cached_property
+    def head(self) -> Any:
+        from benchmarks.shapes import PRESETS, random_head
+
+        return random_head(self.target, PRESETS[_PRESET].head)
+
+    def drop(self, *names: str) -> None:
+        """Free models, and whatever the last part left on the device."""
+        for name in names:
+            vars(self).pop(name, None)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def child(self, name: str, words: Sequence[str]) -> Iterator[subprocess.Popen]:
+        """Run a command inside the block, with its output in NAME.log; at the end, kill it and its descendants."""
+        with (self.output / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **_OFFLINE})
+            try:
+                yield process
+            finally:
+                kill_tree(process)
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """Kill a process and its descendants, also those that lead a session of their own."""
+    import psutil
+
+    if process.poll() is None:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(process.pid)
+            root.suspend()  # it starts no others meanwhile
+            for each in [root, *root.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+    process.wait()
+
+
+def _output_of(command: str) -> str:
+    """Return what a command prints; nothing if there is no such command."""
+    with suppress(OSError):
+        return subprocess.run(shlex.split(command), capture_output=True, text=True).stdout.strip()
+    return ""
+
+
+# ---- the 8B shape
+
+
+def machine(session: Session) -> None:
+    """The card, and its limits: a large copy and a large product."""
+    from benchmarks.shapes import bandwidth, matrix_rate
+
+    query = "name,driver_version,clocks.sm,clocks.mem,power.draw"
+    session.bytes_per_second = bandwidth()
+    session.say(
+        "machine",
+        card=_output_of(f"nvidia-smi --query-gpu={query} --format=csv,noheader"),
+        copy_gb_per_s=round(session.bytes_per_second / 1e9),
+        matrix_tflops=round(matrix_rate() / 1e12, 1),
+    )
+
+
+def steps(session: Session) -> None:
+    """A plain step over its bytes (goal: 1.35), and the cost of a draft and its verification at 1 to 128 rows."""
+    measure_steps_of(session, "steps", _ROWS, _CONTEXT)
+
+
+def long(session: Session) -> None:
+    """The same after long texts, whose keys are not split among processors."""
+    measure_steps_of(session, "long", _ROWS[:2], _LONG)
+
+
+def measure_steps_of(session: Session, part: str, sizes: Sequence[int], context: int, **facts: Any) -> None:
+    from benchmarks.step import measure_steps
+
+    for rows in sizes:
+        given = session.head, session.head.n_predict, rows, context, _BLOCKS, session.bytes_per_second
+        found = measure_steps(session.target, *given)
+        length, c, v = session.head.n_predict, found["draft_over_decode"], found["verify_over_decode"]
+        session.say(
+            part,
+            **facts,
+            rows=rows,
+            context=context,
+            plain_ms=round(1e3 * found["decode_seconds"], 3),
+            over_bound=round(found["decode_over_bound"], 3),
+            verify_ms=round(1e3 * found["verify_seconds"], 3),
+            verify_over_bound=round(found["verify_over_bound"], 3),
+            c=round(c, 4),
+            v=round(v, 4),
+            breakeven_acceptance_length=round(length * c + v, 3),
+        )
+        session.drop()
+
+
+def recipe(name: str) -> Callable[[Session], None]:
+    """Return the part for a recipe: MFU, tokens/s, memory against the plan, and the kernels that take most."""
+
+    def part(session: Session) -> None:
+        from benchmarks.recipe import measure
+        from train.command_line import parse
+
+        session.drop("head")
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        config = parse(["--config", _CONFIGS[name]])
+        found = measure(config, session.target, _MICRO_BATCHES)
+        trainer, peak = found.pop("trainer"), found["peak_bytes"] or 0
+        tokens = config.stage1.per_device_train_batch_size * config.data.seq_length
+        session.say(
+            name,
+            seconds_per_micro_batch=round(tokens / found["tokens_per_second"], 3),
+            tokens_per_second=round(found["tokens_per_second"]),
+            mfu=found["mfu"] and round(found["mfu"], 4),
+            step_over_target=round(found["step_over_target"], 2),
+            peak_gb=round(peak / 1e9, 2),
+            planned_gb=round(found["planned_bytes"] / 1e9, 2),
+            document_attention=found["document_attention"],
+        )
+        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+        def micro_batch() -> None:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(trainer.model, batch)
+            loss.backward()
+
+        kernels(session, name, micro_batch)
+        trainer.model.zero_grad()
+
+    part.__doc__ = f"A micro-batch of {_CONFIGS[name]}: MFU (goal: 50%), memory against the plan, kernels."
+    return part
+
+
+def prefill(session: Session) -> None:
+    """Seconds until prompts of several lengths are in the cache."""
+    from speculator import Engine, Sampling
+    from speculator.drafters.measure import clock
+
+    for rows, length in _PROMPTS:
+        times = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            engine = Engine(session.target, None, slots=rows, capture=False)
+            for prompt in torch.randint(session.target.vocab_size, (rows, length)).tolist():
+                engine.submit(prompt, Sampling(), max_new_tokens=8, eos_token_ids=())
+            with torch.inference_mode():
+                engine.rows.admit(engine.waiting)
+
+                def work(engine: Engine = engine) -> None:
+                    while engine.scheduler.prefilling:
+                        engine.prefill()
+
+                times.append(clock(work)[0])
+        seconds = min(times[1:])  # the first one warms up
+        session.say("prefill", rows=rows, length=length, seconds=round(seconds, 4), rate=round(rows * length / seconds))
+        del engine
+        session.drop()
+
+
+def plain_step(session: Session) -> None:
+    """The kernels of a plain step of one row, run without a graph."""
+    from speculator import Engine, Sampling
+
+    engine = Engine(session.target, None, slots=1, capture=False)
+    prompt = torch.randint(session.target.vocab_size, (_CONTEXT,)).tolist()
+    engine.submit(prompt, Sampling(), max_new_tokens=60, eos_token_ids=())
+    for _ in range(4):
+        engine.step()
+    with torch.inference_mode():
+        batch = engine.rows.select()
+        assert batch is not None
+        kernels(session, "plain_step", lambda: engine.decode_rows(batch))
+
+
+def kernels(session: Session, part: str, work: Callable[[], Any], shown: int = 10) -> None:
+    """Write down the kernels of some work: their number and time, and those that take most."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in found.key_averages():
+        if event.device_type == DeviceType.CUDA:
+            times[event.key] += event.self_device_time_total / 1e3  # type: ignore[assignment]
+            launches[event.key] += event.count
+    session.say(part, kernels=sum(launches.values()), kernels_ms=round(sum(times.values()), 3))
+    for name, ms in times.most_common(shown):
+        session.say(part, kernel=name[:110], ms=round(ms, 3), launches=launches[name])
+
+
+# ---- a real model, tests, a resume, a server
+
+
+def real(session: Session) -> None:
+    """A real model and its head at 1 to 128 rows: tokens/s plain and drafted, and whether the texts are equal."""
+    from eval.suites import load_suite
+    from eval.timing import Timed, time_ours
+    from speculator import HeadDrafter, Sampling, Target, load_head
+
+    session.drop("target", "head")
+    dtype = torch.bfloat16
+    target = Target.load(session.model, dtype=dtype_name(dtype))
+    head = load_head(_HEAD, target).to(dtype)
+    limits = {"max_prompts": max(_ROWS), "max_new_tokens": _NEW_TOKENS}
+    prompts = load_suite("python-sources", target, prompt_tokens=64, **limits).prompts
+    lengths = sorted({min(length, head.n_predict) for length in (3, 5)})
+    for rows in _ROWS:
+        engines: dict = {}
+        plain: list[list[int]] = []
+        for length in (0, *lengths):
+            drafter, timed = HeadDrafter(head, length) if length else None, Timed()
+            for start in range(0, max(rows, min(8, 4 * rows)), rows):
+                chosen = [prompts[i % len(prompts)] for i in range(start, start + rows)]
+                time_ours(target, drafter, chosen, Sampling(), _NEW_TOKENS, timed, engines)
+            plain = plain or timed.tokens
+            same = sum(a == b for a, b in zip(plain, timed.tokens, strict=True))
+            session.say(
+                "real",
+                model=session.model,
+                rows=rows,
+                num_speculative_tokens=length,
+                tokens_per_second=round(timed.tokens_per_second, 1),
+                accepted_per_step=round(sum(step.accepted for step in timed.steps) / max(1, len(timed.steps)), 3),
+                identical_texts=f"{same} of {len(plain)}",
+            )
+        session.drop()
+
+
+def tests(session: Session) -> None:
+    """The tests that need a GPU."""
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_TESTS]
+    with session.child("tests", words) as process:
+        code = process.wait()
+    lines = (session.output / "tests.log").read_text().splitlines()
+    session.say("tests", exit_code=code, says=lines[-1] if lines else "")
+
+
+def resume(session: Session) -> None:
+    """A killed run that goes on, against an undisturbed one: the largest difference between their weights."""
+    for name, flags in {"resume-deterministic": ["--deterministic", "true"], "resume": []}.items():
+        with TemporaryDirectory() as folder, ExitStack() as running:
+            folders = [Path(folder, each) for each in ("whole", "killed")]
+            whole, killed = (_training(each, flags) for each in folders)
+            undisturbed = running.enter_context(session.child(name, whole))
+            with session.child(f"{name}-killed", killed) as process:
+                while process.poll() is None and not any((folders[1] / "stage1").glob("checkpoint-*")):
+                    time.sleep(0.1)
+                facts: dict[str, Any] = {"deterministic": bool(flags), "killed": process.poll() is None}
+            with session.child(f"{name}-resumed", killed) as process:
+                facts["exit_codes"] = codes = [process.wait(), undisturbed.wait()]
+            if not any(codes):
+                facts["largest_difference"] = largest_difference(*folders)
+        session.say("resume", **facts)
+
+
+def _training(folder: Path, flags: list[str]) -> list[str]:
+    """Return the command of a short run."""
+    words = {
+        "--target.name_or_path": "examples/stdlib_target",
+        "--target.dtype": "bfloat16",
+        "--speculator.architecture": "eagle3",
+        "--speculator.n_predict": "3",
+        "--speculator.options": "{aux_layers: [0, 1]}",
+        "--data.sources": "[python-sources]",
+        "--data.max_tokens": "300000",
+        "--data.seq_length": "256",
+        "--stage1.per_device_train_batch_size": "4",
+        "--stage1.max_steps": "120",
+        "--stage1.eval_steps": "40",
+        "--stage1.bf16": "true",
+        "--stage2.max_steps": "0",
+        "--eval.validation_rows": "8",
+        "--eval.validation_prompts": "2",
+        "--eval.tune_prompts": "0",
+        "--eval.max_prompts": "1",
+        "--eval.max_new_tokens": "16",
+        "--report_to": "none",
+        "--output_dir": str(folder),
+    }
+    return [sys.executable, "train.py", *(word for pair in words.items() for word in pair), *flags]
+
+
+def largest_difference(*folders: Path) -> float:
+    """Return the largest difference between the weights of the heads of two runs."""
+    from safetensors.torch import load_file
+
+    files = (sorted((folder / "speculator").glob("*.safetensors")) for folder in folders)
+    weights = [{name: x for file in each for name, x in load_file(file).items()} for each in files]
+    return max(float((a[name].double() - b[name].double()).abs().max()) for a, b in pairwise(weights) for name in a)
+
+
+def serve(session: Session) -> None:
+    """The server under 8 and 128 clients."""
+    session.drop("target", "head")
+    folder, words = session.output / "serving", ["--target", session.model, "--dtype", "bfloat16"]
+    server = [sys.executable, "-m", "speculator", "serve", *words, "--speculator", _HEAD, "--max_num_seqs", "128"]
+    load = ["--seconds", "20", "--clients", "8", "128", "--server", f"ours={shlex.join(server)} --port {{port}}"]
+    command = [sys.executable, "-m", "benchmarks.serving", *words, "--output", str(folder), *load]
+    with session.child("serve", command) as process:
+        code = process.wait()
+    if code:
+        session.say("serve", exit_code=code)
+        raise RuntimeError(f"exit code {code}, see serve.log")
+    for row in json.loads((folder / "serving.json").read_text())["servers"]["ours"]:
+        session.say("serve", **{name: value for name, value in row.items() if name != "failures"})
+
+
+# ---- all of them
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command after `python -m`, and what it shows."""
+    """A measurement, and the most seconds that it may take."""
 
-    shows: str
-    command: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def _recipe(name: str) -> list[str]:
-    return ["benchmarks.recipe", "--preset", "llama-3-8b", "--config", f"configs/{name}.yaml"]
+    work: Callable[[Session], None]
+    seconds: float
 
 
-def _engine(slots: int) -> list[str]:
-    head = ["--target", "HuggingFaceTB/SmolLM2-135M-Instruct", "--speculator", "examples/smollm2_135m_instruct"]
-    return ["benchmarks.engine", *head, "--turns", "1", "--requests", str(4 * slots), "--slots", str(slots)]
-
-
-_CUDNN = {"TORCH_CUDNN_SDPA_CACHE_DEBUG": "1"}  # prints the plans that cuDNN makes: none are expected
-_STEP = ["benchmarks.step", "--preset", "llama-3-8b", "--batch_size", "1", "--batch_size", "8", "--blocks", "8"]
-_TARGET = ["--target", "examples/stdlib_target"]
-_SERVER = shlex.join([sys.executable, "-m", "speculator", "serve", *_TARGET, "--max_num_seqs", "128", "--port"])
-_LOAD = ["--seconds", "60", "--clients", "8", "128", "--server", f"ours={_SERVER} {{port}}"]
 PARTS = {
-    "dspark": Part("DSpark's recipe: plans of cuDNN, MFU", _recipe("llama-3.1-8b-instruct-dspark"), _CUDNN),
-    "mlp": Part("the MLP recipe: 52% MFU by the budget", _recipe("llama-3.1-8b-instruct")),
-    "eagle3": Part("the EAGLE-3 recipe: 45% MFU by the budget", _recipe("llama-3.1-8b-instruct-eagle3")),
-    "step": Part("a plain step: 1.33 times its bytes by the budget", [*_STEP, "--context", "512"], _CUDNN),
-    "tests": Part("the tests that need a GPU", ["pytest", "-q", "-m", "gpu", "--maxfail", "20"]),
-    "long": Part("a step after a long text, whose keys are not split", [*_STEP, "--context", "7900"]),
-    "serve": Part("8 and 128 clients", ["benchmarks.serving", *_TARGET, "--output", "{folder}", *_LOAD], _CUDNN),
-    **{f"smollm2-{slots}": Part(f"SmolLM2 at {slots} requests", _engine(slots)) for slots in (1, 8, 32, 128)},
+    "steps": Part(steps, 90),
+    "mlp": Part(recipe("mlp"), 75),
+    "eagle3": Part(recipe("eagle3"), 75),
+    "plain_step": Part(plain_step, 30),
+    "prefill": Part(prefill, 45),
+    "real": Part(real, 90),
+    "tests": Part(tests, 150),
+    "long": Part(long, 60),
+    "dspark": Part(recipe("dspark"), 75),
+    "serve": Part(serve, 120),
+    "resume": Part(resume, 150),
 }
+"""In the order of their value."""
 
 
-def measured(part: Part, folder: Path) -> dict[str, Any]:
-    """Run a part; return its exit code (None: it took too long), seconds and output."""
-    words = [str(folder) if word == "{folder}" else word for word in part.command]
-    started = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words],
-        env={**os.environ, **part.environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+def run(arguments: argparse.Namespace) -> None:
+    """Run the parts that have not finished yet."""
+    os.environ.update(_OFFLINE)  # before the imports that read them
+    make_folder(arguments.output)
+    session = Session(arguments.output, arguments.target)
+    finished = session.open()
+    attempt(session, "machine", Part(machine, 60))
+    for name, part in PARTS.items():
+        if name not in finished and name in (arguments.only or PARTS):
+            attempt(session, name, part)
+
+
+def attempt(session: Session, name: str, part: Part) -> None:
+    """Run a part as far as time allows; whatever happens to it becomes a line."""
+    left, began = _SECONDS - session.seconds, session.seconds
+    if left < _LEAST:
+        session.say(name, state="not begun: no time is left")
+        return
+    state = "finished"
     try:
-        output, code = process.communicate(timeout=_LIMIT)[0], process.returncode
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # a server of its own too
-        output, code = process.communicate()[0], None
-    return {"code": code, "seconds": round(time.monotonic() - started), "output": output[-_KEPT:]}
-
-
-def markdown(found: dict[str, Any]) -> str:
-    """The results file."""
-    lines = [f"# {found['card']}", "", f"{found['date']}, commit {found['commit']}, torch {found['torch']}"]
-    for name, result in found["parts"].items():
-        state = {0: "", None: f", stopped after {_LIMIT} s"}.get(result["code"], f", exit code {result['code']}")
-        lines += [
-            "",
-            f"## {name}: {PARTS[name].shows}",
-            "",
-            f"`{shlex.join(PARTS[name].command)}`, {result['seconds']} s{state}",
-        ]
-        lines += ["", "```", result["output"].rstrip(), "```"]
-    return "\n".join(lines) + "\n"
-
-
-def run(arguments: argparse.Namespace, parts: Sequence[str]) -> None:
-    folder = arguments.output
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "gpu.json"
-    here = {"card": hardware(resolve_device()), "commit": git_commit(), "torch": torch.__version__}
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    if any(found.get(name) != value for name, value in here.items()):
-        found = {**here, "date": str(date.today()), "parts": {}}
-    for name in parts:
-        if found["parts"].get(name, {}).get("code") == 0:
-            continue
-        print(f"{name}: {PARTS[name].shows}", flush=True)
-        found["parts"][name] = measured(PARTS[name], folder)
-        write_text(file, json.dumps(found, indent=1))
-        write_text(folder / "gpu.md", markdown(found))
+        with at_most(min(left, part.seconds)):
+            part.work(session)
+    except (Exception, OutOfTime) as error:
+        state = f"failed: {type(error).__name__}: {first_line(error)}"  # type: ignore[arg-type]
+        with (session.output / "errors.txt").open("a") as file:
+            file.write(f"== {name}\n{traceback.format_exc()}\n")
+    session.drop()
+    session.say(name, state=state, took=round(session.seconds - began, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder for gpu.md and gpu.json")
+    described = "\n".join(f"{name}: {part.work.__doc__}" for name, part in PARTS.items())
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(
+        prog="python -m benchmarks.gpu", description=__doc__, epilog=f"parts:\n{described}", formatter_class=shape
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of results.jsonl and logs")
     parser.add_argument("--only", choices=PARTS, action="append", help="run this part only (repeatable)")
+    parser.add_argument(
+        "--target",
+        default=_TARGET,
+        help=f"the model of the head in {_HEAD}: a folder, a GGUF file, or a hub id in the cache (default: {_TARGET})",
+    )
     arguments = parser.parse_args(argv)
-    return run_command("gpu", lambda: run(arguments, arguments.only or list(PARTS)))
+    return run_command("gpu", lambda: run(arguments))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that children are ended
     sys.exit(main())

@@ -26,6 +26,8 @@ DEVICES = ("cuda",)
 """Device types whose work can be captured."""
 MAX_GRAPHS = 64
 """Graphs that one engine keeps; the least recently used is freed. Keys are rows x cache bucket x sampling x shape."""
+_PRICE = 40.0
+"""What a capture costs, in replayed steps: three eager steps, two replays and the capture itself."""
 
 enabled = True
 """Set to False for the rest of the process when captures of several keys have failed."""
@@ -77,6 +79,8 @@ class Captured(Generic[Result]):
         self._entries: OrderedDict[Hashable, _Entry[Result]] = OrderedDict()
         self._failed: dict[Hashable, float] = {}
         """Number of further calls that run eagerly, by key."""
+        self._saved: dict[Hashable, float] = {}
+        """What graphs would have saved so far, by keys that have none."""
 
     def __call__(
         self,
@@ -101,6 +105,19 @@ class Captured(Generic[Result]):
         entry.calls += 1  # a call that failed, such as for lack of memory, does not count
         return result
 
+    def pays(self, key: Hashable, saving: Callable[[], float]) -> bool:
+        """Return whether a key should be called in place of a coarser one, whose graph does more work.
+
+        It should once it would have saved as much as its capture costs, so at worst twice the least is paid.
+
+        Args:
+            saving: gives the share of a step's time that a call saves.
+        """
+        if key in self._entries or key in self._failed:
+            return key in self._entries
+        self._saved[key] = saved = self._saved.get(key, 0.0) + saving()
+        return saved >= _PRICE
+
     def _waits(self, key: Hashable) -> bool:
         """Return whether a key runs eagerly in this call, because its capture failed."""
         left = self._failed.pop(key, 0)
@@ -111,7 +128,8 @@ class Captured(Generic[Result]):
     def _evict(self) -> None:
         """Free the least recently used graphs. Their memory in the pool serves the next captures."""
         while len(self._entries) > MAX_GRAPHS:
-            _, entry = self._entries.popitem(last=False)
+            key, entry = self._entries.popitem(last=False)
+            self._saved.pop(key, None)
             if entry.graph is not None:
                 entry.graph.reset()
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from speculator.decoding.request import Request, held_back, max_logprobs
 from speculator.decoding.sampling import RowSampling
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.device import is_out_of_memory
-from speculator.target.kv_cache import KVCache
+from speculator.target.kv_cache import KVCache, coarse_buckets
 from speculator.target.model import Target
 
 RESERVED_NEW_TOKENS = 1024
@@ -298,14 +300,29 @@ class Rows:
             if not self.capturing or batch.is_special:
                 return work.work(owner, batch, *arguments)
             state = [*self.cache.state, self.pending, *self.memory.buffers]
-            with cuda_graphs.on(self.target.device):
-                drafting = self.drafter and (self.drafter.shape, self.memory.version)
+            drafting = self.drafter and (self.drafter.shape, self.memory.version)
+
+            def key() -> Hashable:
                 # Whatever changes shapes or code of a step must be in the key; whatever changes only values must be in
                 # a buffer.
-                key = (len(batch.pending), self.cache.longest, batch.sampling.kind, drafting)
-                return work(key, state, owner, batch, *arguments)
+                return len(batch.pending), self.cache.longest, batch.sampling.kind, drafting
+
+            with cuda_graphs.on(self.target.device), ExitStack() as grid:
+                # A fine bucket reads fewer keys and needs a graph of its own; until that pays, a coarse one will do.
+                if self.cache.spared and not work.pays(key(), self._saving):
+                    grid.enter_context(coarse_buckets())
+                    self.cache.round_again()
+                return work(key(), state, owner, batch, *arguments)
 
         return run
+
+    def _saving(self) -> float:
+        """Return the share of a step that fine buckets save: bytes of keys and values over bytes of weights."""
+        return self.cache.spared * self.cache.bytes_per_token / self._weight_bytes
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.target.model.parameters())
 
     def _new_graphs(self) -> None:
         """Drop the graphs, which read old buffers, and their pool: torch captures nothing into one without graphs."""

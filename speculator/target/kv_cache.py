@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,7 +134,7 @@ class KVCache(Cache):
         lengths: [B] committed tokens of each row, updated in place.
         selected: [R] lengths of the selected rows, a view.
         longest: upper bound of the selected lengths, known to the host; it decides how many positions are read.
-        bucket: `longest` is rounded up to this, its double, four times it, ..., so that shapes are few.
+        bucket: the smallest bucket, to which `longest` is rounded up so that shapes are few, see `bucketed`.
     """
 
     def __init__(
@@ -189,6 +190,17 @@ class KVCache(Cache):
                 layer.select(start, stop)  # type: ignore[union-attr]
         if self.cross is not None:
             self.cross.select(start, stop)
+
+    @property
+    def spared(self) -> int:
+        """Positions that the selected rows do not read because buckets are fine, in all rows together."""
+        with coarse_buckets():
+            doubled = bucketed(self._used, self.lengths.device)
+        return (self.rows[1] - self.rows[0]) * max(0, min(doubled, self.capacity) - self.longest)
+
+    def round_again(self) -> None:
+        """Round `longest` to the buckets in use now, see `coarse_buckets`."""
+        self.longest = bucketed(self._used, self.lengths.device)
 
     def read_sources(self, sequences: Sequence[Sequence[int]]) -> None:
         """Encode the sources of the selected rows' sequences, if they have some that are not in the rows yet."""
@@ -362,12 +374,32 @@ class KVCache(Cache):
 
 
 def bucketed(longest: int, device: torch.device) -> int:
-    """Return `longest` rounded up to a bucket of the device: 256, 512, 1,024, ... on a GPU. 0 stays."""
+    """Return `longest` rounded up to a bucket of the device, by at most an eighth beyond the first one; 0 stays.
+
+    On a GPU: 256, 288, 320, .., 512, 576, 640, .., 1,024, 1,152, ..; inside `coarse_buckets` 256, 512, 1,024, ...
+    """
     bucket = BUCKETS.get(device.type, 1)
     if bucket == 1 or not longest:
         return longest
     # The smallest 256 * 2^k that is enough: 1..256 give 256, 257..512 give 512, 513..1,024 give 1,024.
-    return bucket << ((longest - 1) // bucket).bit_length()
+    doubled = bucket << ((longest - 1) // bucket).bit_length()
+    if doubled == bucket or _coarse.get():
+        return doubled
+    # Eight buckets from each power of two to the next: steps of 64 from 512 to 1,024.
+    return _up(longest, max(_ALIGNED, doubled // 16))
+
+
+_coarse: ContextVar[bool] = ContextVar("_coarse", default=False)
+
+
+@contextmanager
+def coarse_buckets() -> Iterator[None]:
+    """Make buckets double inside the block, in all caches, so that steps have few shapes."""
+    token = _coarse.set(True)
+    try:
+        yield
+    finally:
+        _coarse.reset(token)
 
 
 def aligned(count: int, device: torch.device) -> int:

@@ -1,49 +1,148 @@
-"""`make gpu`: its parts can be started, and what they print becomes one file."""
+"""`make gpu`, rehearsed on a make-believe GPU: every part gives its figures, and no part can spoil the others."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
-from conftest import tiny_model
+import torch
+from chat_targets import PLAIN, tiny_llama, tokenizer_of
+from conftest import tiny_head
+from make_believe_gpu import gpu as make_believe
 
-from benchmarks import gpu
-from benchmarks.recipe import measure
-from speculator import Target
+from benchmarks import gpu, recipe, shapes
+from speculator.decoding import cuda_graphs
 from train.command_line import parse
 
-
-@pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])
-def test_the_steps_of_a_recipe_are_measured_next_to_the_plan(architecture):
-    options = {"mlp": "{}", "eagle3": "{aux_layers: [0, 1]}", "dspark": "{aux_layers: [0, 1], anchors: 8}"}
-    flags = {"--speculator.architecture": architecture, "--speculator.options": options[architecture]}
-    flags |= {
-        "--speculator.inner_dim": "16",
-        "--speculator.initialise": "random",
-        "--data.seq_length": "64",
-        "--stage1.per_device_train_batch_size": "2",
-    }
-    config = parse([word for pair in flags.items() for word in pair])
-    found = measure(config, Target(tiny_model(), tokenizer=None), 6)
-    assert found["tokens_per_second"] > 0
-    assert found["planned_bytes"] > 0
+__all__ = ["make_believe"]
+RECIPE = """
+speculator: {{architecture: {architecture}, n_predict: 3, inner_dim: 16, initialise: random, options: {options}}}
+data: {{seq_length: 64}}
+stage1: {{per_device_train_batch_size: 2, bf16: true}}
+"""
+OPTIONS = {"mlp": "{}", "eagle3": "{aux_layers: [0, 1]}", "dspark": "{aux_layers: [0, 1], anchors: 8}"}
+IN_THIS_PROCESS = ("steps", "mlp", "eagle3", "real", "plain_step", "prefill", "dspark")
 
 
-def test_finished_parts_are_kept_and_failed_ones_run_again(tmp_path, monkeypatch):
-    parts = {"good": gpu.Part("works", ["calendar", "2026"]), "bad": gpu.Part("fails", ["no_such_module"])}
-    monkeypatch.setattr(gpu, "PARTS", parts)
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Small shapes; environment variables are put back."""
+    changes = {"_PRESET": "tiny", "_ROWS": (1,), "_CONTEXT": 40, "_BLOCKS": 1, "_MICRO_BATCHES": 2}
+    changes |= {"_PROMPTS": ((2, 24),), "_NEW_TOKENS": 3, "_HEAD": str(tmp_path / "head")}
+    for name, value in changes.items():
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(gpu.gc, "collect", lambda: 0)  # a second in a process of this size
+    for name in gpu._OFFLINE:
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+
+
+def test_all_parts_of_this_process_give_their_figures(make_believe, small, monkeypatch, tmp_path, capsys):
+    tiny_llama().save_pretrained(tmp_path / "target")
+    tokenizer_of(PLAIN).save_pretrained(tmp_path / "target")
+    tiny_head(vocab_size=282).save_pretrained(tmp_path / "head")
+    for name, options in OPTIONS.items():
+        (tmp_path / f"{name}.yaml").write_text(RECIPE.format(architecture=name, options=options))
+        monkeypatch.setitem(gpu._CONFIGS, name, str(tmp_path / f"{name}.yaml"))
+    monkeypatch.setattr(recipe, "_LOGGED", 1)
+    monkeypatch.setattr(shapes, "bandwidth", lambda: 3e12)  # two copies of 4 GiB
+    monkeypatch.setattr(shapes, "matrix_rate", lambda: 7e14)
+    monkeypatch.setattr(gpu, "kernels", lambda session, part, work: work())  # there are none
+    monkeypatch.setattr(cuda_graphs, "enabled", False)
+    only = [word for name in IN_THIS_PROCESS for word in ("--only", name)]
+    output = tmp_path / "out"
+    assert gpu.main(["--output", str(output), "--target", str(tmp_path / "target"), *only]) == 0
+    found = lines(output)
+    states = {line["part"]: line["state"] for line in found if "state" in line}
+    assert states == dict.fromkeys(("machine", *IN_THIS_PROCESS), "finished"), (output / "errors.txt").read_text()
+    assert [line["rows"] for line in found if "plain_ms" in line] == [1]
+    assert all(line["mfu"] > 0 and line["planned_gb"] >= 0 for line in found if "mfu" in line)
+    assert {line["identical_texts"] for line in found if "identical_texts" in line} == {"4 of 4"}
+    assert capsys.readouterr().out.splitlines() == (output / "results.jsonl").read_text().splitlines()
+
+
+def test_a_part_that_fails_or_hangs_does_not_end_the_others_and_finished_ones_are_kept(small, tmp_path, monkeypatch):
     ran = []
-    measured = gpu.measured
-    monkeypatch.setattr(gpu, "measured", lambda part, folder: ran.append(part.shows) or measured(part, folder))
+
+    def works(session):
+        ran.append("works")
+        session.say("works", figure=1)
+
+    def fails(session):
+        ran.append("fails")
+        raise RuntimeError("no such kernel\nmore")
+
+    def hangs(session):
+        while True:
+            with contextlib.suppress(Exception):  # as torch does with errors of its compiler
+                time.sleep(0.01)
+
+    limits = {"machine": 9, "hangs": 0.05}
+    parts = {work.__name__: gpu.Part(work, limits.get(work.__name__, 9)) for work in (fails, hangs, works)}
+    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(gpu, "machine", lambda session: None)
     for _ in range(2):
         assert gpu.main(["--output", str(tmp_path)]) == 0
-    assert ran == ["works", "fails", "fails"]
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["parts"]["good"]["code"] == 0
-    assert {"date", "commit", "card"} <= set(found)
-    text = (tmp_path / "gpu.md").read_text()
-    assert "January" in text
-    assert "exit code 1" in text
+    assert ran == ["fails", "works", "fails"]
+    states = {line["part"]: line["state"] for line in lines(tmp_path) if "state" in line}
+    assert states["fails"] == "failed: RuntimeError: no such kernel"
+    assert states["hangs"].startswith("failed: OutOfTime")
+    assert {"part": "works", "figure": 1} in [{k: v for k, v in line.items() if k != "at"} for line in lines(tmp_path)]
+    assert "no such kernel" in (tmp_path / "errors.txt").read_text()
+    monkeypatch.setattr(gpu, "_CODE", ("benchmarks",))  # other code than that of the results
+    monkeypatch.setattr(gpu, "_SECONDS", 1)
+    assert gpu.main(["--output", str(tmp_path)]) == 0
+    assert ran == ["fails", "works", "fails"]
+    assert [line.get("state") for line in lines(tmp_path)[-4:]] == ["not begun: no time is left"] * 4
 
 
-def test_a_part_that_takes_too_long_is_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "_LIMIT", 0.1)
-    assert gpu.measured(gpu.Part("waits", ["http.server", "0"]), tmp_path)["code"] is None
+def test_a_child_ends_with_its_descendants_that_have_sessions_of_their_own(tmp_path):
+    """Such as a server that a benchmark starts."""
+    starts = "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+    code = f"import subprocess, time; {starts}; time.sleep(600)"
+    session, children = gpu.Session(tmp_path, ""), []
+
+    def waits() -> None:
+        with gpu.at_most(60), session.child("child", [sys.executable, "-c", code]) as process:
+            children.append(process)
+            while not (tmp_path / "child.log").read_text():
+                time.sleep(0.02)
+            signal.raise_signal(signal.SIGALRM)
+
+    with pytest.raises(gpu.OutOfTime):
+        waits()
+    assert children[0].returncode == -signal.SIGKILL
+    server = int((tmp_path / "child.log").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):  # a zombie where nothing waits for orphans
+        while psutil.Process(server).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+def test_make_gpu_installs_nothing_and_its_commands_are_valid(tmp_path):
+    (tmp_path / "Makefile").write_text(Path("Makefile").read_text())
+    shown = subprocess.run(["make", "-n", "gpu", "PYTHON=py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["py", "-m", "benchmarks.gpu"]
+    config = parse(gpu._training(tmp_path / "run", ["--deterministic", "true"])[2:])
+    assert config.report_to == "none"
+    for path in gpu._CONFIGS.values():
+        assert parse(["--config", path]).stage1.bf16
+    marked = {str(file) for file in Path("tests").rglob("test_*.py") if "mark.gpu" in file.read_text()}
+    assert marked - {str(Path(__file__).relative_to(Path.cwd()))} == set(gpu._TESTS)
+
+
+def test_weights_of_two_runs_are_compared(tmp_path):
+    for name, change in (("a", 0.0), ("b", 0.25)):
+        head = tiny_head()
+        with torch.no_grad():
+            next(head.parameters()).view(-1)[3] += change
+        head.save_pretrained(tmp_path / name / "speculator")
+    assert gpu.largest_difference(tmp_path / "a", tmp_path / "b") == pytest.approx(0.25, abs=1e-6)

@@ -3,7 +3,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculator.target.attention import mask as mask_of
-from speculator.target.kv_cache import KVCache, bucketed
+from speculator.target.kv_cache import KVCache, bucketed, coarse_buckets
 from speculator.target.write import current
 
 CPU = torch.device("cpu")
@@ -91,9 +91,15 @@ def test_rows_move_layer_by_layer():
     assert largest.numbers == 2 * 2 * 6 * 3  # rows, heads, tokens, size
 
 
-@pytest.mark.parametrize(
-    ("longest", "bucket"), [(0, 0), (1, 256), (256, 256), (257, 512), (512, 512), (513, 1024), (3000, 4096)]
-)
-def test_lengths_are_bucketed_by_doubling_on_a_gpu(longest, bucket):
-    assert bucketed(longest, torch.device("cuda")) == bucket
-    assert bucketed(longest, CPU) == longest
+def test_lengths_are_bucketed_on_a_gpu_to_an_eighth_more_or_to_the_double():
+    """Fused attention needs masks of 16 n positions."""
+    device = torch.device("cuda")
+    exact = {0: 0, 1: 256, 256: 256, 257: 288, 448: 448, 512: 512, 513: 576, 3000: 3072, 4200: 4608}
+    assert {longest: bucketed(longest, device) for longest in exact} == exact
+    for longest in range(257, 9000):
+        assert longest <= bucketed(longest, device) < longest * 1.125
+        assert bucketed(longest, device) % 16 == 0
+    assert len({bucketed(longest, device) for longest in range(1, 8193)}) == 1 + 5 * 8
+    with coarse_buckets():
+        assert [bucketed(longest, device) for longest in (0, 1, 257, 513, 3000)] == [0, 256, 512, 1024, 4096]
+    assert bucketed(257, CPU) == 257
