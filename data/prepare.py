@@ -109,8 +109,17 @@ def token_rows(
     Raises:
         SourceError: an unreadable source, too many bad rows, or a split without text.
     """
-    limits = max_tokens, first_rows
-    rows, _ = _cached(_Request(sources, split, tokenizer, length, limits, max_bad_rows, num_proc, pairs), report)
+    request = _Request(
+        sources,
+        split,
+        tokenizer,
+        length,
+        limits=(max_tokens, first_rows),
+        max_bad_rows=max_bad_rows,
+        num_proc=num_proc,
+        pairs=pairs,
+    )
+    rows, _ = _cached(request, report)
     return rows
 
 
@@ -142,7 +151,15 @@ def save_rows(
     rows: dict[str, Dataset] = {}
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
-        request = _Request(sources, split, tokenizer, length, (max_tokens, None), max_bad_rows, num_proc)
+        request = _Request(
+            sources,
+            split,
+            tokenizer,
+            length,
+            limits=(max_tokens, None),
+            max_bad_rows=max_bad_rows,
+            num_proc=num_proc,
+        )
         try:
             rows[split], counts[split] = _cached(request)
         except TooLittleTextError:

@@ -1,4 +1,4 @@
-"""Read the rows of a source. The keys of a row determine its format; the first match wins.
+"""Read the rows of a source. The keys of a row determine its format (`FORMATS`); the first match wins.
 
 {"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones; "rejected" marks tokens that
                                             replaced a rejected draft token; "source_ids" are what an encoder reads
@@ -16,10 +16,10 @@ A message with "weight": 0 or "train": false, and a completion with "label": fal
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from speculator.chat import THOUGHTS, clean_messages, clean_tools, from_json
 from speculator.errors import UserError, check_text, first_line
@@ -28,9 +28,6 @@ _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
 _SYNONYMS = {"conversation": "conversations", "chosen": "completion", "context": "input", "response": "output"}
 """Other names of keys, by which some public datasets call them; a row's own key counts first."""
 _ALPACA = ("system", "instruction", "input", "output")
-_PAIR = ("prompt", "completion", "label")
-KEYS = (*_TOKENS, "messages", "tools", "conversations", *_PAIR, *_ALPACA, "text", *_SYNONYMS)
-"""All keys that are read; other keys are ignored."""
 
 _ROLES = {
     "system": "system",
@@ -108,27 +105,11 @@ def content(row: Any, where: str) -> dict[str, Any]:
 def _content(row: Any, where: str) -> dict[str, Any]:
     own = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
     given = {_SYNONYMS[key]: value for key, value in own.items() if key in _SYNONYMS} | own
-    tools = given.get("tools")
-    if "input_ids" in given:
-        return _tokens(given, where)
-    if "messages" in given:
-        return _chat(given["messages"], tools, where)
-    if "conversations" in given:
-        return _chat(_from_sharegpt(given["conversations"], where), tools, where)
-    completion = given.get("completion")
-    if isinstance(completion, list) and all(isinstance(each, dict) for each in completion):
-        return _chat(_from_pair(given, where), tools, where)
-    if "output" in given and ("instruction" in given or isinstance(given.get("input"), list)):
-        return _chat(_from_alpaca(given, where), tools, where)
-    for keys in (("prompt", "completion"), ("text",)):
-        if all(key in given for key in keys):
-            texts = {key: _text(given[key], where, f'"{key}"') for key in keys}
-            _check_size(where, sum(map(len, texts.values())))
-            return {**texts, **({"label": False} if given.get("label") is False and "completion" in texts else {})}
-    needs = (
-        'not a row in a supported format: it needs "text", "prompt" and "completion", "messages", "conversations", '
-        '"instruction" and "output", or "input_ids"'
-    )
+    for known in FORMATS:
+        if known.fits(given):
+            return known.read(given, where)
+    *names, last = (known.name for known in reversed(FORMATS))
+    needs = f"not a row in a supported format: it needs {', '.join(names)}, or {last}"
     near = [(key, *get_close_matches(str(key).lower(), KEYS, n=1)) for key in own if key not in KEYS]
     guesses = [f'"{pair[0]!s:.40}" is near "{pair[1]}"' for pair in near if pair[1:]][:3]
     listed = f"its keys are {', '.join(map(str, own)) or 'none':.200}"
@@ -182,8 +163,12 @@ def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _from_sharegpt(conversations: Any, where: str) -> Any:
-    conversations = from_json(conversations)
+def _messages(given: dict[str, Any], where: str) -> dict[str, Any]:
+    return _chat(given["messages"], given.get("tools"), where)
+
+
+def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
+    conversations = from_json(given["conversations"])
     if not isinstance(conversations, list) or not all(isinstance(turn, dict) for turn in conversations):
         raise RowError(where, '"conversations" is not a list of objects')
     for turn in conversations:
@@ -192,15 +177,21 @@ def _from_sharegpt(conversations: Any, where: str) -> Any:
             kind = f"not one of {', '.join(_ROLES)}"
             raise RowError(where, f'"from" is {speaker!r:.40}, {kind}', f'"from" is {kind}')
     # Some datasets use this key with the keys of "messages".
-    return [
+    messages = [
         turn
         if "role" in turn
         else {"role": _ROLES[turn["from"]], "content": turn.get("value"), **{k: turn[k] for k in _MARKS if k in turn}}
         for turn in conversations
     ]
+    return _chat(messages, given.get("tools"), where)
 
 
-def _from_pair(given: dict[str, Any], where: str) -> list[Any]:
+def _has_chat_completion(given: dict[str, Any]) -> bool:
+    completion = given.get("completion")
+    return isinstance(completion, list) and all(isinstance(each, dict) for each in completion)
+
+
+def _from_chat_pair(given: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the chat of a prompt, messages or text, and its completion in messages, which may repeat the prompt."""
     prompt, completion = given.get("prompt") or [], given["completion"]
     if completion and completion[0].get("role") in ("system", "user"):
@@ -210,17 +201,37 @@ def _from_pair(given: dict[str, Any], where: str) -> list[Any]:
     if not isinstance(prompt, list):
         raise RowError(where, '"prompt" is no text and no list of objects')
     marks = {"weight": 0} if given.get("label") is False else {}
-    return [*prompt, *({**each, **marks} for each in completion)]
+    return _chat([*prompt, *({**each, **marks} for each in completion)], given.get("tools"), where)
 
 
-def _from_alpaca(given: dict[str, Any], where: str) -> list[dict[str, str]]:
+def _is_alpaca(given: dict[str, Any]) -> bool:
+    return "output" in given and ("instruction" in given or isinstance(given.get("input"), list))
+
+
+def _from_alpaca(given: dict[str, Any], where: str) -> dict[str, Any]:
     if isinstance(given.get("input"), list):
         output = given["output"]
-        return [*given["input"], *(output if isinstance(output, list) else [{"role": "assistant", "content": output}])]
+        answer = output if isinstance(output, list) else [{"role": "assistant", "content": output}]
+        return _chat([*given["input"], *answer], given.get("tools"), where)
     system, instruction, context, output = (_text(given.get(key, ""), where, f'"{key}"') for key in _ALPACA)
     user = "\n\n".join(filter(None, (instruction, context)))
     first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
+    chat = [*first, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
+    return _chat(chat, given.get("tools"), where)
+
+
+def _from_pair(given: dict[str, Any], where: str) -> dict[str, Any]:
+    return _texts(given, where, "prompt", "completion") | ({"label": False} if given.get("label") is False else {})
+
+
+def _from_text(given: dict[str, Any], where: str) -> dict[str, Any]:
+    return _texts(given, where, "text")
+
+
+def _texts(given: dict[str, Any], where: str, *keys: str) -> dict[str, Any]:
+    texts = {key: _text(given[key], where, f'"{key}"') for key in keys}
+    _check_size(where, sum(map(len, texts.values())))
+    return texts
 
 
 def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -241,3 +252,40 @@ def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
         if not set(columns.get(name, [])) <= {0, 1}:
             raise RowError(where, f'"{name}" must contain only 0 and 1')
     return {name: [int(value) for value in column] for name, column in columns.items()}
+
+
+class Format(NamedTuple):
+    """A format of rows.
+
+    Attributes:
+        name: the keys that a row of this format needs, for an error.
+        keys: all keys that it reads.
+        fits: whether a row is in this format, given its keys and values without nulls.
+        read: its content, given the same and the row's place; see `content` for what it returns.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    fits: Callable[[dict[str, Any]], bool]
+    read: Callable[[dict[str, Any], str], dict[str, Any]]
+
+
+FORMATS = [
+    Format('"input_ids"', _TOKENS, lambda given: "input_ids" in given, _tokens),
+    Format('"messages"', ("messages", "tools"), lambda given: "messages" in given, _messages),
+    Format('"conversations"', ("conversations", "tools"), lambda given: "conversations" in given, _from_sharegpt),
+    Format(
+        '"completion" as messages', ("prompt", "completion", "label", "tools"), _has_chat_completion, _from_chat_pair
+    ),
+    Format('"instruction" and "output"', (*_ALPACA, "tools"), _is_alpaca, _from_alpaca),
+    Format(
+        '"prompt" and "completion"',
+        ("prompt", "completion", "label"),
+        lambda given: "prompt" in given and "completion" in given,
+        _from_pair,
+    ),
+    Format('"text"', ("text",), lambda given: "text" in given, _from_text),
+]
+"""The formats, in the order in which they are tried."""
+KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))
+"""All keys that are read; other keys are ignored."""

@@ -103,8 +103,16 @@ def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
 def fixed_acceptance(target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int) -> float:
     """Acceptance length of chains of `n_predict` tokens. Unlike adaptive drafts, they do not depend on timings."""
     eos = None if suite.chat else ()
-    how = {"max_new_tokens": max_new_tokens, "max_batch_size": 8, "eos_token_ids": eos}
-    return generate(target, HeadDrafter(head), suite.prompts, sampling, **how).acceptance_length
+    made = generate(
+        target,
+        HeadDrafter(head),
+        suite.prompts,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        max_batch_size=8,
+        eos_token_ids=eos,
+    )
+    return made.acceptance_length
 
 
 def accepted(result: dict[str, Any]) -> bool:

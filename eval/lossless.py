@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = model_flags.load_target(arguments)
     check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     drafter = model_flags.drafter(arguments, target)
+    assert drafter is not None  # `check` requires one
     adaptive = _adaptive(arguments, target, drafter)
     suite = suite_of(arguments, arguments.suite, target)
     suite = _fit(arguments, target, drafter, suite, fixed, 2 if adaptive else 1)

@@ -51,7 +51,7 @@ def start(folder: Path, **facts: Any) -> None:
     """
     import wandb
 
-    mode = os.environ.get("WANDB_MODE", "offline")
+    mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks it
     project = os.environ.get("WANDB_PROJECT", PROJECT)
     try:
         wandb.init(project=project, dir=str(folder), mode=mode, settings=wandb.Settings(silent=True), **facts)

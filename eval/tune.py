@@ -19,12 +19,12 @@ import torch
 from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head, model_flags
 from speculator.checkpoints.hub import is_hub_id
+from speculator.decoding.drafter import Shape
 from speculator.drafters.costs import CostTable
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.measure import measure_costs, timed_steps
 from speculator.drafters.price import expected_tokens
-from speculator.drafters.shapes import Chain
-from speculator.drafters.tuning import TUNED, Tuning, choices_of, measured_on, shapes_to_measure
+from speculator.drafters.tuning import TUNED, Ranks, Tuning, choices_of, measured_on, shapes_to_measure
 from speculator.errors import UserError, refuse
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
@@ -69,14 +69,17 @@ def write_tuning(
     """Measure a head on a suite and write decoding.json; return the predictions for one row, see `_with_costs`."""
     eos = target.eos_token_ids if suite.chat else set()
     prompts = suite.prompts
-    ranks = {
+    ranks: dict[str, Ranks] = {
         kind: rank_acceptance(target, head, prompts, Sampling(temperature, seed=seed), eos=eos)
         for kind, temperature in _KINDS.items()
     }
-    settings = {"max_new_tokens": max_new_tokens, "max_batch_size": 8, "eos_token_ids": eos}
-    texts, lookup = [*map(target.text, prompts)], {}
+    texts = [*map(target.text, prompts)]
+    lookup: dict[str, Sequence[float]] = {}
     for kind, temperature in Progress(_KINDS.items(), title="tuning: n-gram lookup", unit="temperatures"):
-        answers = generate(target, None, prompts, Sampling(temperature, seed=seed), **settings).tokens
+        sampling = Sampling(temperature, seed=seed)
+        answers = generate(
+            target, None, prompts, sampling, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos
+        ).tokens
         lookup[kind] = lookup_acceptance(list(zip(texts, answers, strict=True)))
     # Of a head with few levels two sizes may give the same tree.
     trees = {
@@ -141,7 +144,7 @@ def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[T
     return replace(kept, costs=costs), rows
 
 
-def described(shape: Chain | FixedTree) -> str:
+def described(shape: Shape) -> str:
     """The shape of a draft in words, such as "chain of 4"."""
     if isinstance(shape, FixedTree):
         return f"tree of {shape.nodes} tokens, {shape.depth} deep"

@@ -49,8 +49,9 @@ def real_acceptance(
         if mine:
             # As many rows as the memory plan allows, by the longest prompt and all of its new tokens.
             rows = max(1, max_positions // (max(map(len, mine)) + max_new_tokens))
-            how = {"max_new_tokens": max_new_tokens, "eos_token_ids": eos, "max_batch_size": rows}
-            generation = generate(target, drafter, mine, sampling, **how)
+            generation = generate(
+                target, drafter, mine, sampling, max_new_tokens=max_new_tokens, max_batch_size=rows, eos_token_ids=eos
+            )
             steps = [step for row in generation.steps for step in row]
         figures[name] = acceptance(gather_object(steps), drafter.num_speculative_tokens)["acceptance_length"]
     head.train(was_training)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from speculator.target.tree import TokenTree
+
+if TYPE_CHECKING:
+    from speculator.target.kv_cache import KVCache
 
 
 def take_at(values: Tensor, position: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
@@ -83,17 +87,6 @@ class Draft(TokenTree):
         rows, positions = torch.nn.functional.pad(self.drafted, (1, 0), value=True).nonzero().unbind(1)
         return rows, positions
 
-    def index_at(self, last: Tensor, present: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:  # [B] -> [B] each
-        """Return the index of each row's verify position `last` in the leading dimensions of logits.
-
-        The index is (rows, positions) for logits [B, n+1, V], and (tokens,) for logits [T, V] of the `present` tokens.
-        """
-        if present is None:
-            return torch.arange(len(last), device=last.device), last
-        # Rows follow each other, each with its pending token first: with lengths [2, 0, 1] they begin at 0, 3 and 4.
-        counts = self.lengths + 1
-        return (counts.cumsum(0) - counts + last,)
-
     @cached_property
     def longest(self) -> Tensor:  # [B] length of each row's longest path, without padding
         return self.lengths if self.parents is None else (self.depths[:, 1:] * self.drafted).amax(-1)
@@ -101,3 +94,82 @@ class Draft(TokenTree):
     def path(self, last: Tensor) -> Tensor:  # [B] -> [B, depth + 1]
         """Return the verify positions from the pending token to `last`, padded with position 0."""
         return take_at(self.paths, last)
+
+    @property
+    def tree(self) -> Draft | None:
+        """The draft if its form needs a mask of its own; None for a chain."""
+        return None if self.parents is None else self
+
+    def accepted(self, last: Tensor) -> Path:  # [B]
+        """Return the path that ends at the verify positions `last`."""
+        return Path(last) if self.parents is None else TreePath(self, last)
+
+
+class Path:
+    """The accepted path of each row of a chain: the first verify positions, where its tokens are already.
+
+    Attributes:
+        accepted: [B] number of accepted draft tokens; in a chain it is also the position where the path ends.
+    """
+
+    def __init__(self, accepted: Tensor):
+        self.accepted = accepted
+
+    def of(self, x: Tensor) -> Tensor:  # [B, n+1] or [B, n+1, X]
+        """Return the values of the path's tokens in front; what follows them is arbitrary."""
+        return x
+
+    def move(self, cache: KVCache) -> None:
+        """Move the path's keys and values to the first positions of the draft."""
+
+
+class TreePath(Path):
+    """The accepted path of each row of a tree, whose tokens lie anywhere among the draft's."""
+
+    def __init__(self, draft: Draft, last: Tensor):
+        super().__init__(draft.depths.gather(1, last[:, None])[:, 0])
+        self._positions = draft.path(last)  # [B, depth + 1]
+
+    def of(self, x: Tensor) -> Tensor:  # [B, n+1] or [B, n+1, X] -> [B, depth+1] or [B, depth+1, X]
+        return x.gather(1, self._positions) if x.dim() == 2 else gather_at(x, self._positions)
+
+    def move(self, cache: KVCache) -> None:
+        cache.gather(self._positions)
+
+
+class Computed:
+    """The tokens that a verification computes: all of the rectangle [B, n+1], padding included.
+
+    Attributes:
+        widths: number of tokens of each row that the target's layers compute; None: n + 1.
+        present: see `Draft.present`; None: all.
+    """
+
+    present: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, widths: list[int] | None = None):
+        self.widths = widths
+
+    def of(self, hidden: Tensor) -> Tensor:  # [B, n+1, D] -> [B, n+1, D], or [T, D]
+        """Select the hidden states of the tokens whose logits are needed."""
+        return hidden
+
+    def index(self, last: Tensor) -> tuple[Tensor, ...]:  # [B] -> [B] each
+        """Return the index of each row's verify position `last` in the logits' leading dimensions."""
+        return torch.arange(len(last), device=last.device), last
+
+
+class ComputedRagged(Computed):
+    """The tokens that exist in a draft whose rows differ in length: T of them, row after row."""
+
+    def __init__(self, draft: Draft, present: tuple[Tensor, Tensor], widths: list[int] | None):
+        super().__init__(widths)
+        self._lengths, self.present = draft.lengths, present
+
+    def of(self, hidden: Tensor) -> Tensor:
+        return hidden[self.present]
+
+    def index(self, last: Tensor) -> tuple[Tensor, ...]:
+        # Each row has its pending token first: with lengths [2, 0, 1] the rows begin at 0, 3 and 4.
+        counts = self._lengths + 1
+        return (counts.cumsum(0) - counts + last,)

@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from speculator.decoding import prefill
-from speculator.decoding.draft import Draft, gather_at
+from speculator.decoding.draft import Computed, ComputedRagged, Draft
 from speculator.decoding.drafter import Drafter
-from speculator.decoding.logprobs import token_logprobs
 from speculator.decoding.request import (
+    EndSettings,
     Generation,
     Request,
     StopStrings,
@@ -33,13 +33,16 @@ from speculator.decoding.request import (
     sampling_per_row,
 )
 from speculator.decoding.rows import Batch, Rows
-from speculator.decoding.sampling import Noise, Sampling, draw, without_held_back
+from speculator.decoding.sampling import Noise, Sampling, draw
 from speculator.decoding.scheduler import DECODING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
 from speculator.errors import UserError, refuse
 from speculator.target.kv_cache import KVCache
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger(__name__)
 PREFILL_CHUNK = 512
@@ -165,8 +168,18 @@ class Engine:
         # A tokenizer may have tokens beyond the vocabulary, which have no logits.
         ending = {*self.target.eos_token_ids, *eos} if min_tokens else ()
         early = {token for token in ending if 0 <= token < self.target.vocab_size}
-        ends = (limit, limit_reason, eos, stop)
-        return Request(text, sampling or Sampling(), *ends, on_step, logprobs, min_tokens, early)
+        return Request(
+            text,
+            sampling or Sampling(),
+            max_new_tokens=limit,
+            limit_reason=limit_reason,
+            eos=eos,
+            stop=stop,
+            on_step=on_step,
+            logprobs=logprobs,
+            min_tokens=min_tokens,
+            held_back=early,
+        )
 
     def enqueue(self, request: Request) -> Request:
         """Queue a request made by `request`, and return it; it is admitted in a later `step`."""
@@ -191,15 +204,23 @@ class Engine:
         """Submit all prompts and run; see the function `generate`."""
         prompts = check_prompts(self.target, prompts)
         samplings = sampling_per_row(sampling or Sampling(), len(prompts))
-        limits = list(max_new_tokens) if isinstance(max_new_tokens, list | tuple) else [max_new_tokens] * len(prompts)
+        given = max_new_tokens
+        limits: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
         if len(limits) != len(prompts):
             raise UserError(f"max_new_tokens: got {len(limits)} numbers for {len(prompts)} prompts")
         prefill_before, decode_before = self.prefill_seconds, self.decode_seconds
         requests = []
         for row, (prompt, row_sampling, limit) in enumerate(zip(prompts, samplings, limits, strict=True)):
             callback = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
-            settings = {"max_new_tokens": limit, "stop_strings": stop_strings, "eos_token_ids": eos_token_ids}
-            requests.append(self.request(prompt, row_sampling, on_step=callback, **settings))  # type: ignore[arg-type]
+            request = self.request(
+                prompt,
+                row_sampling,
+                max_new_tokens=limit,
+                stop_strings=stop_strings,
+                eos_token_ids=eos_token_ids,
+                on_step=callback,
+            )
+            requests.append(request)
         try:
             for request in requests:
                 self.enqueue(request)
@@ -274,21 +295,21 @@ class Engine:
     def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4], see `Verified.report`
         """Draft, verify, accept and commit for the rows of a batch: device work only.
 
-        p is the target's distribution and q the draft's (2211.17192).
+        x_0 is the pending token, x_1 .. x_G are the draft. p[j] is the target's distribution after x_j, so p[j] tests
+        x_{j+1}, and q is the distribution that x_{j+1} was drawn from (2211.17192). `speculator.reference` is the same
+        step for one row, in plain PyTorch.
         """
-        # x_1 .. x_G ~ q, after the pending token x_0.
+        # x_1 .. x_G ~ q.
         draft, noise = self.draft(batch)
-        # One forward pass over x_0 .. x_G gives p_1 .. p_{G+1}; `verify` counts from p[0]. The accept rule keeps a
-        # prefix or path x_1 .. x_n and samples the next token, so that the output has exactly the target's
-        # distribution: the target's own token under `match`, else one from what the rule leaves of p_{n+1}.
+        # One forward pass over x_0 .. x_G gives p[0] .. p[G]. The accept rule keeps a prefix or path x_1 .. x_n and
+        # samples the next token, so that the output has exactly the target's distribution: the target's own token under
+        # `match`, else one from what the rule leaves of p[n].
         verified = self.verify(batch, draft, noise)
         # x_0 .. x_n stay in the cache. The next token is pending now.
         self.commit(batch, verified)
         self.update_memory(batch, verified)
-        if verified.logits is not None and batch.num_logprobs is not None:
-            # Each logit is of the token after: [x5, x6, x7] with two accepted and x8 next gives [x6, x7, x8].
-            new = verified.tokens.roll(-1, 1).scatter(1, verified.accepted[:, None], verified.next_token[:, None])
-            batch.token_logprobs = token_logprobs(verified.logits, new, batch.num_logprobs)
+        if verified.logits is not None:
+            batch.note_logprobs(verified.logits, verified.tokens, verified.accepted, verified.next_token)
         return verified.report
 
     @property
@@ -307,74 +328,72 @@ class Engine:
         return self.drafter.propose(batch.pending, noise, batch.sequences), noise
 
     def verify(self, batch: Batch, draft: Draft, noise: Noise) -> Verified:
-        """Run the target over the pending token and the draft, and accept a path.
+        """Run the target over x_0 .. x_n, the pending token and the draft, and accept a path.
 
-        Logits at verify position j (0: the pending token, i+1: draft token i) give p[j], the distribution of the token
-        after it. The accepted path ends at position `last`. In a tree its keys and values move to the draft's first
-        positions; a chain has them there already.
+        x_j has verify position j. The path ends at position `last`, and the target's p[last] gives the next token.
         """
         tokens = torch.cat([batch.pending[:, None], draft.tokens], dim=1)  # [R, n + 1]
-        tree = None if draft.parents is None else draft
-        # On a CPU, where reading the lengths costs nothing, only tokens that exist are computed: one row's long draft
-        # would otherwise cost as much as one in every row, most of it logits and noise over the whole vocabulary. Only
-        # `match` takes logits of single tokens: the other rules index them by row and verify position.
+        computed = self.computed(batch, draft, noise)  # all of them, or those that exist
+        # One forward pass. Its hidden state j gives p[j]: n drafted tokens have n + 1 of them, the last for the bonus
+        # token.
+        with self.target.aux_layers.recorded(self.drafter.aux_layers if self.drafter else ()) as states:
+            hidden = self.target.extend(self.cache, tokens, draft.tree, counts=computed.widths)
+        logits = self.target.logits(computed.of(hidden))  # [R, n + 1, V], or [T, V]
+        last, next_token, finite = self.accept(batch, logits, draft, noise, computed)
+        # The accepted path is x_0 .. x_last of a chain. That of a tree moves to the front, in the cache and in what the
+        # drafter reads: the states of its auxiliary layers, or `hidden` if it names none.
+        path = draft.accepted(last)
+        path.move(self.cache)
+        tokens, read = path.of(tokens), path.of(states(hidden))
+        # x_0 counts: it was read in this step. The next token does not, it is read in the next one. Idle rows commit
+        # too, because a graph has a fixed number of rows; they commit nothing.
+        counts = (path.accepted + 1) * batch.active
+        columns = (draft.longest, path.accepted, finite, next_token)
+        report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
+        kept = None if batch.num_logprobs is None else path.of(logits)
+        return Verified(tokens, read, path.accepted, counts, next_token, report, kept)
+
+    def computed(self, batch: Batch, draft: Draft, noise: Noise) -> Computed:
+        """Choose the tokens that a verification computes: on a CPU those that exist, else the whole rectangle.
+
+        One row's long draft would otherwise cost as much as one in every row, most of it logits and noise over the
+        whole vocabulary.
+        """
+        # Reading the lengths costs nothing on a CPU. Only `match` takes logits of single tokens: the other rules index
+        # them by row and verify position, as log-probabilities and `min_tokens` do.
         packs = noise.coupled and self.target.device.type == "cpu" and not self.rows.capturing
         present = draft.present if packs else None
-        widths = (draft.lengths + 1).tolist() if present and tree is None and not self.cache.recurrent else None
-        # One forward pass for the pending token and the draft: hidden state j gives the distribution of the token after
-        # verify position j, so G drafted tokens have G + 1 of them, the last for the bonus token.
-        with self.target.aux_layers.recorded(self.drafter.aux_layers if self.drafter else ()) as states:
-            hidden = self.target.extend(self.cache, tokens, tree, counts=widths)
-        if batch.is_special:  # log-probabilities and `min_tokens` look logits up by row and position
-            present = None
-        logits = self.target.logits(hidden if present is None else hidden[present])  # [R, n + 1, V], or [T, V]
-        last, next_token, finite = self.accept(batch, logits, draft, noise, present)
-
-        # What the drafter reads: the states of its auxiliary layers, or `hidden` if it names none. On a chain, the
-        # position of the last accepted token is also the number of accepted tokens.
-        hidden, depth, accepted = states(hidden), draft.lengths, last
-        if tree is not None:  # the accepted path moves to the front, in the cache and in what the drafter will read
-            path = draft.path(last)
-            self.cache.gather(path)
-            tokens, hidden = tokens.gather(1, path), gather_at(hidden, path)
-            depth, accepted = draft.longest, draft.depths.gather(1, last[:, None])[:, 0]
-            logits = gather_at(logits, path) if batch.is_special else logits
-        # The pending token counts: it was read in this step. The next token does not, it is read in the next one. Idle
-        # rows commit too, because a graph has a fixed number of rows; they commit nothing.
-        counts = (accepted + 1) * batch.active if self.rows.capturing else accepted + 1
-        columns = (depth, accepted, finite, next_token)
-        report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
-        return Verified(tokens, hidden, accepted, counts, next_token, report, logits if batch.is_special else None)
+        if present is None:
+            return Computed()
+        by_row = draft.tree is None and not self.cache.recurrent
+        widths = (draft.lengths + 1).tolist() if by_row else None
+        return Computed(widths) if batch.is_special else ComputedRagged(draft, present, widths)
 
     def accept(
         self,
         batch: Batch,
-        logits: Tensor,  # [R, n + 1, V], or [T, V] of the tokens that are `present`
+        logits: Tensor,  # [R, n + 1, V], or [T, V]
         draft: Draft,
         noise: Noise,
-        present: tuple[Tensor, Tensor] | None,
+        computed: Computed,
     ) -> tuple[Tensor, Tensor, Tensor]:  # [R] each
         """Return the position where the accepted path ends, the token after it, and whether its logits are finite."""
-        if batch.held_back:
-            # A depth is how far ahead the token is that the logits are for, 0 for the next one.
-            logits = without_held_back(logits, batch.held_back, draft.depths)
-        finite: Tensor | bool = True
+        logits = batch.without_held_back(logits, draft)
         if noise.coupled:
-            last, next_token = match(noise.samples(logits, draft, present), draft)
+            last, next_token = match(noise.samples(logits, draft, computed.present), draft)
+            finite: Tensor | bool = True
         else:  # n random numbers drew the draft, n more test it, another one samples
             assert self.drafter is not None
             nodes = self.drafter.nodes
-            # Columns 0..n-1 drew the draft. A rule that tested it with the same numbers would not keep the
-            # distribution.
+            # With 3 nodes: columns 0..2 drew the draft, 3..5 test it, and 6 draws the next token. A rule that tested
+            # with the numbers that drew would not keep the distribution.
             u = noise.uniforms(2 * nodes + 1)
-            # With 3 nodes: columns 0..2 drew, 3..5 test, and 6 draws the next token below.
             last, residual = REJECTION_RULES[self.rule](batch.sampling.probs(logits), draft, u[:, nodes:])
             next_token = draw(residual, u[:, -1])
-            finite = residual.sum(
-                -1
-            ).isfinite()  # one bad logit makes all probabilities NaN, and `draw` takes any token
+            # One bad logit makes all probabilities NaN, and `draw` takes any token.
+            finite = residual.sum(-1).isfinite()
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
-        return last, next_token, logits[(*draft.index_at(last, present), next_token)].isfinite() & finite
+        return last, next_token, logits[(*computed.index(last), next_token)].isfinite() & finite
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Keep the pending token and the accepted ones in the cache."""
@@ -457,9 +476,7 @@ def generate(
     rule: str | None = None,
     max_new_tokens: int | Sequence[int] = 128,
     max_batch_size: int | None = None,
-    stop_strings: Sequence[str] = (),
-    eos_token_ids: int | Collection[int] | None = None,
-    on_step: Callable[[int, list[int], int], None] | None = None,
+    **ends: Unpack[EndSettings],
 ) -> Generation:
     """Generate completions whose distribution is exactly the target's, with any drafter.
 
@@ -473,6 +490,7 @@ def generate(
         max_new_tokens: the most new tokens, one number for all prompts or one for each. The target's context length
             also ends a completion.
         max_batch_size: prompts that are decoded at a time; default: all.
+        ends: what ends a completion, and who is told of its tokens: `stop_strings`, `eos_token_ids` and `on_step`.
         stop_strings: a completion ends with the token that completes one of them.
         eos_token_ids: tokens that end a completion; default: the target's own.
         on_step: called with (row, new tokens, how many of them were drafted) after every step, prefill included.
@@ -485,11 +503,4 @@ def generate(
     # At worst every draft is accepted as a whole.
     steps = sum(map(check_max_new_tokens, limits)) / slots / (1 + (drafter.num_speculative_tokens if drafter else 0))
     engine = Engine(target, drafter, slots=slots, rule=rule, capture=steps >= _MIN_STEPS_TO_CAPTURE)
-    return engine.generate(
-        prompts,
-        sampling,
-        max_new_tokens=max_new_tokens,
-        stop_strings=stop_strings,
-        eos_token_ids=eos_token_ids,
-        on_step=on_step,
-    )
+    return engine.generate(prompts, sampling, max_new_tokens=max_new_tokens, **ends)

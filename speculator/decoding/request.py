@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -83,6 +83,14 @@ class StopStrings:
         return any(text.find(string, max(0, early - len(string) + 1)) >= 0 for string in self.strings)
 
 
+class EndSettings(TypedDict, total=False):
+    """What ends completions, and who is told of their tokens; see `speculator.decoding.engine.generate`."""
+
+    stop_strings: Sequence[str]
+    eos_token_ids: int | Collection[int] | None
+    on_step: Callable[[int, list[int], int], None] | None
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt and its completion.
@@ -107,6 +115,7 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling
+    _: KW_ONLY
     max_new_tokens: int
     limit_reason: str = "length"
     eos: Collection[int] = ()

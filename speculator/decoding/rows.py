@@ -20,12 +20,13 @@ from torch import Tensor
 
 from speculator.decoding import cuda_graphs
 from speculator.decoding.cuda_graphs import Captured
+from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Shape
-from speculator.decoding.logprobs import TokenLogprobs
+from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.memory import Memory, Sequences
 from speculator.decoding.prefill import Chunk
 from speculator.decoding.request import Request, held_back, max_logprobs
-from speculator.decoding.sampling import RowSampling
+from speculator.decoding.sampling import RowSampling, without_held_back
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.device import is_out_of_memory
 from speculator.target.kv_cache import KVCache, coarse_buckets
@@ -64,6 +65,24 @@ class Batch:
     def is_special(self) -> bool:
         """True if a request wants log-probabilities, or may not end yet. Such a step is not captured."""
         return self.num_logprobs is not None or bool(self.held_back)
+
+    def without_held_back(self, logits: Tensor, draft: Draft) -> Tensor:  # [R, n + 1, V]
+        """Return the logits with tokens that may not be sampled yet made impossible."""
+        # A depth is how far ahead the token is that the logits are for, 0 for the next one.
+        return without_held_back(logits, self.held_back, draft.depths) if self.held_back else logits
+
+    def note_logprobs(
+        self,
+        logits: Tensor,  # [R, G+1, V]
+        tokens: Tensor,  # [R, G+1] the pending token and the accepted path
+        accepted: Tensor,  # [R]
+        next_token: Tensor,  # [R]
+    ) -> None:
+        """Compute the log-probabilities of the step's new tokens."""
+        assert self.num_logprobs is not None
+        # Each logit is of the token after: [x5, x6, x7] with two accepted and x8 next gives [x6, x7, x8].
+        new = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])
+        self.token_logprobs = token_logprobs(logits, new, self.num_logprobs)
 
 
 class Rows:
@@ -268,10 +287,10 @@ class Rows:
         sampling = RowSampling(samplings + samplings[:1] * (rows - len(requests)), self.target.device)
         # Views of the first rows. A captured step reads the same memory in every replay, so they are written in place.
         batch = Batch(requests, self.pending[:rows], self._active[:rows], sampling, max_logprobs(requests))
+        batch.active.copy_(torch.arange(rows) < len(requests))
         if self.capturing:  # graphs read the settings from tensors that stay in place
             batch.sampling = self._samplings.setdefault((rows, *sampling.kind), sampling)
             batch.sampling.copy_(sampling)
-            batch.active.copy_(torch.arange(rows) < len(requests))
         return batch
 
     def reshape(self, shape: Shape) -> None:

@@ -88,7 +88,7 @@ def _interquartile_mean(values: Iterable[float]) -> float:
 def timed_steps(
     target: Target,
     drafter: Drafter,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     count: int,
     costs: StepSeconds | None = None,
@@ -105,7 +105,10 @@ def timed_steps(
     engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
     own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
     texts = map(target.text, prompts)
-    requests = [engine.enqueue(Request(*row, limit)) for row in zip(texts, own, strict=True)]
+    requests = [
+        engine.enqueue(Request(text, row_sampling, max_new_tokens=limit))
+        for text, row_sampling in zip(texts, own, strict=True)
+    ]
     rows = engine.rows
     rows.admit(engine.waiting)
     while engine.scheduler.prefilling:
@@ -165,7 +168,7 @@ def timed_steps(
 def measure(
     target: Target,
     drafter: Drafter,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     blocks: int,
     costs: StepSeconds,

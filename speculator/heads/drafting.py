@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding import cuda_graphs
-from speculator.decoding.draft import take_at
+from speculator.decoding.draft import gather_at, take_at
 from speculator.decoding.drafter import LogitsSource
 from speculator.decoding.memory import Sequences
 from speculator.heads.cache import HeadCache
@@ -94,3 +94,73 @@ class LastHiddenSource(LogitsSource):
     @property
     def buffers(self) -> Sequence[Tensor]:
         return [self.hidden]
+
+
+class WholeTextSource(LogitsSource):
+    """Drafts with the training form of an `UnrolledHead`, over the whole text of each row at every level.
+
+    It is slow, and a new head needs nothing else to draft with. Tests compare a head's own source with this one.
+
+    Attributes:
+        hidden: [slots, capacity, nD] the states that the head reads, of every token that the target has read.
+        lengths: [slots] number of these tokens.
+    """
+
+    capturable = False
+    hidden: Tensor
+    lengths: Tensor
+
+    def __init__(self, head: Any):
+        self.head = head
+
+    def open(self, cache: KVCache) -> Self:
+        opened, slots = super().open(cache), len(cache.lengths)
+        width = max(1, len(self.head.aux_layers)) * self.head.config.emb_dim
+        opened.hidden = torch.zeros(slots, cache.capacity, width, dtype=self.head.dtype, device=self.head.device)
+        opened.lengths = torch.zeros(slots, dtype=torch.long)
+        return opened
+
+    def grow(self, capacity: int) -> None:
+        self.hidden = torch.nn.functional.pad(self.hidden, (0, 0, 0, max(0, capacity - self.hidden.shape[1])))
+
+    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        for x in (self.hidden, self.lengths):
+            x[list(destination)] = x[list(source)]
+
+    def prefill(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        for row, (begin, states, count) in enumerate(zip(begins, hidden, counts, strict=True), start=start):
+            self.lengths[row] = begin
+            self._append(row, states[:count])
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        for row, (states, count) in enumerate(zip(hidden, counts.tolist(), strict=True)):
+            self._append(row, states[:count])
+
+    def _append(self, row: int, states: Tensor) -> None:  # [T, nD]
+        begin = int(self.lengths[row])
+        self.hidden[row, begin : begin + len(states)] = states
+        self.lengths[row] += len(states)
+
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
+        self._sequences = sequences
+        self._paths = pending.new_zeros(len(pending), 1, 0)  # [B, f, level] the draft up to each token of the level
+        return self._logits()
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        self._paths = torch.cat([gather_at(self._paths, parents), tokens[:, :, None]], -1)
+        return self._logits()
+
+    def _logits(self) -> Tensor:  # [B, f, V]
+        rows = enumerate(zip(self._sequences, self._paths, strict=True))
+        return torch.stack([self._logits_of(row, text, paths) for row, (text, paths) in rows])
+
+    def _logits_of(self, row: int, text: Sequence[int], paths: Tensor) -> Tensor:  # [f, level] -> [f, V]
+        count, level = paths.shape
+        # Position t reads h_t and x[t+1], the pending token at last: with x0 to x5 those are h0 to h4, and x1 to x5.
+        # Step `level` of the last position reads the path too; later tokens are padding.
+        following = torch.tensor(text[1:], device=paths.device).expand(count, -1)
+        tokens = torch.cat([following, paths, paths.new_zeros(count, self.head.n_predict - 1 - level)], 1)
+        states = self.hidden[row, : len(text) - 1].expand(count, -1, -1)
+        return self.head.logits(states, tokens)[level, :, -1]

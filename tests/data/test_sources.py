@@ -1,6 +1,7 @@
 import gzip
 import json
 from itertools import accumulate
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -8,7 +9,7 @@ import pytest
 from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
-from data import python_sources, readers
+from data import python_sources, readers, rows
 from data.prompts import conversations
 from data.readers import hub_dataset
 from data.sources import (
@@ -123,6 +124,19 @@ def test_the_shape_of_a_row_is_seen_by_its_keys_in_every_kind_of_file(tmp_path):
     Dataset.from_parquet(str(table), cache_dir=str(tmp_path / "cache")).save_to_disk(folder)
     for path in (lines, listed, indented, table, folder):
         assert contents(str(path)) == CONTENTS, path
+
+
+def test_the_format_that_the_contributors_page_adds_is_read(monkeypatch):
+    page = Path(__file__).parents[2] / "docs/contributing/add-a-format.md"
+    code = page.read_text().partition("```python\n")[2].partition("```")[0]
+    function, _, entry = code.partition("# in FORMATS\n")
+    names = dict(vars(rows))
+    exec(function, names)
+    monkeypatch.setattr(rows, "FORMATS", [*rows.FORMATS, eval(entry, names)])
+    chat = rows.content({"question": "Why?", "answer": "Because.", "other": 1}, "file:1")["messages"]
+    assert [message["content"] for message in chat] == ["Why?", "Because."]
+    with pytest.raises(rows.RowError, match='"answer" is not a text'):
+        rows.content({"question": "Why?", "answer": 3}, "file:2")
 
 
 def test_a_folder_gives_all_its_files(tmp_path):

@@ -531,7 +531,7 @@ def test_a_destination_of_a_copy_is_not_a_source_in_the_same_pass():
     leaders = [None, (scheduler.slots[0], texts[0], 8), (scheduler.slots[1], texts[1], 6)]
     for slot, text, leader in zip(scheduler.slots, texts, leaders, strict=True):
         slot.sequence, slot.prefix_source, slot.phase = text, leader, WAITING_FOR_PREFIX if leader else PREFILLING
-        slot.request = Request(text, Sampling(), 4)
+        slot.request = Request(text, Sampling(), max_new_tokens=4)
     scheduler.slots[0].num_computed_tokens = 10
     assert scheduler.share_prefixes() == ([0], [1], 8)
     assert [slot.num_computed_tokens for slot in scheduler.slots] == [10, 8, 0]

@@ -33,7 +33,7 @@ class Stream:
 
     def __init__(self, rows: int, seed: int = 0, own: Sequence[float] = ()):
         self.random, self.cost, self.own = random.Random(seed), 0.0, own or [0.0] * rows
-        self.requests = [Request([0], Sampling(), 10**9) for _ in range(rows)]
+        self.requests = [Request([0], Sampling(), max_new_tokens=10**9) for _ in range(rows)]
 
     def step(self, chooser: Chooser | Plan, kind: str) -> Plan:
         shift, chance = KINDS[kind]
@@ -98,7 +98,7 @@ def test_a_request_that_the_head_does_not_know_gets_short_drafts_and_a_new_one_g
     for _ in range(40):
         stream.step(chooser, "as tuned")
     assert chooser.choose(stream.requests[1:2], [(0, [])]).tokens <= 1
-    assert chooser.choose([Request([0], Sampling(), 99)], [(0, [])]).tokens >= 3
+    assert chooser.choose([Request([0], Sampling(), max_new_tokens=99)], [(0, [])]).tokens >= 3
 
 
 def test_the_price_of_a_token_equals_one_by_hand():
@@ -107,7 +107,7 @@ def test_the_price_of_a_token_equals_one_by_hand():
     The price is 0.16. A token of the path is right with 0.5, so the third one still pays (0.125 does not): 2 tokens.
     """
     chooser = Chooser([], {True: [0.5]}, cost)
-    requests = [Request([0], Sampling(), 99) for _ in range(8)]
+    requests = [Request([0], Sampling(), max_new_tokens=99) for _ in range(8)]
     plan = chooser.choose(requests, [(1, [5] * 8), *[(0, [])] * 7])
     assert plan.lengths == [2, *[0] * 7]
     assert plan.rate == pytest.approx((8 + 0.5 + 0.25) / (1 + 0.04))
@@ -117,7 +117,7 @@ def test_the_price_of_a_token_equals_one_by_hand():
 
 def test_a_padded_step_pays_for_all_rows():
     """On a GPU a path in one row makes all rows as long."""
-    requests, found = [Request([0], Sampling(), 99) for _ in range(8)], [(1, [5] * 8), *[(0, [])] * 7]
+    requests, found = [Request([0], Sampling(), max_new_tokens=99) for _ in range(8)], [(1, [5] * 8), *[(0, [])] * 7]
     plan = Chooser(
         [], {True: [0.9]}, lambda shape, tokens, path, greedy, rows: 1 + 0.001 * tokens, packed=False
     ).choose(requests, found)
@@ -127,7 +127,7 @@ def test_a_padded_step_pays_for_all_rows():
 def test_beside_a_tree_a_path_is_no_cheaper_than_the_tree():
     """Rows of trees are padded to the longest: a path of one token saves nothing, and one of 8 would cost all rows."""
     chooser = Chooser([Choice(TREE, {True: [0.6, 0.5, 0.3]})], {True: [0.9]}, lambda *given: 1.0)
-    requests = [Request([0], Sampling(), 99) for _ in range(8)]
+    requests = [Request([0], Sampling(), max_new_tokens=99) for _ in range(8)]
     assert not any(chooser.choose(requests, [(1, [5]), *[(0, [])] * 7]).lengths), "0.9 tokens instead of 0.99"
     plan = chooser.choose(requests, [(1, [5] * 8), *[(0, [])] * 7])
     assert (plan.lengths[0], plan.tokens) == (5, 40)

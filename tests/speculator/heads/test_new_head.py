@@ -4,14 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import tiny_head, tiny_model
 from datasets import Dataset
 from torch import nn
 
-from speculator import HeadDrafter, Target, UserError, generate
+from speculator import Chain, HeadDrafter, Sampling, Target, Tree, UserError, generate
 from speculator.checkpoints import FORMATS, layout_of, load_any, save
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig, register
-from speculator.heads.drafting import LastHiddenSource
+from speculator.heads.drafting import LastHiddenSource, WholeTextSource
 from speculator.heads.training import IGNORE, step_metrics
 from speculator.heads.unrolled import draft_ids
 from train.config import HeadOptions, LossConfig, RunConfig
@@ -147,6 +147,28 @@ def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(
     for name in set(FORMATS) - {"native"}:
         with pytest.raises(UserError):
             layout_of(name, head)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [("mlp", Tree((3, 2, 2), nodes=8)), ("lstm", Chain(3)), ("eagle3", Tree((3, 2, 2), nodes=8))],
+    ids=["mlp", "lstm", "eagle3"],
+)
+def test_the_training_form_drafts_what_the_drafting_form_does(target, monkeypatch, architecture, shape):
+    """Five prompts in three slots: rows join, leave and move, and their caches grow."""
+    head = tiny_head(architecture=architecture, draft_tokens=list(range(0, 32, 2)))
+    prompts = [PROMPT[: 2 + i] * (1 + 4 * (i == 3)) for i in range(5)]
+
+    def made():
+        settings = {"max_new_tokens": [12, 4, 16, 6, 8], "max_batch_size": 3}
+        return generate(target, HeadDrafter(head, shape), prompts, Sampling(0.7, seed=2), **settings)
+
+    own = made()
+    monkeypatch.setattr(head, "drafting_source", lambda: WholeTextSource(head))
+    whole = made()
+    assert whole.tokens == own.tokens
+    assert whole.steps == own.steps
+    assert own.acceptance_length > 1.2
 
 
 def test_an_unknown_architecture_or_option_fails_in_one_line_with_the_nearest_valid_one(registered, target):
