@@ -95,7 +95,7 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
     if own_prompts is not None:  # what the plan at the start could only estimate
         refuse_too_large(config, state.num_processes, [Prompt(each.size, 1 + len(each.later)) for each in own_prompts])
     if state.is_main_process:
-        log_sizes(asked, config, train_rows)
+        log_sizes("stage1", asked, config, train_rows)
     return Inputs(config, train_rows, validation_rows, suites, own_prompts)
 
 

@@ -409,12 +409,12 @@ def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
     return arguments
 
 
-def arguments(metric: str = METRIC, **fields: Any) -> TrainingArguments:
-    """Build the TrainingArguments that all stages share, and `fields`; `metric` chooses the best checkpoint."""
+def arguments(**fields: Any) -> TrainingArguments:
+    """Build the TrainingArguments that all stages share, and `fields`."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
-        metric_for_best_model=metric,
+        metric_for_best_model=METRIC,
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],

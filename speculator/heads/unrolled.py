@@ -149,7 +149,14 @@ class UnrolledHead(Speculator):
         overlap = None if measured.overlap is None else by_t(measured.overlap)
         return {
             "objective": (measured.objective, count.sum()),
-            **step_metrics(measured.loss, by_t(measured.hits), overlap, count),
+            **step_metrics(
+                measured.loss,
+                by_t(measured.hits),
+                overlap,
+                count,
+                batch.labels[:, 0] != IGNORE,
+                lambda x: x.sum(-1),
+            ),
         }
 
     def logits(

@@ -83,6 +83,7 @@ def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, ba
     made = with_steps(stage(**changes), rows, 1)
     assert made.per_device_train_batch_size * made.gradient_accumulation_steps == batch
     assert made.max_steps == steps
+    assert made.learning_rate == pytest.approx(5e-3 * (batch / 64) ** 0.5)
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
