@@ -38,7 +38,9 @@ _LEAST_STEPS = 50
 
 
 def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> RunConfig:
-    """Fill in the row length, that of a warm start's training if there is one, and leave out a draft vocabulary that the target's own does not exceed.
+    """Fill in the row length, which is that of a warm start's training if there is one.
+
+    A draft vocabulary that the target's own does not exceed is left out.
 
     Args:
         target: the target's config; None if it is unknown.

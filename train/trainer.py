@@ -383,7 +383,9 @@ class StopWhenAsked(TrainerCallback):
             # The sum is read one step later, when the device has finished it.
             before = self._votes
             # All processes must stop at the same step, or the others would wait for ever in the next reduction.
-            self._votes = self.trainer.accelerator.reduce(torch.full((), float(stop_asked()), device=args.device), "sum")
+            self._votes = self.trainer.accelerator.reduce(
+                torch.full((), float(stop_asked()), device=args.device), "sum"
+            )
             stop = before is not None and bool(before)
         if stop:
             control.should_save = control.should_training_stop = True

@@ -178,7 +178,9 @@ def test_a_token_weight_multiplies_the_loss_of_every_step_that_predicts_it(name,
         z = case.outputs[i](case.features[i])
         teacher = case.hidden[:, i + 1 : i + 1 + S] @ case.lm_head.T
         each = loss(z, teacher, case.labels[:, i].clamp_min(0)) * (case.labels[:, i] != IGNORE)
-        expected = expected + (each * F.pad(token_weights, (0, N))[:, i + 2 : i + 2 + S]).sum()  # head i at t predicts x[t+2+i]
+        expected = (
+            expected + (each * F.pad(token_weights, (0, N))[:, i + 2 : i + 2 + S]).sum()
+        )  # head i at t predicts x[t+2+i]
     sums, plain = case.measure(weights, chunk, token_weights), case.measure(weights, chunk)
     torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
     for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):

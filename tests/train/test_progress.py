@@ -36,7 +36,13 @@ def test_a_log_has_the_pace_of_the_steps_since_the_last(monkeypatch):
 
 @pytest.mark.parametrize("token_at_peak", [None, 0.03])
 def test_a_log_line_has_at_most_120_characters_and_no_names_of_metrics(monkeypatch, token_at_peak):
-    logs = {"loss": 16.5, "plain_loss": 12.25, "learning_rate": 1e-3, "position0/accuracy": 0.25, "position1/accuracy": 0.5}
+    logs = {
+        "loss": 16.5,
+        "plain_loss": 12.25,
+        "learning_rate": 1e-3,
+        "position0/accuracy": 0.25,
+        "position1/accuracy": 0.5,
+    }
     figures = {**logs, **paced(monkeypatch, token_at_peak), "seconds_left": 99_999.0, "tokens_per_second": 1_234_567.0}
     line = log_line(12_345, 20_000, figures)
     assert len(line) <= 120
