@@ -44,7 +44,7 @@ class Inputs:
     Attributes:
         config: the run's, with the steps of its stages and the row length settled.
         train_rows, validation_rows: packed rows.
-        suites: "validation" prompts choose the best checkpoint, "held-out" ones are in the report.
+        suites: "validation" prompts are decoded at each evaluation, "held-out" ones are in the report.
         own_prompts: prompts that the target continues for stage 2; None: it writes them too, or there is no stage 2.
     """
 

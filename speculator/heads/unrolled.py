@@ -108,7 +108,7 @@ class UnrolledHead(Speculator):
         batch_size, steps, length = batch.labels.shape
 
         def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * S, ...]
-            # Step i at position t predicts x[u+1] with u = t+1+i. Shift it right by i: its position t gets column u - 1, so
+            # Step i at position t predicts x[u+1] with u = t+1+i. Shift it right by i: position t gets column u - 1, so
             # that a column holds the same label x[u+1] for all steps. What leaves on the right has none.
             padding = [0, 0] * (x.ndim - 2) + [index, -index]
             return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
