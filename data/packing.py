@@ -96,9 +96,7 @@ def _fill(documents: Iterable[dict[str, Any]], length: int) -> Iterator[Columns]
     yield from (row.finished() for row in (*rows, text) if row.used)
 
 
-def one_per_row(
-    documents: Iterable[dict[str, Any]], length: int, max_tokens: int | None = None
-) -> Iterator[Columns]:
+def one_per_row(documents: Iterable[dict[str, Any]], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
     """Make a row of each document of an encoder-decoder target, with its "source_ids"; what exceeds `length` is cut."""
     emitted = 0
     for document in documents:

@@ -8,7 +8,6 @@ from transformers import TrainerCallback
 from speculator import Target
 from speculator.heads import Speculator
 from speculator.target.server import ServerTarget
-from train.checkpoint import FORECAST_METRIC
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
@@ -38,7 +37,6 @@ def trained(
         loss=LossConfig(cross_entropy=0.1),
         decode=lambda head: {},
         args=arguments(
-            metric=FORECAST_METRIC,
             output_dir=str(folder),
             max_steps=STEPS,
             learning_rate=1e-3,

@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 from speculator.errors import UserError, first_line
 from speculator.files import manifest_error
 
-METRIC = "eval_acceptance_length"
-FORECAST_METRIC = "eval_teacher_forced_acceptance_length"
-"""Stands in for `METRIC` if the target is not decoded during training."""
+METRIC = "eval_forecast_acceptance_length"
+"""Chooses the best checkpoint: thousands of labels tell checkpoints apart that a few decoded prompts can't."""
+DECODED = "eval_acceptance_length"
+"""The acceptance length of real decoding, where this process decodes the target."""
 _NAME = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -43,17 +44,15 @@ def newest(stage: Path) -> tuple[Path | None, list[str]]:
     return _first_whole(list(numbered(stage).values()))
 
 
-def best(
-    stage: Path, history: list[dict[str, Any]], save_steps: int, max_steps: int, metric: str = METRIC
-) -> tuple[Path | None, list[str]]:
-    """Return the complete checkpoint with the highest metric, and a message for each better, damaged one.
+def best(stage: Path, history: list[dict[str, Any]], save_steps: int, max_steps: int) -> tuple[Path | None, list[str]]:
+    """Return the complete checkpoint with the highest `METRIC`, and a message for each better, damaged one.
 
     The earliest wins a tie. Only planned checkpoints count, so that one saved on a signal does not change the result.
 
     Args:
         history: log of the stage's evaluations, as in trainer_state.json.
     """
-    figures = {entry["step"]: entry[metric] for entry in history if metric in entry}
+    figures = {entry["step"]: entry[METRIC] for entry in history if METRIC in entry}
     there = numbered(stage)
     steps = [step for step in there if step in figures and planned(step, save_steps, max_steps)]
     # The highest metric first, and of equal ones the earliest step.

@@ -104,7 +104,8 @@ class DataConfig:
     """Hub dataset ids, local .jsonl, .json, .parquet or .txt files (also .gz), folders, python-sources, or self (text
     that the target writes); each may end in @weight."""
     seq_length: NonNegativeInt = 256
-    """Tokens per row; 0 takes the target's context, at most 4,096. With an encoder, the most tokens of a prompt too."""
+    """Maximum number of tokens per row; 0 takes the target's context, at most 4,096, or for a warm start the length
+    that its head was trained on. With an encoder, the most tokens of a prompt too."""
     max_tokens: PositiveInt | None = None
     """Maximum number of training tokens (default: all)."""
     raw: bool = False
@@ -143,7 +144,8 @@ class StageConfig:
     max_steps: NonNegativeInt = 1000
     """Optimiser steps, unless epochs is set."""
     epochs: PositiveFloat | None = None
-    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps."""
+    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps; the
+    learning rate then shrinks by the square root."""
     learning_rate: PositiveFloat = 5e-3
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
@@ -222,7 +224,7 @@ class EvalConfig:
     """Evaluations during and after training."""
 
     validation_rows: PositiveInt = 64
-    """Rows for the loss and accuracies at each evaluation."""
+    """Rows for the loss, the accuracies and the forecast at each evaluation; the forecast chooses the checkpoint."""
     validation_prompts: PositiveInt = 16
     """Prompts that are decoded at each evaluation, for the acceptance length."""
     prompt_tokens: PositiveInt = 64

@@ -77,7 +77,7 @@ def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) 
         rows: training rows; their most frequent tokens become the draft vocabulary, if one is configured.
     """
     options = config.speculator
-    about = {
+    about: dict[str, Any] = {
         "base_model_name_or_path": config.target.name_or_path,
         "base_model_adapter": config.target.adapter,
         "base_model_fingerprint": target.fingerprint,

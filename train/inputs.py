@@ -44,7 +44,7 @@ class Inputs:
     Attributes:
         config: the run's, with the steps of its stages and the row length settled.
         train_rows, validation_rows: packed rows.
-        suites: "validation" prompts choose the best checkpoint, "held-out" ones are in the report.
+        suites: "validation" prompts are decoded at each evaluation, "held-out" ones are in the report.
         own_prompts: prompts that the target continues for stage 2; None: it writes them too, or there is no stage 2.
     """
 
@@ -95,7 +95,7 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
     if own_prompts is not None:  # what the plan at the start could only estimate
         refuse_too_large(config, state.num_processes, [Prompt(each.size, 1 + len(each.later)) for each in own_prompts])
     if state.is_main_process:
-        log_sizes(asked, config, train_rows)
+        log_sizes("stage1", asked, config, train_rows)
     return Inputs(config, train_rows, validation_rows, suites, own_prompts)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculator.compiled import Compiled, can_compile
 from speculator.device import exact, send
-from speculator.heads.training import IGNORE, Metric, Term, TokenLosses
+from speculator.heads.training import IGNORE, Metric, Term, TokenLosses, forecast_error
 from speculator.target.linear import product
 from train.config import LossConfig
 
@@ -422,10 +422,15 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
 
     `teacher_forced_acceptance_length` is 1 + the sum of the prefix accuracies: what greedy decoding would accept if the
     text were the target's own. `forecast_acceptance_length_sampled` is 1 + the sum of the prefix overlaps: the same at
-    temperature 1. Real decoding measures `acceptance_length`.
+    temperature 1. `forecast_acceptance_length` is the mean of both, and `forecast_error` its standard error. Real
+    decoding measures `acceptance_length`.
     """
     figures: dict[str, float] = {}
     for name, (total, count) in sums.items():
+        if name == "rows":
+            error = forecast_error(total.tolist())
+            figures |= {} if error is None else {"forecast_error": error}
+            continue
         means: Any = (total / count.clamp_min(1)).tolist()
         if name == "objective":
             figures["loss"] = means
@@ -437,4 +442,9 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
             figures["teacher_forced_acceptance_length"] = 1 + sum(means)
         if name == "prefix_overlap":
             figures["forecast_acceptance_length_sampled"] = 1 + sum(means)
-    return figures
+    both = [
+        figures[name]
+        for name in ("teacher_forced_acceptance_length", "forecast_acceptance_length_sampled")
+        if name in figures
+    ]
+    return figures | ({"forecast_acceptance_length": sum(both) / len(both)} if both else {})

@@ -185,6 +185,19 @@ def packed(config: RunConfig, rows: datasets.Dataset) -> datasets.Dataset:
     return made if stage.epochs or len(made) >= batch else rows
 
 
+def held_out(config: RunConfig, rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Split a twentieth off the rows of stage 2, to choose its checkpoint by text that the target wrote.
+
+    The last rows are held out, at most `eval.validation_rows`; None if the others would not fill a batch.
+    """
+    stage, processes = config.stage2, PartialState().num_processes
+    batch = stage.per_device_train_batch_size * (1 if stage.epochs else stage.gradient_accumulation_steps) * processes
+    left = len(rows) - min(config.eval.validation_rows, len(rows) // 20)
+    if left < batch or len(rows) - left < processes:
+        return rows, None
+    return rows.select(range(left)), rows.select(range(left, len(rows)))
+
+
 def _text_by_servers(
     config: RunConfig, target: ServerTarget, own_prompts: list[Conversation] | None, folder: Path
 ) -> datasets.Dataset:

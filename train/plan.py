@@ -99,7 +99,10 @@ def generated_texts(
             # A chat is answered until it is longer than rows of stage 1.
             most = max(config.data.seq_length, generate.prompt_tokens) + generate.max_new_tokens
             sizes = [capped(min(most, each.tokens + each.answers * generate.max_new_tokens)) for each in prompts]
-            new, answers = min(generate.max_new_tokens, max(sizes)), sum(each.answers for each in prompts) / len(prompts)
+            new, answers = (
+                min(generate.max_new_tokens, max(sizes)),
+                sum(each.answers for each in prompts) / len(prompts),
+            )
         mean = sum(sizes) / len(sizes)
         rows = generate.max_rows, generate.batch_size
         found["generating"] = GeneratedText(*rows, max(sizes), new, answers, mean, depth)

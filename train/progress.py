@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
 from speculator.terminal import Progress, log
-from train.checkpoint import FORECAST_METRIC, METRIC
+from train.checkpoint import DECODED, METRIC
 from train.timing import Stopwatch
 
 _TIMED = 3
@@ -117,20 +117,21 @@ class ProgressLine(ProgressCallback):
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
     """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`)."""
     if "eval_loss" in logs:
-        if METRIC in logs:
-            lengths = f"acceptance length {logs[METRIC]:.2f} greedy, {logs[f'{METRIC}_sampled']:.2f} sampled"
+        error = f" ± {logs['eval_forecast_error']:.2f}" if "eval_forecast_error" in logs else ""
+        lengths = f"forecast {logs[METRIC]:.2f}{error}"
+        if DECODED in logs:
+            lengths += f", acceptance length {logs[DECODED]:.2f} greedy, {logs[f'{DECODED}_sampled']:.2f} sampled"
         else:
-            lengths = f"forecast of the acceptance length {logs[FORECAST_METRIC]:.2f} (teacher-forced)"
-        lengths += " (plain decoding: 1)"
+            lengths = f"{lengths} of the acceptance length (plain decoding: 1)"
         loss = _with_plain(logs["eval_loss"], logs["eval_plain_loss"])
         return f"evaluation at step {step}: loss {loss}, {lengths}"
     first = next(value for name, value in logs.items() if name.endswith("/accuracy"))
     parts = [
         f"step {step}/{max_steps}: loss {_with_plain(logs['loss'], logs['plain_loss'])}",
-        f"first token right {first:.0%}",
+        f"first right {first:.0%}",
         f"lr {logs['learning_rate']:.1e}",
         f"{logs['tokens_per_second']:,.0f} tokens/s",
-        *([f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []),
+        *([f"MFU {logs['mfu']:.0%}"] if "mfu" in logs else []),
         *([f"{logs['waiting_for_servers']:.0%} waiting"] if "waiting_for_servers" in logs else []),
         f"{timedelta(seconds=round(logs['seconds_left']))} left",
     ]
@@ -140,4 +141,4 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
 def _with_plain(loss: float, plain: float) -> str:
     """Return a loss, and the plain one where weights make it another: D-PACE's grow while the head gets better."""
     shown, unweighted = f"{loss:.2f}", f"{plain:.2f}"
-    return shown if shown == unweighted else f"{shown} (plain {unweighted})"
+    return shown if shown == unweighted else f"{shown}, plain {unweighted}"

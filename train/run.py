@@ -38,9 +38,9 @@ from train.finish import is_finished, measure, summary
 from train.folder import check_same_run, locked, write_record
 from train.initialise import for_rows, new_head
 from train.inputs import Inputs, load_target, read_inputs
-from train.own_text import generate_own_text, packed
+from train.own_text import generate_own_text, held_out, packed
 from train.plan import plan, refuse_too_large
-from train.sizes import with_sizes_of_target, with_steps
+from train.sizes import log_sizes, with_sizes_of_target, with_steps
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _POLL_SECONDS = 1.0
@@ -156,9 +156,12 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
         if config.stage2.max_steps:
             announce(config, _GENERATE)
             own_text = generate_own_text(config, target, best, inputs.own_prompts)
-            rows = own_text if target.encoder else packed(config, own_text)
+            rows, held = held_out(config, own_text if target.encoder else packed(config, own_text))
+            measured_on = held or inputs.validation_rows, inputs.suites["validation"]
             stage2 = with_steps(config.stage2, len(rows), state.num_processes)
-            config = dataclasses.replace(config, stage2=stage2)
+            asked, config = config, dataclasses.replace(config, stage2=stage2)
+            if state.is_main_process:
+                log_sizes("stage2", asked, config, rows)
             checks.batch("stage2", config.stage2, len(rows), state.num_processes)
             announce(config, _STAGE2)
             best = train_stage(

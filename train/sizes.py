@@ -7,7 +7,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import ceil
+from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ _LEAST_STEPS = 50
 
 
 def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> RunConfig:
-    """Fill in the row length, that of a warm start's training if there is one, and leave out a draft vocabulary that the target's own does not exceed.
+    """Fill in the row length, which is that of a warm start's training if there is one.
+
+    A draft vocabulary that the target's own does not exceed is left out.
 
     Args:
         target: the target's config; None if it is unknown.
@@ -84,7 +86,7 @@ def length_of_chats(packed: datasets.Dataset) -> int:
 def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
     """Return a stage with its epochs turned into steps; one with max_steps stays as it is.
 
-    Rows per step are halved while an epoch has fewer than 50 steps.
+    Rows per step are halved while an epoch has fewer than 50 steps, and the learning rate follows their square root.
 
     Args:
         rows: number of training rows, over all processes.
@@ -95,8 +97,14 @@ def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
     # Accumulation first, then the batch: 8 rows x 4 becomes 8 x 2, 8 x 1, 4 x 1, ...
     while size * accumulation > 1 and size * accumulation * processes * _LEAST_STEPS > rows:
         size, accumulation = (size, accumulation // 2) if accumulation > 1 else (size // 2, 1)
-    steps = ceil(stage.epochs * rows / (size * accumulation * processes))
-    return replace(stage, max_steps=steps, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation)
+    share = size * accumulation / (stage.per_device_train_batch_size * stage.gradient_accumulation_steps)
+    return replace(
+        stage,
+        max_steps=ceil(stage.epochs * rows / (size * accumulation * processes)),
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=stage.learning_rate * sqrt(share),
+    )
 
 
 def expected_rows(config: RunConfig) -> int | None:
@@ -188,13 +196,17 @@ def longest(rows: datasets.Dataset) -> int:
     return max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
 
 
-def log_sizes(asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:
-    """Print the size of stage 1, and what was adapted to it."""
-    stage, before = config.stage1, asked.stage1
-    batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps
-    was = before.per_device_train_batch_size * before.gradient_accumulation_steps
+def log_sizes(name: str, asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:
+    """Print the size of a stage, and what was adapted to it.
+
+    Args:
+        name: "stage1" or "stage2".
+    """
+    before, stage = getattr(asked, name), getattr(config, name)
+    batch, was = (each.per_device_train_batch_size * each.gradient_accumulation_steps for each in (stage, before))
     notes = [f"rows of {config.data.seq_length} tokens"] * (config.data.seq_length != asked.data.seq_length)
-    notes += [f"batches of {batch}, not {was}"] * (batch != was)
+    rates = f"{stage.learning_rate:.2g}, not {before.learning_rate:.2g}, by the square root"
+    notes += [f"batches of {batch}, not {was}, and a learning rate of {rates}"] * (batch != was)
     little = f"; this is little text, so {' and '.join(notes)}" if notes else ""
     size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
-    log(f"stage 1 trains on {size}, for {stage.max_steps:,} steps{little}")
+    log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{little}")

@@ -58,8 +58,8 @@ def train_stage(
     Args:
         name: "stage1" or "stage2": section of the config, and folder of the stage.
         start: returns the head that the stage starts from, in float32.
-        suite: prompts to decode at each evaluation, for the acceptance length. A target that only trains decodes
-            none: the teacher-forced acceptance length then chooses the best checkpoint.
+        validation_rows: rows whose forecast of the acceptance length chooses the best checkpoint.
+        suite: prompts to decode at each evaluation, for the acceptance length. A target that only trains decodes none.
         outlook: see `train.progress.ProgressLine`.
 
     Raises:
@@ -90,7 +90,6 @@ def train_stage(
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
 
     remote = isinstance(target, ServerTarget)
-    metric = checkpoint.METRIC if isinstance(target, Target) else checkpoint.FORECAST_METRIC
 
     def decode(head: Speculator) -> dict[str, float]:
         if isinstance(target, Target):
@@ -111,7 +110,6 @@ def train_stage(
         shard_optimizer=config.shard_optimizer,
         muon=settings.optimizer == "muon",
         args=arguments(
-            metric=metric,
             output_dir=str(folder),
             run_name=f"{Path(config.output_dir).name} {name}",
             report_to=config.report_to,
@@ -157,15 +155,15 @@ def train_stage(
             _stop(folder / f"checkpoint-{done['global_step']}")
     if state.is_main_process:
         steps = settings.save_steps, settings.max_steps
-        best, passed_over = checkpoint.best(folder, done["log_history"], *steps, metric)
+        best, passed_over = checkpoint.best(folder, done["log_history"], *steps)
         for line in passed_over:
             log(line)
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         publish(load_any(best), best_head)
-        if metric == checkpoint.FORECAST_METRIC:
+        if not isinstance(target, Target):
             step = int(best.name.removeprefix("checkpoint-"))
-            logged = (entry for entry in done["log_history"] if entry["step"] == step and metric in entry)
+            logged = (entry for entry in done["log_history"] if entry["step"] == step and checkpoint.METRIC in entry)
             write_forecast(best_head, next(logged))
     state.wait_for_everyone()
     return best_head
@@ -181,7 +179,7 @@ def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
         for folder in checkpoint.numbered(run / stage).values():
             with suppress(OSError, ValueError, KeyError):
                 history = _state_of(folder)["log_history"]
-                names = {"loss": "loss", "acceptance length": checkpoint.METRIC}
+                names = {"loss": "loss", "acceptance length": checkpoint.DECODED}
                 made = {name: [[e["step"], e[key]] for e in history if key in e] for name, key in names.items()}
                 found[stage] = {name: points for name, points in made.items() if points}
                 break

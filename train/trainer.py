@@ -385,7 +385,9 @@ class StopWhenAsked(TrainerCallback):
             # The sum is read one step later, when the device has finished it.
             before = self._votes
             # All processes must stop at the same step, or the others would wait for ever in the next reduction.
-            self._votes = self.trainer.accelerator.reduce(torch.full((), float(stop_asked()), device=args.device), "sum")
+            self._votes = self.trainer.accelerator.reduce(
+                torch.full((), float(stop_asked()), device=args.device), "sum"
+            )
             stop = before is not None and bool(before)
         if stop:
             control.should_save = control.should_training_stop = True
@@ -411,12 +413,12 @@ def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
     return arguments
 
 
-def arguments(metric: str = METRIC, **fields: Any) -> TrainingArguments:
-    """Build the TrainingArguments that all stages share, and `fields`; `metric` chooses the best checkpoint."""
+def arguments(**fields: Any) -> TrainingArguments:
+    """Build the TrainingArguments that all stages share, and `fields`."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",
-        metric_for_best_model=metric,
+        metric_for_best_model=METRIC,
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],

@@ -38,9 +38,7 @@ def held_out_loss(target: Target, count: int) -> dict[str, float]:
         logits = target.logits(target.hidden(ids))[:, :-1].float()
         total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
     tokens = len(rows) * (LENGTH - 1)
-    text_bytes = sum(
-        len(target.tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows
-    )
+    text_bytes = sum(len(target.tokenizer.decode(row[1:], skip_special_tokens=True).encode()) for row in rows)
     return {
         "tokens": tokens,
         "nats_per_token": total / tokens,

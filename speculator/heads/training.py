@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 IGNORE = -100
@@ -55,12 +57,14 @@ def step_metrics(
     hits: Tensor,  # [N, ...] 1 where the likeliest token is the label
     overlap: Tensor | None,  # [N, ...]
     count: Tensor,  # [N] labels of each draft position
+    drafts: Tensor,  # [...] 1 for a draft with labels, else 0
+    by_row: Callable[[Tensor], Tensor],  # [...] -> [B] sums of a batch's rows
 ) -> dict[str, Metric]:
     """Return (sum, count) pairs, [N] both, of "loss", "accuracy", "overlap" and their products over the prefix.
 
     "prefix_accuracy" counts the labels up to which all of a draft's tokens are right; "prefix_overlap" is the chance
     that all are accepted. The training log has them as `position{i}/NAME`. All inputs must be 0 where there is no
-    label.
+    label. "rows" has sums over rows for the standard error of the forecast, see `forecast_error`.
     """
 
     def total(x: Tensor) -> Metric:
@@ -68,9 +72,26 @@ def step_metrics(
 
     # Products along the draft: hits 1 1 0 1 of four positions give 1 1 0 0, as a decoder stops at the first miss.
     metrics = {"loss": total(loss), "accuracy": total(hits), "prefix_accuracy": total(hits.cumprod(0))}
+    accepted = hits.cumprod(0).sum(0).float()
     if overlap is not None:
         metrics |= {"overlap": total(overlap), "prefix_overlap": total(overlap.cumprod(0))}
-    return metrics
+        accepted = (accepted + overlap.cumprod(0).sum(0)) / 2  # the mean of temperatures 0 and 1
+    a, n = by_row(accepted).double(), by_row(drafts.to(accepted)).double()
+    sums = torch.stack([(a * a).sum(), (a * n).sum(), (n * n).sum(), a.sum(), n.sum(), (n > 0).sum()])
+    return metrics | {"rows": (sums, torch.ones_like(sums))}
+
+
+def forecast_error(sums: Sequence[float]) -> float | None:
+    """Return the standard error of the tokens accepted per draft, from `step_metrics`' "rows".
+
+    The tokens of a row are not independent, so rows are the sample: with a accepted tokens of n drafts in each of R
+    rows and r = sum a / sum n, it is sqrt(R / (R - 1) sum (a - r n)^2) / sum n. None for a single row.
+    """
+    aa, an, nn, a, n, rows = sums
+    if rows < 2:
+        return None
+    r = a / n
+    return math.sqrt(max(0.0, aa - 2 * r * an + r * r * nn) * rows / (rows - 1)) / n
 
 
 class TokenLoss(Protocol):

@@ -83,8 +83,8 @@ class UnrolledHead(Speculator):
         host = on_host(batch)
         length = host.labels.shape[-1]
         features = self.unrolled(
-            # S = L - 2 positions. With 8 tokens those are t = 0..5: step 0 of the last one reads h5 and x6, and its label
-            # is x7.
+            # S = L - 2 positions. With 8 tokens those are t = 0..5: step 0 of the last one reads h5 and x6, and its
+            # label is x7.
             batch.states[:, :length],
             # Position t reads x[t+1] first, since the target itself samples that. Step i reads one token further, so
             # the last position needs N - 1 more; beyond its first step it has no label, so any token will do.
@@ -108,8 +108,8 @@ class UnrolledHead(Speculator):
         batch_size, steps, length = batch.labels.shape
 
         def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * S, ...]
-            # Step i at position t predicts x[u+1] with u = t+1+i. Shift it right by i: its position t gets column t + i,
-            # which is u - 1, and a column holds the same label x[u+1] for all steps. What leaves on the right has none.
+            # Step i at position t predicts x[u+1] with u = t+1+i. Shift it right by i: position t gets column u - 1, so
+            # that a column holds the same label x[u+1] for all steps. What leaves on the right has none.
             padding = [0, 0] * (x.ndim - 2) + [index, -index]
             return nn.functional.pad(x, padding, value=fill).flatten(0, 1)
 
@@ -149,7 +149,14 @@ class UnrolledHead(Speculator):
         overlap = None if measured.overlap is None else by_t(measured.overlap)
         return {
             "objective": (measured.objective, count.sum()),
-            **step_metrics(measured.loss, by_t(measured.hits), overlap, count),
+            **step_metrics(
+                measured.loss,
+                by_t(measured.hits),
+                overlap,
+                count,
+                batch.labels[:, 0] != IGNORE,
+                lambda x: x.sum(-1),
+            ),
         }
 
     def logits(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from speculator.compiled import can_compile
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.heads.training import IGNORE, TrainingBatch
+from speculator.heads.training import IGNORE, TrainingBatch, forecast_error, step_metrics
 from speculator.heads.unrolled import UnrolledHead, align
 from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
@@ -178,7 +178,9 @@ def test_a_token_weight_multiplies_the_loss_of_every_step_that_predicts_it(name,
         z = case.outputs[i](case.features[i])
         teacher = case.hidden[:, i + 1 : i + 1 + S] @ case.lm_head.T
         each = loss(z, teacher, case.labels[:, i].clamp_min(0)) * (case.labels[:, i] != IGNORE)
-        expected = expected + (each * F.pad(token_weights, (0, N))[:, i + 2 : i + 2 + S]).sum()  # head i at t predicts x[t+2+i]
+        expected = (
+            expected + (each * F.pad(token_weights, (0, N))[:, i + 2 : i + 2 + S]).sum()
+        )  # head i at t predicts x[t+2+i]
     sums, plain = case.measure(weights, chunk, token_weights), case.measure(weights, chunk)
     torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
     for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
@@ -314,6 +316,25 @@ def test_a_low_rank_bias_is_a_second_term_of_the_logits(chunk):
     gradients = [torch.autograd.grad(x, tensors) for x in (objective, expected)]
     for got, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+def test_the_error_of_a_forecast_takes_rows_as_the_sample():
+    """Against the spread of the ratio over many draws of rows whose drafts are alike within a row."""
+    draw = torch.Generator().manual_seed(0)
+    chances, lengths = torch.rand(4000, 40, generator=draw), torch.randint(5, 50, (4000, 40), generator=draw)
+    a, n = (chances * lengths).double(), lengths.double()
+    errors = []
+    for row_a, row_n in zip(a, n, strict=True):
+        drafts = torch.ones(3)  # two rows of the batch have drafts
+        sums = step_metrics(*torch.zeros(2, 1, 3), None, torch.ones(1), drafts, lambda x: torch.tensor([0.0, 2.0, 1.0]))
+        assert sums["rows"][0].tolist() == [5, 5, 5, 3, 3, 2]
+        squares = [(row_a**2).sum(), (row_a * row_n).sum(), (row_n**2).sum(), row_a.sum(), row_n.sum(), 40]
+        errors.append(forecast_error(squares))
+        if len(errors) == 400:
+            break
+    ratios = a.sum(1) / n.sum(1)
+    assert sum(errors) / len(errors) == pytest.approx(ratios.std().item(), rel=0.05)
+    assert forecast_error([1, 1, 1, 1, 1, 1]) is None
 
 
 def test_a_frozen_matrix_gets_no_gradient_buffer(monkeypatch):

@@ -124,6 +124,16 @@ def test_text_of_stage_2_is_packed_in_the_same_rows_each_time(chat_folder, tmp_p
     assert own_text.packed(config, few) is few
 
 
+def test_the_checkpoint_of_stage_2_is_chosen_by_rows_that_the_target_wrote(chat_folder, tmp_path):
+    config = config_of(chat_folder, tmp_path, **{"stage2.max_steps": 1, "eval.validation_rows": 4})
+    rows = Dataset.from_list([{"input_ids": [i]} for i in range(100)])
+    trained, held = own_text.held_out(config, rows)
+    assert [row["input_ids"] for row in (*trained, *held)] == [[i] for i in range(100)]
+    assert len(held) == 4
+    few, none = own_text.held_out(config, rows.select(range(19)))
+    assert (len(few), none) == (19, None)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

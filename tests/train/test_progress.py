@@ -8,6 +8,7 @@ import torch
 
 from eval.validation import NEW_TOKENS
 from train import duration, progress, timing
+from train.checkpoint import METRIC
 from train.config import RunConfig
 from train.progress import Pace, ProgressLine, log_line
 
@@ -38,16 +39,23 @@ def test_a_log_has_the_pace_of_the_steps_since_the_last(monkeypatch):
 
 @pytest.mark.parametrize("token_at_peak", [None, 0.03])
 def test_a_log_line_has_at_most_120_characters_and_no_names_of_metrics(monkeypatch, token_at_peak):
-    logs = {"loss": 16.5, "learning_rate": 1e-3, "position0/accuracy": 0.25, "position1/accuracy": 0.5}
+    logs = {
+        "loss": 16.5,
+        "plain_loss": 12.25,
+        "learning_rate": 1e-3,
+        "position0/accuracy": 0.25,
+        "position1/accuracy": 0.5,
+    }
     figures = {**logs, **paced(monkeypatch, token_at_peak), "seconds_left": 99_999.0, "tokens_per_second": 1_234_567.0}
     line = log_line(12_345, 20_000, figures)
     assert len(line) <= 120
     assert ("MFU" in line) is (token_at_peak is not None)
-    assert all(part in line for part in ("12345/20000", "loss 16.50", "25%", "1,234,567 tokens/s", "left"))
-    evaluated = {"eval_loss": 2.5, "eval_acceptance_length": 1.25, "eval_acceptance_length_sampled": 1.5}
+    assert all(part in line for part in ("12345/20000", "loss 16.50, plain 12.25", "25%", "1,234,567 tokens/s", "left"))
+    evaluated = {"eval_loss": 2.5, "eval_plain_loss": 2.504, "eval_acceptance_length": 1.25}
+    evaluated |= {"eval_acceptance_length_sampled": 1.5, METRIC: 1.375, "eval_forecast_error": 0.012}
     line = log_line(12_345, 20_000, evaluated)
     assert len(line) <= 120
-    assert all(part in line for part in ("12345", "2.50", "1.25", "1.50"))
+    assert all(part in line for part in ("12345", "loss 2.50,", "1.25", "1.50", "1.38 ± 0.01"))
     assert "_" not in line
 
 

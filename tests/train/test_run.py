@@ -242,9 +242,7 @@ def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
     assert "speculator export" in done.stdout
     assert (tmp_path / "run" / "speculator" / "README.md").exists()
     state = json.loads((tmp_path / "run" / "stage1" / "checkpoint-10" / "trainer_state.json").read_text())
-    figures = {
-        entry["step"]: entry[checkpoint.FORECAST_METRIC] for entry in state["log_history"] if "eval_loss" in entry
-    }
+    figures = {entry["step"]: entry[checkpoint.METRIC] for entry in state["log_history"] if "eval_loss" in entry}
     assert state["best_global_step"] == max(figures, key=figures.__getitem__)
 
 

@@ -24,7 +24,7 @@ from speculator import NgramDrafter, Sampling, Target, UserError, generate
 from speculator.target.in_process import InProcessTarget
 from speculator.target.sharding import Group, check_heads
 from train import run
-from train.checkpoint import FORECAST_METRIC, METRIC
+from train.checkpoint import DECODED, METRIC
 from train.command_line import parse
 from train.config import TargetConfig
 from train.gpus import Place
@@ -291,8 +291,8 @@ def test_a_whole_run_with_a_target_in_shards_trains_the_head_of_one_process(
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, atol=1e-3, rtol=1e-2)
     state = json.loads((two / "stage1" / "checkpoint-4" / "trainer_state.json").read_text())
-    figures = {entry["step"]: entry[FORECAST_METRIC] for entry in state["log_history"] if FORECAST_METRIC in entry}
+    figures = {entry["step"]: entry[METRIC] for entry in state["log_history"] if METRIC in entry}
     assert state["best_global_step"] == max(figures, key=figures.__getitem__)
-    assert not any(METRIC in entry for entry in state["log_history"])
+    assert not any(DECODED in entry for entry in state["log_history"])
     assert (two / "speculator" / "README.md").exists()
     assert not (two / "eval").exists()

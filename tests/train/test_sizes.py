@@ -83,6 +83,7 @@ def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, ba
     made = with_steps(stage(**changes), rows, 1)
     assert made.per_device_train_batch_size * made.gradient_accumulation_steps == batch
     assert made.max_steps == steps
+    assert made.learning_rate == pytest.approx(5e-3 * (batch / 64) ** 0.5)
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
@@ -104,7 +105,9 @@ def test_packed_files_count_by_their_text_and_a_limit_counts_for_any_source(tmp_
     (tmp_path / "plain.txt").write_text(text)
     with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
         file.write(text)
-    Dataset.from_dict({"text": [text[i : i + 500] for i in range(0, len(text), 500)]}).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_dict({"text": [text[i : i + 500] for i in range(0, len(text), 500)]}).to_parquet(
+        tmp_path / "a.parquet"
+    )
     plain, packed, parquet = (
         expected_rows(parse(["--data.sources", f"[{tmp_path / name}]", "--data.max_tokens", "10000000"]))
         for name in ("plain.txt", "a.txt.gz", "a.parquet")
@@ -117,7 +120,10 @@ def test_packed_files_count_by_their_text_and_a_limit_counts_for_any_source(tmp_
 def test_short_rows_for_little_text_keep_chats_whole():
     config = with_sizes_of_target(parse(["--config", "configs/eagle3.yaml"]), None)
     masks = [[0] * 100 + [1] * 800, [1] * 3000, [0, 1] * 450, [0] * 10 + [1] * 1990]
-    row = {"loss_mask": sum(masks, []), "document_ids": [i for i, mask in enumerate(masks) for _ in mask]}
+    row = {
+        "loss_mask": [loss for mask in masks for loss in mask],
+        "document_ids": [i for i, mask in enumerate(masks) for _ in mask],
+    }
     short = {"loss_mask": [0, *[1] * 899] * 20, "document_ids": [i for i in range(20) for _ in range(900)]}
     assert length_of_chats([row, short]) == 900
     assert length_of_chats([row]) == 2000

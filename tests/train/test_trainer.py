@@ -8,7 +8,6 @@ from transformers import TrainingArguments
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.target.training import TrainingTarget
-from train.checkpoint import FORECAST_METRIC
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
@@ -99,9 +98,7 @@ def test_a_target_that_only_gives_states_trains_the_same_head(tmp_path, architec
             target=target,
             loss=LossConfig(),
             decode=lambda head: {},
-            args=arguments(
-                FORECAST_METRIC, output_dir=str(tmp_path), max_steps=2, learning_rate=1e-2, report_to="none"
-            ),
+            args=arguments(output_dir=str(tmp_path), max_steps=2, learning_rate=1e-2, report_to="none"),
             data_collator=Collator(head.config),
             train_dataset=rows,
             eval_dataset=rows,

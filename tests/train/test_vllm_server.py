@@ -98,7 +98,9 @@ def test_a_failed_update_leaves_the_server_running_with_the_old_head(start, fail
 def test_a_server_that_takes_neither_head_is_an_error(start):
     server, stub = start(old=2.0, new=2.5)
     stub.failing, stub.failures = "/update_weights", 2
-    with pytest.raises(UserError, match="new head was not loaded: .*; nor was the old one: /update_weights: status 500"):
+    with pytest.raises(
+        UserError, match=r"new head was not loaded: .*; nor was the old one: /update_weights: status 500"
+    ):
         server.try_head("new", "old")
 
 

@@ -323,7 +323,15 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
             return x.new_zeros(labels.numel()).index_copy(0, live, x[0]).view(labels.shape).T
 
         overlap = None if measured.overlap is None else by_slot(measured.overlap)
-        metrics = step_metrics(by_slot(measured.loss), by_slot(measured.hits), overlap, count)
+        drafts, row_of = send(labels[:, 0] != IGNORE, device), send(rows, device)
+        metrics = step_metrics(
+            by_slot(measured.loss),
+            by_slot(measured.hits),
+            overlap,
+            count,
+            drafts,
+            lambda x: x.new_zeros(len(batch.input_ids)).index_add(0, row_of, x),
+        )
         objective = measured.objective
         if self.confidence_head is not None:
             # The confidence head learns the chance of acceptance: min(p, q) summed, where the loss has computed it, or

@@ -71,7 +71,7 @@ class LinearHead(Speculator):
         count = (labels != IGNORE).sum(1)
         return {
             "objective": (sum(each.objective for each in measured), count.sum()),
-            **step_metrics(losses, hits, None, count),
+            **step_metrics(losses, hits, None, count, labels[0] != IGNORE, lambda x: x.view(anchors.shape).sum(1)),
         }
 
     def logits(self, hidden, tokens):
