@@ -25,6 +25,7 @@ _MARK_OF_THINKING = r"[<\[]\|?/?[\w:]*think[\w:]*\|?[>\]]"
 _TRAILING_MARKS = re.compile(rf"(?:{_MARK_OF_THINKING})(?:{_MARK_OF_THINKING}|\s)*\Z")
 # Stands for an answer's content in a render: where it appears, the template writes answers.
 _PROBE = "MARKofANSWER"
+_NO_THOUGHTS = "the chat template leaves out the answer's thoughts"
 # Characters after a difference that a message quotes.
 _EXCERPT = 30
 _LONGEST_TOKEN = 100
@@ -49,12 +50,14 @@ class TextRow:
 class ChatRows:
     """The rows of a chat, and (number of the message, from 0; reason) of each answer without loss.
 
-    `marked` counts the answers that the row itself excludes.
+    `marked` counts the answers that the row itself excludes, and `thoughtless` those whose thoughts are left out, by a
+    template without thoughts.
     """
 
     rows: list[TextRow] = field(default_factory=list)
     left_out: list[tuple[int, str]] = field(default_factory=list)
     marked: int = 0
+    thoughtless: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,12 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
         except RefusedError as error:
             found.left_out.append((number + dropped, str(error)))
             continue
-        if reason := _fault(message, text, start, end):
+        reason = _fault(message, text, start, end)
+        if reason == _NO_THOUGHTS and not chat.thinks:
+            # The target writes no thoughts in its chats: what the answer says is what it could have written.
+            found.thoughtless += 1
+            reason = ""
+        if reason:
             found.left_out.append((number + dropped, reason))
         elif not (found.rows and chat.extend(found.rows[-1], text, (start, end))):
             why = _difference(found.rows[-1], text[:start], number + dropped) if found.rows else ""
@@ -160,7 +168,9 @@ class _Chat:
     def __init__(self, document: dict[str, Any], tokenizer: PreTrainedTokenizerBase):
         self._messages, self._tools, self._tokenizer = document["messages"], document.get("tools"), tokenizer
         try:
-            self._format = _answer_format(tokenizer, tokenizer.get_chat_template(None, self._tools), bool(self._tools))
+            template = tokenizer.get_chat_template(None, self._tools)
+            self._format = _answer_format(tokenizer, template, bool(self._tools))
+            self.thinks = re.search("think|reason", template, re.IGNORECASE) is not None
         except ValueError as error:  # several templates, none of which is the default
             raise RowError(document["where"], str(error)) from None
         self._rendered: tuple[int, str] = (0, "")
@@ -319,7 +329,7 @@ def _fault(message: dict[str, Any], text: str, start: int, end: int) -> str:
     if (lines and not any(line in turn for line in lines)) or not all(name in turn for name in named):
         return "the chat template leaves out the answer's content or its tool calls"
     if thoughts and not any(line in turn for line in thoughts):
-        return "the chat template leaves out the answer's thoughts"
+        return _NO_THOUGHTS
     return "" if start else "nothing stands before the answer"
 
 

@@ -34,6 +34,8 @@ SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(
 PYTHON_SOURCES = "python-sources"
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _SUFFIXES = {".jsonl", ".json", ".parquet", *_TEXT_SUFFIXES}
+_UNTYPED = {".csv", ".tsv"}
+"""Tables that are not read: their cells are texts, so a list or `false` can't be told from its spelling."""
 _PIECE_BYTES = 10_000
 _LINE_BYTES = 100_000
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(?P<split>[^/]+))?")
@@ -93,9 +95,10 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _readable_files(path: Path) -> list[Path]:
-    files = [file for file in _files_in(path) if _suffix(file) in _SUFFIXES]
+    files = [file for file in _files_in(path) if _suffix(file) in _SUFFIXES | _UNTYPED]
     # The card of a dataset's repository lies beside its rows.
     rows = path.is_dir() and any(_suffix(file) not in _TEXT_SUFFIXES for file in files)
+    files = [file for file in files if _suffix(file) in _SUFFIXES]
     return [file for file in files if not (rows and file.stem.lower() == "readme")]
 
 
@@ -124,7 +127,8 @@ def local_files(path: Path) -> Iterator[Document]:
     files = _readable_files(path)
     if not files:
         fault = "holds no readable file" if path.is_dir() else "is not a readable file"
-        raise SourceError(f"{path} {fault}: .jsonl, .json, .parquet or .txt; all but .parquet also as .gz")
+        table = next((f"; write {file.name} as .jsonl" for file in _files_in(path) if _suffix(file) in _UNTYPED), "")
+        raise SourceError(f"{path} {fault}: .jsonl, .json, .parquet or .txt; all but .parquet also as .gz{table}")
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
         check_input(file)

@@ -310,6 +310,7 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
             "answers": sum(len(row.spans) for row in chat.rows),
             "left_out": chat.left_out,
             "marked": chat.marked,
+            "thoughtless": chat.thoughtless,
             "dropped": document.get("dropped", 0),
             "why": [row.why for row in chat.rows if row.why],
         }

@@ -31,6 +31,7 @@ class Tally:
         left_out: number of the assistant's turns that have none, by reason.
         first_left_out: place of the first of them by reason.
         marked: number of the assistant's turns that have none because the row says so.
+        thoughtless: number of the assistant's turns that have loss without their thoughts.
         completions: number of chats that are a prompt with its completion.
         greetings: number of the assistant's turns that began a chat, and were dropped.
     """
@@ -47,6 +48,7 @@ class Tally:
     left_out: Counter[str] = field(default_factory=Counter)
     first_left_out: dict[str, str] = field(default_factory=dict)
     marked: int = 0
+    thoughtless: int = 0
     completions: int = 0
     greetings: int = 0
 
@@ -94,6 +96,7 @@ class Tally:
         self.greetings += chat["dropped"]
         self.completions += chat["completion"]
         self.marked += chat["marked"]
+        self.thoughtless += chat["thoughtless"]
         for number, reason in chat["left_out"]:
             self.left_out[reason] += 1
             self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
@@ -127,6 +130,9 @@ class Tally:
             line = f"{name}: {self.chats:,} chats became {self.chat_rows:,} rows; {self.answers:,} answers have loss"
             line += f", {self.left_out.total():,} have none: {self._kinds(self.left_out)}" if self.left_out else ""
             line += f"; {self.marked:,} more are marked as not to be learnt" if self.marked else ""
+            line += (
+                f"; {self.thoughtless:,} without their thoughts, as the chat template is" if self.thoughtless else ""
+            )
             line += f"; {self.greetings:,} answers before the first question are dropped" if self.greetings else ""
             log(line)
         if self.completions:

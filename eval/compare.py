@@ -1,6 +1,6 @@
 """Compare two reports of `speculator eval`: the differences B - A, with 95% intervals.
 
-Rows of other numbers of prompts, turns or new tokens, or with and without a chat template, have no verdict. The
+Rows of other prompts, turns or limits of new tokens, or with and without a chat template, have no verdict. The
 measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores intervals
 and not the samples behind them. If both decoded the same prompts, the interval is wider than necessary.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from speculator.tables import length_with_interval, markdown_table, shown
 _KEY = ("name", "temperature", "batch_size", "drafter")
 _NAMES = ("target", "speculator", "hardware")
 _CONDITIONS = ("prompts", "turns", "max_new_tokens", "chat")
+_CONTENT = "digest"
+"""A condition too, unless the target is another, which has other tokens for the same questions."""
 _LENGTH = "num_speculative_tokens"
 _BOUNDED = ("adaptive", "ngram")
 """Decoders for which that is a bound, and not the length of each draft."""
@@ -47,9 +49,11 @@ def table(a: dict, b: dict) -> str:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")
     lines = _changes({name: a[name] for name in _NAMES}, {name: b[name] for name in _NAMES})
     lines += _changes(*(report.get("versions", {}) for report in (a, b))) + _changes(a["settings"], b["settings"])
+    older = any(_CONTENT not in row for pair in common for row in pair)  # by a version that wrote none
+    names = _CONDITIONS if older or a["target"] != b["target"] else (*_CONDITIONS, _CONTENT)
     for row, other in common:
         lines += _changes({f"rule, {row['drafter']}": row["rule"]}, {f"rule, {row['drafter']}": other["rule"]})
-        lines += _changes(_conditions(row), _conditions(other))
+        lines += _changes(_conditions(row, names), _conditions(other, names))
     lines = list(dict.fromkeys(lines))
     header = ("suite", "temperature", "decoder", "figure", "A", "B", "B - A", "")
     rows = []
@@ -61,7 +65,7 @@ def table(a: dict, b: dict) -> str:
             if name in theirs:
                 gap = difference(figure, theirs[name])
                 verdict = "" if gap["low"] is None else "differs" if gap["low"] > 0 or gap["high"] < 0 else "same"
-                verdict = verdict if _conditions(row) == _conditions(other) else "other conditions"
+                verdict = verdict if _conditions(row, names) == _conditions(other, names) else "other conditions"
                 rows.append((*where, name, shown(figure), shown(theirs[name]), shown(gap, "+.2f"), verdict))
     lines += ["", markdown_table(header, rows)]
     missing = sum(row["drafter"] != "none" for report in (a, b) for row in report["suites"]) - 2 * len(common)
@@ -75,9 +79,9 @@ def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [f"{name}: {a.get(name)} | {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name)]
 
 
-def _conditions(row: dict[str, Any]) -> dict[str, Any]:
+def _conditions(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return what must be equal before a difference of two rows can come from the heads."""
-    return {f"{name} of {row['name']}": row.get(name) for name in _CONDITIONS}
+    return {f"{name} of {row['name']}": row.get(name) for name in names}
 
 
 def pairs(a: list[dict], b: list[dict]) -> Iterator[tuple[dict, dict]]:

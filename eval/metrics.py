@@ -174,6 +174,7 @@ def row(
     result = {
         "name": suite.name,
         "prompts": len(suite.prompts),
+        "digest": suite.digest,
         "turns": sum(batch.prefill_tokens for batch in timed.batches),
         "left_out": {"prompts": suite.left_out, "turns": measured.turns_left_out},
         "chat": suite.chat,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -51,6 +53,12 @@ class Suite:
     def first(self, count: int) -> Suite:
         """The suite's first prompts."""
         return replace(self, prompts=self.prompts[:count], conversations=self.conversations[:count])
+
+    @property
+    def digest(self) -> str:
+        """Hash of what is asked, by which reports tell whether their suites of one name are the same."""
+        asked = [self.prompts, [conversation.later for conversation in self.conversations]]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
     @property
     def categories(self) -> list[str]:

@@ -48,7 +48,7 @@ def chat_text(
         variables: variables of the template, such as `enable_thinking`.
 
     Raises:
-        RefusedError: the template raises an error, or leaves out a message.
+        RefusedError: the template raises an error, or leaves out a message or the tools.
     """
     try:
         template = tokenizer.get_chat_template(None, tools)
@@ -61,6 +61,12 @@ def chat_text(
         messages = [_with_known_names(message, template) for message in messages]
         text = _render(tokenizer, template, messages, tools, ask, variables)
         check_text("the rendered chat", text)
+        if tools and not _writes_tools(tokenizer, template):
+            without = None
+            with suppress(Exception):  # a template that needs tools
+                without = _render(tokenizer, template, messages, None, ask, variables)
+            if without == text:  # else it writes them in this chat, if not in the probe
+                raise RefusedError("the chat template leaves out the tools")
         for number, message in enumerate(messages):
             content = (message.get("content") or "").strip()
             escaped = json.dumps(content, ensure_ascii=False)[1:-1]  # as the filter `tojson` writes it
@@ -197,6 +203,15 @@ _PROBE_TOOL = {
     "type": "function",
     "function": {"name": "PROBEname", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+@lru_cache(maxsize=32)
+def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a template writes the tools of a chat with one question."""
+    with suppress(Exception):  # a template may raise anything
+        chat = [{"role": "user", "content": "PROBE"}]
+        return "PROBEname" in _render(tokenizer, template, chat, [_PROBE_TOOL], True)
+    return False
 
 
 @lru_cache(maxsize=32)

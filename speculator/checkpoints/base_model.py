@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -21,7 +21,7 @@ from speculator.target.loading import auto_class
 Which = Literal["embedding", "output"]
 
 
-def base_matrix(config: SpeculatorConfig, which: Which) -> Tensor:  # [V, D]
+def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
     """Read the target's embedding or output matrix, for a layout that stores it; nothing else is read.
 
     Raises a UserError unless it is there, and that of the target that the head was trained for.

@@ -42,7 +42,7 @@ def copy_card(card: Path, copy: Path, base: str | None) -> None:
     """Copy a card; a new base model, if one is given, replaces that of its header."""
     text = read_text(card)
     if base is not None:
-        changed = ModelCard(text, ignore_metadata_errors=True)
+        changed: Any = ModelCard(text, ignore_metadata_errors=True)
         changed.data.base_model = base if _is_hub_id(base) else None
         text = str(changed)
     write_text(copy, text)

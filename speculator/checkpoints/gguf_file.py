@@ -171,17 +171,10 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
         found = {tensor.name: tensor for tensor in metadata(target).tensors}
         matrix = found.get("output.weight", found["token_embd.weight"])  # tied targets store one
         if trained_for:
-            rows, columns = sample_indices(head.config.vocab_size, head.config.emb_dim)
-            samples = torch.from_numpy(dequantize(matrix.data[rows.tolist()], matrix.tensor_type))[
-                range(len(rows)), columns
-            ]
-            other = not has_matrix(trained_for, "output", samples, quantised=True)
-            refuse(
-                (
-                    other,
-                    f"{target} has other weights than the head was trained for: --base_model names the target's file",
-                )
-            )
+            places, columns = sample_indices(head.config.vocab_size, head.config.emb_dim)
+            sampled = torch.from_numpy(dequantize(matrix.data[places.tolist()], matrix.tensor_type))  # [8, D]
+            same = has_matrix(trained_for, "output", sampled[range(len(columns)), columns], quantised=True)
+            refuse((not same, f"{target} has other weights than the head was trained for: --base_model names the file"))
         rows = dequantize(matrix.data[head.draft_tokens.tolist()], matrix.tensor_type)
         packed[block_drafters.OUTPUT] = torch.from_numpy(rows).to(head.dtype)
     return packed

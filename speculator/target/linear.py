@@ -164,7 +164,7 @@ class PackedLinear(nn.Linear):
         # Not `self.weight`: torch looks attributes up in 1 µs, and a small model has hundreds of products in a step.
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         trained = weight is not None and (weight.requires_grad or (input.requires_grad and torch.is_grad_enabled()))
-        if self._copy is not None and weight is not None and weight.requires_grad:
+        if trained and self._copy is not None and weight is not None and weight.requires_grad:
             self._copy = None  # it may be frozen again after steps of a fused optimizer
         if weight is None or not _is_ours(input, weight) or torch.compiler.is_compiling():
             return super().forward(input)

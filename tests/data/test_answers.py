@@ -463,8 +463,19 @@ def test_thoughts_have_loss_under_each_of_their_names_or_the_answer_has_none(mon
     chat = [said("user", "a"), said("assistant", "1.", **{name: "One and none."})]
     ((answer,),) = answers_of(rows_of(tokenizer_of(THINKING), messages=chat))
     assert "One and none." in answer
+    drops = THINKING.replace("m.reasoning_content", "m.other")
     with pytest.raises(RowError, match="leaves out the answer's thoughts"):
-        rows_of(tokenizer_of(CHATML), messages=chat)
+        rows_of(tokenizer_of(drops), messages=chat)
+
+
+def test_a_template_without_thoughts_gives_loss_to_what_the_answers_say(capsys):
+    """A dataset with thoughts would else have no answer to train on."""
+    tally = Tally(0.05)
+    chat = [said("user", "a"), said("assistant", "1.", reasoning_content="One and none.")]
+    assert answers_of(rows_of(tokenizer_of(CHATML), tally, messages=chat)) == [["1." + END]]
+    tally.check("chats")
+    tally.warn("chats")
+    assert "1 answers have loss; 1 without their thoughts, as the chat template is" in capsys.readouterr().err
 
 
 def test_answers_that_a_row_marks_are_context_without_loss_and_are_counted(capsys):

@@ -43,9 +43,11 @@ GOOD = [
     {"question": "How many?", "category": "b"},
 ]
 ODD = [None, 7, 0.5, True, "text", "\ud800", "", "[", [], [None], [[]], ["a"], {}, {"a": 1}, {"function": 5}]
+TOOLS = "{{ tools | tojson if tools }}"
 TEMPLATES = {
-    "without tools": CHATML,
-    "with tools": CHATML.replace(
+    "without calls": TOOLS + CHATML,
+    "with calls": TOOLS
+    + CHATML.replace(
         "{{ m.content }}",
         "{{ m.reasoning }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}",
     ),

@@ -377,6 +377,10 @@ def test_names_in_capitals_are_read_and_the_card_of_a_dataset_is_not(tmp_path):
     assert contents(str(tmp_path)) == contents(str(tmp_path / "CHATS.JSONL")) == [{"messages": CHAT}]
     (tmp_path / "CHATS.JSONL").unlink()
     assert contents(str(tmp_path)) == [{"text": "# A dataset\n"}]
+    (tmp_path / "chats.csv").write_text("prompt,completion\na,b\n")
+    for source in (tmp_path, tmp_path / "chats.csv"):
+        with pytest.raises(SourceError, match=r"readable file.*; write chats.csv as .jsonl"):
+            contents(str(source))
 
 
 def test_a_column_of_maps_is_one_line(tmp_path):

@@ -88,6 +88,15 @@ def test_rows_that_were_measured_under_other_conditions_have_no_verdict(name, va
     assert "differs" not in text
 
 
+def test_other_questions_under_the_same_name_have_no_verdict():
+    ours, theirs = changed(digest="a"), changed(digest="b")
+    text = table(ours, theirs)
+    assert "digest of text: a | b" in text.splitlines()
+    assert text.count("| other conditions |") == 2
+    for other in (changed(), theirs | {"target": "u"}):  # an older report, or another tokenizer
+        assert table(ours, other).count("| same |") == 2
+
+
 def test_other_versions_and_settings_are_named():
     ours, theirs = ({**REPORT, "versions": {"torch": number}, "settings": {"seed": number}} for number in (1, 2))
     assert {"torch: 1 | 2", "seed: 1 | 2"} <= set(table(ours, theirs).splitlines())

@@ -93,6 +93,13 @@ def test_a_later_turn_follows_the_answer(tmp_path):
         assert model.tokenizer.decode(following) == expected
 
 
+def test_the_digest_is_that_of_all_questions(tmp_path):
+    rows = [{"turns": ["One?", "Two?"]}, {"turns": ["One?", "Three?"]}, {"turns": ["Two?", "Two?"]}]
+    suites = [load(write(tmp_path / f"{i}.jsonl", row)) for i, row in enumerate([*rows, rows[0]])]
+    assert len({suite.digest for suite in suites}) == 3
+    assert suites[0].digest == suites[3].digest
+
+
 def test_a_short_run_covers_every_category(tmp_path):
     rows = [{"category": name, "turns": [f"{name} {i}"]} for name in ("a", "b", "c") for i in range(3)]
     suite = load(write(tmp_path / "q.jsonl", *rows), max_prompts=4)

@@ -163,7 +163,7 @@ PARSES = pytest.mark.skipif(
 
 def parsing_tokenizer(**fields) -> PreTrainedTokenizerBase:
     """A tokenizer with a response template of these fields and the content."""
-    tokenizer = tokenizer_with(CHATML)
+    tokenizer = tokenizer_with("{{ tools if tools }}" + CHATML)
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
@@ -234,3 +234,15 @@ def test_a_message_that_the_template_escapes_is_written():
     escaped = CHATML.replace("{{ m.content }}", "{{ m.content | tojson }}")
     result = {"role": "tool", "content": 'a "quoted"\nline'}
     assert r"a \"quoted\"\nline" in chat_text(chat_tokenizer("qwen3", escaped), [*CHAT, result])
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}
+
+
+def test_tools_that_the_template_does_not_write_are_refused():
+    """The model would answer without them, and nobody would know why."""
+    with pytest.raises(RefusedError, match="leaves out the tools"):
+        chat_text(chat_tokenizer("qwen3", CHATML), CHAT, [TOOL])
+    for written in ("{{ tools | tojson }}", "{% if messages | length > 2 %}{{ tools[0].function.name }}{% endif %}"):
+        text = chat_text(chat_tokenizer("qwen3", written + CHATML), CHAT * 3, [TOOL])
+        assert "weather" in text

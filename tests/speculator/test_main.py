@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from speculator.__main__ import PACKAGES, main
+from speculator.__main__ import COMMANDS, PACKAGES, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +36,18 @@ def test_the_commands_run_from_a_folder_with_packages_of_the_same_names(command,
     argv = [sys.executable, "-m", "speculator", *command.split()]
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+def test_help_takes_no_library_that_takes_seconds():
+    """For each command, in one process."""
+    code = (
+        "import sys\nfrom contextlib import suppress\nfrom speculator.__main__ import main\n"
+        "for command in sys.argv[1:]:\n    with suppress(SystemExit):\n        main([*command.split(), '--help'])\n"
+        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *COMMANDS], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "[]", done.stderr
+    assert done.stdout.count("usage: ") == len(COMMANDS)
 
 
 def test_a_wheel_has_all_packages_inside_speculator(monkeypatch):
