@@ -12,6 +12,8 @@ from replays import capturing
 from transformers import AutoModelForCausalLM
 
 from speculator import Engine, Sampling, Target
+from speculator.decoding import cuda_graphs
+from speculator.decoding.rows import Rows
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.measure import packs_rows
@@ -119,6 +121,10 @@ def test_training_dspark_does_not_wait_for_the_device(block_head, gpu):
     assert not {name: count for name, count in gpu.waits.items() if "test_gpu_costs" not in name}
 
 
+_POSITION = 2 * 2 * 8 * 4
+"""Bytes of keys and values of a position: 2 heads of 8 numbers in float32."""
+
+
 class Counted:
     """Stands in for a CUDA graph without its speed: a replay runs the work again."""
 
@@ -155,8 +161,11 @@ def adaptive(target: Target) -> AdaptiveDrafter:
 
 def captures(monkeypatch, drafter, steps: int) -> int:
     """Graphs that a server of 8 slots captures, with greedy and sampled requests of usual lengths."""
+    price = cuda_graphs._PRICE
     capturing(monkeypatch, Counted)
+    monkeypatch.setattr(cuda_graphs, "_PRICE", price)
     monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 256)
+    monkeypatch.setattr(Rows, "_weight_bytes", _POSITION * int(16e9 / 2**17))  # as those of 8 billion weights
     config = copy.deepcopy(CONFIGS["llama"])
     config.num_hidden_layers, config.max_position_embeddings = 1, 4096
     target = Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
@@ -176,3 +185,23 @@ def captures(monkeypatch, drafter, steps: int) -> int:
 def test_a_server_captures_few_graphs(monkeypatch):
     """Of 4,000 steps 39 are captured; 81 were when lengths were rounded up to 256."""
     assert captures(monkeypatch, adaptive, 1000) <= 40
+
+
+@pytest.mark.parametrize(("weights", "graphs"), [(4, 2), (10_000, 1)])
+def test_a_step_reads_an_eighth_more_than_the_longest_row_once_that_pays_for_a_graph(weights, graphs, monkeypatch):
+    """600 tokens are read as 1,024 or 640. Where keys are few next to the weights, the second graph never pays."""
+    capturing(monkeypatch, Counted)
+    monkeypatch.setattr(cuda_graphs, "_PRICE", 5.0)
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 256)
+    monkeypatch.setattr(Rows, "_weight_bytes", weights * _POSITION * 2 * 384)  # two rows save 384 positions each
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_hidden_layers, config.max_position_embeddings = 1, 2048
+    engine = Engine(Target(AutoModelForCausalLM.from_config(config), tokenizer=None), None, slots=2, capacity=1500)
+    for length in (590, 440):
+        engine.submit([7 * i % 31 for i in range(length)], max_new_tokens=48, eos_token_ids=())
+    read = []
+    while engine.busy:
+        engine.step()
+        read.append(engine.cache.longest)
+    assert Counted.made == graphs
+    assert read[4:] == [1024] * 20 + [640] * (len(read) - 24) if graphs == 2 else set(read[4:]) == {1024}
