@@ -4,9 +4,10 @@ import copy
 import random
 from dataclasses import replace
 
+import make_believe_gpu
 import pytest
 import torch
-from conftest import CONFIGS, tiny_block_head, tiny_head
+from conftest import CONFIGS, tiny_block_head, tiny_head, tiny_model
 from make_believe_gpu import gpu
 from replays import capturing
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,9 @@ from speculator.drafters.measure import packs_rows
 from speculator.drafters.price import Choice
 from speculator.heads.dspark import model as dspark
 from speculator.heads.training import TrainingBatch
-from speculator.target import kv_cache
+from speculator.target import in_process, kv_cache
+from speculator.target.fused_norms import fuse_norms
+from speculator.target.server import ServerTarget
 from train.config import LossConfig
 from train.losses import ChunkedLoss
 from train.trainer import Collator
@@ -53,11 +56,47 @@ def serve(engine: Engine, count: int, new_tokens: int, samplings: list[Sampling]
         engine.step()
 
 
-def test_attention_never_runs_on_cudnn(gpu):
-    """It builds a plan for every signature."""
+@pytest.mark.parametrize("where", ["here", "in a server"])
+def test_attention_never_runs_on_cudnn(where, gpu):
+    """It builds a plan for every signature. Heads attend with masks too, wherever their target is."""
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    long_target()
+    if where == "here":
+        long_target()
+    else:
+        model = tiny_model().to("cuda", torch.bfloat16)
+        ServerTarget(None, model, model.model.norm, [])
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def launches(target: Target, monkeypatch) -> int:
+    """Operations of a plain step that are not views."""
+    engine = Engine(target, None, slots=1, capture=False)
+    engine.submit([1, 2, 3], max_new_tokens=20, eos_token_ids=())
+    for _ in range(3):
+        engine.step()
+    counted, real = [], make_believe_gpu.run
+
+    def run(func, args, kwargs):
+        views = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
+        composite = make_believe_gpu._is_composite(func) and func not in make_believe_gpu._EMULATED
+        counted.extend([func] * (not views and not composite and any(True for _ in make_believe_gpu._tensors(args))))
+        return real(func, args, kwargs)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(make_believe_gpu, "run", run)
+        batch = engine.rows.select()
+        engine.decode_rows(batch)
+    return len(counted)
+
+
+def test_a_norm_is_one_launch(gpu, monkeypatch):
+    """Of a layer's two norms, which are 7 launches each otherwise, and of the last one."""
+    counts = []
+    for fuse in (lambda model: 0, fuse_norms):
+        monkeypatch.setattr(in_process, "fuse_norms", fuse)
+        counts.append(launches(Target(tiny_model().to("cuda", torch.bfloat16), tokenizer=None), monkeypatch))
+    print(counts)
+    assert counts[0] - counts[1] == 5 * 6
 
 
 def test_a_server_asks_for_few_signatures_of_attention(gpu):

@@ -24,6 +24,14 @@ WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDicti
 """Sliding window of each attention layer; not all families pass it to `attention`."""
 
 
+def avoid_cudnn(device: torch.device) -> None:
+    """Switch cuDNN's attention off for the process, if the device is a CUDA device."""
+    if device.type == "cuda":
+        # From torch 2.11 on, cuDNN comes first for masks in bfloat16. It builds a plan of 20 to 50 ms for every new
+        # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def set_attention(model: PreTrainedModel, implementation: Any) -> None:
     """Set a model's attention implementation, in all of its parts."""
     model.set_attn_implementation(implementation)
