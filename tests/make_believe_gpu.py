@@ -301,7 +301,7 @@ def _histc(x, *args, **kwargs):
 
 
 def _rms_norm(x, shape, weight, eps):
-    return functional.rms_norm(x, shape, weight, eps), x.new_zeros(0)
+    return functional.rms_norm(x, shape, weight, eps), torch.empty(0)
 
 
 _EMULATED = {
