@@ -66,6 +66,9 @@ def original_attention(model: PreTrainedModel) -> Any:
         except ValueError:
             set_attention(model, "eager")
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
+    given = [model.config, *(part for part in parts.values() if part is not None)]
+    if any(getattr(each, "attn_logit_softcapping", None) and each._attn_implementation == "sdpa" for each in given):
+        set_attention(model, "eager")  # sdpa has no soft-capping, and transformers 5.17 takes it all the same
     original: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
     return {"": model.config._attn_implementation, **original} if original else model.config._attn_implementation
 
