@@ -39,6 +39,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which products with x run: autocast's, which leaves float64 as it is, or its own."""
+    kind = x.device.type
+    narrow = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if narrow else x.dtype
+
+
 def synchronize() -> None:
     """Wait for the accelerator, if there is one."""
     if torch.accelerator.is_available():

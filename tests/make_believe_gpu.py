@@ -96,6 +96,9 @@ class GpuTensor(Tensor):
             return torch.autograd.Variable._execution_engine.run_backward(args[:1], seeds, False, False, (), **options)
         if func in _ATTENTION:
             counts.attention(*args, **kwargs)
+        if func is functional.rms_norm and not torch.is_grad_enabled():  # one kernel on a GPU
+            x, shape = args
+            return run(torch.ops.aten._fused_rms_norm.default, (x, list(shape), kwargs["weight"], kwargs["eps"]), {})[0]
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], _on_gpu(args[1]), *args[2:])
         if torch.is_autocast_enabled("cuda"):
@@ -163,7 +166,7 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     asked = kwargs.get("device")
     there = here if asked is None else _is_gpu(asked)
     if here:
-        if _is_composite(func):  # these arrive whole in inference mode
+        if _is_composite(func) and func not in _EMULATED:  # these arrive whole in inference mode
             with MODE:
                 return func.decompose(*args, **kwargs)
         _check_devices(name, args, given)
@@ -297,7 +300,12 @@ def _histc(x, *args, **kwargs):
     return torch.ops.aten.histc.default(x.float(), *args, **kwargs).to(x.dtype)  # a CPU counts no integers
 
 
+def _rms_norm(x, shape, weight, eps):
+    return functional.rms_norm(x, shape, weight, eps), torch.empty(0)
+
+
 _EMULATED = {
+    torch.ops.aten._fused_rms_norm.default: _rms_norm,
     torch.ops.aten.histc.default: _histc,
     torch.ops.aten._flash_attention_forward.default: _flash_forward,
     torch.ops.aten._flash_attention_backward.default: _flash_backward,

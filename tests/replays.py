@@ -110,6 +110,7 @@ def capturing(monkeypatch, double: type[Double]) -> None:
     monkeypatch.setattr(graphs, "warm_up", lambda work, *given: work(*given))
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setitem(cache_module.BUCKETS, "cpu", 16)
+    monkeypatch.setattr(graphs, "_PRICE", 0.05)  # fine buckets pay after a few steps
 
 
 def texts(

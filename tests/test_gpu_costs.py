@@ -4,6 +4,7 @@ import copy
 import random
 from dataclasses import replace
 
+import make_believe_gpu
 import pytest
 import torch
 from conftest import CONFIGS, tiny_block_head, tiny_head, tiny_model, tiny_mtp_head
@@ -12,13 +13,17 @@ from replays import capturing
 from transformers import AutoModelForCausalLM
 
 from speculator import Engine, Sampling, Target
+from speculator.decoding import cuda_graphs
+from speculator.decoding.rows import Rows
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.measure import packs_rows
 from speculator.drafters.price import Choice
 from speculator.heads.dspark import model as dspark
 from speculator.heads.training import TrainingBatch
-from speculator.target import kv_cache
+from speculator.target import in_process, kv_cache
+from speculator.target.fused_norms import fuse_norms
+from speculator.target.server import ServerTarget
 from train.config import LossConfig
 from train.losses import ChunkedLoss
 from train.trainer import Collator
@@ -51,11 +56,53 @@ def serve(engine: Engine, count: int, new_tokens: int, samplings: list[Sampling]
         engine.step()
 
 
-def test_attention_never_runs_on_cudnn(gpu):
-    """It builds a plan for every signature."""
+@pytest.mark.parametrize("where", ["here", "in a server"])
+def test_attention_never_runs_on_cudnn(where, gpu):
+    """It builds a plan for every signature. Heads attend with masks too, wherever their target is."""
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    long_target()
+    if where == "here":
+        long_target()
+    else:
+        model = tiny_model().to("cuda", torch.bfloat16)
+        ServerTarget(None, model, model.model.norm, [])
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def launches(target: Target, monkeypatch) -> int:
+    """Operations of a plain step that are not views."""
+    engine = Engine(target, None, slots=1, capture=False)
+    engine.submit([1, 2, 3], max_new_tokens=20, eos_token_ids=())
+    for _ in range(3):
+        engine.step()
+    counted, real = [], make_believe_gpu.run
+
+    def run(func, args, kwargs):
+        views = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
+        composite = make_believe_gpu._is_composite(func) and func not in make_believe_gpu._EMULATED
+        counted.extend(
+            [func]
+            * (
+                not views
+                and not composite
+                and any(isinstance(x, make_believe_gpu.GpuTensor) for x in make_believe_gpu._tensors(args))
+            )
+        )
+        return real(func, args, kwargs)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(make_believe_gpu, "run", run)
+        batch = engine.rows.select()
+        engine.decode_rows(batch)
+    return len(counted)
+
+
+def test_a_norm_is_one_launch(gpu, monkeypatch):
+    """In place of eight: the two norms of each layer, and the last one."""
+    counts = []
+    for fuse in (lambda model: 0, fuse_norms):
+        monkeypatch.setattr(in_process, "fuse_norms", fuse)
+        counts.append(launches(Target(tiny_model().to("cuda", torch.bfloat16), tokenizer=None), monkeypatch))
+    assert counts[0] - counts[1] == 5 * 7
 
 
 def test_a_server_asks_for_few_signatures_of_attention(gpu):
@@ -142,6 +189,10 @@ def test_a_head_trains_with_the_targets_matrices_on_another_device(gpu, architec
     assert head.output_logits(torch.zeros(2, 32, device="cuda")).device.type == "cuda"
 
 
+_POSITION = 2 * 2 * 8 * 4
+"""Bytes of keys and values of a position: 2 heads of 8 numbers in float32."""
+
+
 class Counted:
     """Stands in for a CUDA graph without its speed: a replay runs the work again."""
 
@@ -178,8 +229,11 @@ def adaptive(target: Target) -> AdaptiveDrafter:
 
 def captures(monkeypatch, drafter, steps: int) -> int:
     """Graphs that a server of 8 slots captures, with greedy and sampled requests of usual lengths."""
+    price = cuda_graphs._PRICE
     capturing(monkeypatch, Counted)
+    monkeypatch.setattr(cuda_graphs, "_PRICE", price)
     monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 256)
+    monkeypatch.setattr(Rows, "_weight_bytes", _POSITION * int(16e9 / 2**17))  # as those of 8 billion weights
     config = copy.deepcopy(CONFIGS["llama"])
     config.num_hidden_layers, config.max_position_embeddings = 1, 4096
     target = Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
@@ -199,3 +253,23 @@ def captures(monkeypatch, drafter, steps: int) -> int:
 def test_a_server_captures_few_graphs(monkeypatch):
     """Of 4,000 steps 39 are captured; 81 were when lengths were rounded up to 256."""
     assert captures(monkeypatch, adaptive, 1000) <= 40
+
+
+@pytest.mark.parametrize(("weights", "graphs"), [(4, 2), (10_000, 1)])
+def test_a_step_reads_an_eighth_more_than_the_longest_row_once_that_pays_for_a_graph(weights, graphs, monkeypatch):
+    """600 tokens are read as 1,024 or 640. Where keys are few next to the weights, the second graph never pays."""
+    capturing(monkeypatch, Counted)
+    monkeypatch.setattr(cuda_graphs, "_PRICE", 5.0)
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 256)
+    monkeypatch.setattr(Rows, "_weight_bytes", weights * _POSITION * 2 * 384)  # two rows save 384 positions each
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.num_hidden_layers, config.max_position_embeddings = 1, 2048
+    engine = Engine(Target(AutoModelForCausalLM.from_config(config), tokenizer=None), None, slots=2, capacity=1500)
+    for length in (590, 440):
+        engine.submit([7 * i % 31 for i in range(length)], max_new_tokens=48, eos_token_ids=())
+    read = []
+    while engine.busy:
+        engine.step()
+        read.append(engine.cache.longest)
+    assert Counted.made == graphs
+    assert read[4:] == [1024] * 20 + [640] * (len(read) - 24) if graphs == 2 else set(read[4:]) == {1024}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from speculator.compiled import Compiled, can_compile
-from speculator.device import exact, send
-from speculator.heads.training import IGNORE, Metric, Term, TokenLosses, forecast_error
+from speculator.device import compute_dtype, exact, send
+from speculator.heads.training import IGNORE, Drafts, Metric, Term, TokenLosses, forecast_error
 from speculator.target.linear import product
 from train.config import LossConfig
 
@@ -106,35 +106,44 @@ def loss_per_token(
 
 def measure(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
-) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] -> [C] each
-    """Return loss, hits (1 where the likeliest token is the label) and overlap (0 without a target) of each token."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [C, V_d], [C] -> [C] each
+    """Return loss, hits, overlap and label probability of each token.
+
+    A hit is 1 where the likeliest token is the label. The overlap is 0 without a target, the label's probability 0
+    without D-PACE.
+    """
     z = exact(z)
     loss, accepted = loss_per_token(z, labels, target, weights)
     if accepted is None:
         accepted = torch.zeros_like(loss) if target is None else overlap(z.log_softmax(-1), target.p)
     counted = labels != IGNORE
-    return loss * counted, (z.argmax(-1) == labels).long(), accepted * counted
+    return loss * counted, (z.argmax(-1) == labels).long(), accepted * counted, _paced(z, labels, weights)
+
+
+def _paced(z: Tensor, labels: Tensor, weights: LossConfig) -> Tensor:  # [C, V_d], [C] -> [C]
+    return label_probs(z, labels) if weights.d_pace < 1 else torch.zeros_like(z[:, 0])
 
 
 def replace_by_gradient(
     logits: Tensor, labels: Tensor, token_weights: Tensor, target: TargetProbs | None, weights: LossConfig
-) -> tuple[Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
     """Return what `measure` does, and overwrite the logits with the gradient of the loss times `token_weights`.
 
     The overlap is computed only if a loss needs it; otherwise it is 0.
     """
     counted = labels != IGNORE
 
-    def total(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def total(z: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         loss, accepted = loss_per_token(z, labels, target, weights)
         loss = loss * counted
-        return (loss * token_weights).sum(), (loss, torch.zeros_like(loss) if accepted is None else accepted * counted)
+        accepted = torch.zeros_like(loss) if accepted is None else accepted * counted
+        return (loss * token_weights).sum(), (loss, accepted, _paced(z, labels, weights))
 
     z = exact(logits)
     hits = (z.argmax(-1) == labels).long()
-    gradient, (loss, accepted) = torch.func.grad(total, has_aux=True)(z)
+    gradient, (loss, accepted, q) = torch.func.grad(total, has_aux=True)(z)
     logits.copy_(gradient)
-    return loss, hits, accepted
+    return loss, hits, accepted, q
 
 
 def d_pace(q: Tensor, live: Tensor, alpha: float) -> Tensor:  # [N, ...] twice -> [N, ...]
@@ -188,7 +197,7 @@ class ChunkedLoss:
         compiled: bool = False,
     ):
         self.target_probs: Callable[..., TargetProbs] = target_probs
-        self.replace_by_gradient: Callable[..., tuple[Tensor, Tensor, Tensor]] = replace_by_gradient
+        self.replace_by_gradient: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = replace_by_gradient
         self.label_probs: Callable[..., Tensor] = label_probs
         if compiled:
             self.label_probs = Compiled(label_probs, "the weights of D-PACE")
@@ -200,27 +209,14 @@ class ChunkedLoss:
     def step_weights(self, steps: int) -> Tensor:  # [N]
         return torch.tensor([self.weights.head_decay**i for i in range(steps)])
 
-    @torch.no_grad()
     def pace(
         self,
-        logits: Sequence[Sequence[Term]],
-        labels: Tensor,
-        slots: Tensor,
-        shape: tuple[int, ...],
-    ) -> Tensor | None:
-        if self.weights.d_pace == 1:
-            return None
-        steps, kept = labels.shape
-        q = torch.zeros(steps, kept, device=labels.device)
-        chunk = self.chunk or chunk_tokens(labels.device.type, self.vocab_size)
-        dtype = _product_dtype(logits[0][0][1])
-        cast = {id(matrix): matrix.to(dtype) for terms in logits for _, matrix in terms}  # steps may share a matrix
-        for i, terms in enumerate(logits):
-            matrices = [cast[id(matrix)] for _, matrix in terms]
-            for start in range(0, kept, chunk):
-                span = slice(start, start + chunk)
-                z = _logits([x[span].contiguous().to(dtype) for x, _ in terms], matrices)
-                q[i, span] = self.label_probs(z, labels[i, span])
+        q: Tensor,  # [N, K] probability of each label
+        labels: Tensor,  # [N, K]
+        slots: Tensor,  # [N, K] index of each label in `shape`, flattened
+        shape: tuple[int, ...],  # drafts, tokens of a draft
+    ) -> Tensor:  # [N, K]
+        """Return each label's weight, its share in its draft's expected length; see `d_pace`."""
         counted = labels != IGNORE
         # Labels of one draft lie in different columns, because `labels` is arranged by what predicts them. `slots` says
         # to which token of which draft a label belongs: scatter them there, weigh each draft, and gather them back.
@@ -241,6 +237,7 @@ class ChunkedLoss:
         weights: Tensor,
         draft_tokens: Tensor | None = None,
         predictors: Tensor | None = None,
+        drafts: Drafts | None = None,
     ) -> TokenLosses:
         features = [[x.contiguous() for x, _ in terms] for terms in logits]  # products of strided views are slow
         # Steps often share one matrix: it is passed, cast and differentiated once.
@@ -253,6 +250,7 @@ class ChunkedLoss:
             weights.to(labels.device).expand(labels.shape),
             draft_tokens,
             predictors,
+            drafts if self.weights.d_pace < 1 else None,
             [[order[id(matrix)] for _, matrix in terms] for terms in logits],
             torch.is_grad_enabled(),
         )
@@ -275,6 +273,7 @@ class _Call(NamedTuple):
     weights: Tensor  # [N, K]
     draft_tokens: Tensor | None  # [V_d]
     predictors: Tensor | None  # [K] on the CPU
+    drafts: Drafts | None  # None without D-PACE
     matrix_of: list[list[int]]
     train: bool
 
@@ -297,50 +296,84 @@ class _Chunked(torch.autograd.Function):
         needed = ctx.needs_input_grad[1 + count :]
         device = labels.device
         # Cast here, once per call: every chunk multiplies by the same matrices.
-        dtype = _product_dtype(matrices[0])
+        dtype = compute_dtype(matrices[0])
         cast = [matrix.to(dtype) for matrix in matrices]
         d_features = [[torch.zeros_like(x) for x in xs] if train else [] for xs in features]
         # A frozen matrix gets no gradient: that buffer would be as large as the vocabulary is.
         d_matrices = [torch.zeros_like(x) if train and need else None for x, need in zip(matrices, needed, strict=True)]
         kept_in = torch.promote_types(matrices[0].dtype, torch.float32)  # a target's matrix may be bfloat16
-        loss, accepted = (torch.zeros(steps, kept, device=device, dtype=kept_in) for _ in range(2))
+        loss, accepted, q = (torch.zeros(steps, kept, device=device, dtype=kept_in) for _ in range(3))
         hits = torch.zeros(steps, kept, dtype=torch.long, device=device)
+        weights, drafts = call.weights, call.drafts
+        paces = torch.ones_like(q)
         chunk = call.loss.chunk or chunk_tokens(device.type, call.loss.vocab_size)
         # Steps with the same matrices are multiplied together. Products of many rows are faster, and a matrix's
         # gradient, which is as large as the vocabulary, is read and written once per chunk and not once per step.
         groups: dict[tuple[int, ...], list[int]] = {}
         for i, which in enumerate(call.matrix_of):
             groups.setdefault(tuple(which), []).append(i)
+
+        def logits_of(shared: tuple[int, ...], members: list[int], span: slice) -> tuple[list[Tensor], Tensor]:
+            # For each of the matrices, the features of all steps of the group, end to end: [n C, I], and [n C, V_d].
+            xs = [torch.cat([features[i][k][span] for i in members]).to(dtype) for k in range(len(shared))]
+            return xs, _logits(xs, [cast[j] for j in shared])
+
+        def add_gradients(
+            shared: tuple[int, ...], members: list[int], span: slice, xs: list[Tensor], z: Tensor
+        ) -> None:
+            # z holds d loss / d logits now: [C, V] times the matrix [V, I] gives the features' gradient [C, I].
+            # A label's pace multiplies its row; that of x [C, I] is cheaper than that of z [C, V].
+            pace = None if drafts is None else torch.cat([paces[i, span] for i in members])[:, None]
+            for k, (x, j) in enumerate(zip(xs, shared, strict=True)):
+                d_x = product(z, cast[j].T)
+                d_x, x = (d_x, x) if pace is None else (d_x * pace, (x * pace).to(dtype))
+                for i, part in zip(members, d_x.chunk(len(members)), strict=True):
+                    d_features[i][k][span] = part
+                if (d_matrix := d_matrices[j]) is not None:
+                    _add_outer(d_matrix, z, x)
+
         for start in range(0, kept, chunk):
             span = slice(start, min(start + chunk, kept))
             target = None
             if call.loss.needs_target:
                 target = _target(call, span)
+            made = []  # with D-PACE the gradients of all groups wait for their weights
             for shared, members in groups.items():
-                # For each of the matrices, the features of all steps of the group, end to end: [n C, I].
-                xs = [torch.cat([features[i][k][span] for i in members]).to(dtype) for k in range(len(shared))]
-                z = _logits(xs, [cast[j] for j in shared])  # [n C, V_d]
+                xs, z = logits_of(shared, members, span)
                 for i, own in zip(members, z.chunk(len(members)), strict=True):
                     # The gradient is computed in the forward pass, while the chunk's logits exist, and overwrites them.
                     # The backward pass then only multiplies by the gradient of the objective: no logits are kept or
                     # computed twice.
                     if train:
                         given = labels[i, span], call.weights[i, span], target, options
-                        loss[i, span], hits[i, span], accepted[i, span] = call.loss.replace_by_gradient(own, *given)
+                        found = call.loss.replace_by_gradient(own, *given)
                     else:
-                        loss[i, span], hits[i, span], accepted[i, span] = measure(own, labels[i, span], target, options)
-                for k, (x, j) in enumerate(zip(xs, shared, strict=True) if train else ()):
-                    # z holds d loss / d logits now: [C, V] times the matrix [V, I] gives the features' gradient [C, I].
-                    d_x = product(z, cast[j].T)
-                    for i, part in zip(members, d_x.chunk(len(members)), strict=True):
-                        d_features[i][k][span] = part
-                    if (d_matrix := d_matrices[j]) is not None:
-                        _add_outer(d_matrix, z, x)
-                del z, own  # before the next ones are allocated
+                        found = measure(own, labels[i, span], target, options)
+                    loss[i, span], hits[i, span], accepted[i, span], q[i, span] = found
+                if drafts is None and train:
+                    add_gradients(shared, members, span, xs, z)
+                elif train:
+                    made.append((shared, members, span, xs, z))
+                del xs, z, own  # before the next ones are allocated
+            if drafts is not None and train:
+                # A draft that begins in this chunk may end in the next one, whose first columns tell the rest.
+                ahead = slice(span.stop, min(span.stop + drafts.reach, kept))
+                for shared, members in groups.items() if ahead.start < ahead.stop else ():
+                    _, z = logits_of(shared, members, ahead)
+                    for i, own in zip(members, z.chunk(len(members)), strict=True):
+                        q[i, ahead] = call.loss.label_probs(own, labels[i, ahead])
+                    del z, own
+                near = slice(max(0, start - drafts.reach), ahead.stop)
+                pace = call.loss.pace(q[:, near], labels[:, near], drafts.slots[:, near], drafts.shape)
+                paces[:, span] = pace[:, start - near.start :][:, : span.stop - start]
+                while made:
+                    add_gradients(*made.pop())
+        if drafts is not None:
+            weights = weights * (paces if train else call.loss.pace(q, labels, drafts.slots, drafts.shape))
         ctx.missing = [d_matrix is None for d_matrix in d_matrices]
         ctx.save_for_backward(*(x for xs in d_features for x in xs), *(x for x in d_matrices if x is not None))
         ctx.mark_non_differentiable(loss, hits, accepted)
-        return (loss * call.weights).sum(1).sum(), loss, hits, accepted
+        return (loss * weights).sum(1).sum(), loss, hits, accepted
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -351,11 +384,6 @@ class _Chunked(torch.autograd.Function):
         count = len(gradients) - ctx.missing.count(False)
         d_matrices = iter(gradients[count:])
         return None, *gradients[:count], *(None if missing else next(d_matrices) for missing in ctx.missing)
-
-
-def _product_dtype(matrix: Tensor) -> torch.dtype:
-    kind = matrix.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else matrix.dtype
 
 
 def _logits(

@@ -311,7 +311,9 @@ class Plan:
         text = self.text
         attention = 2 * text.num_hidden_layers * text.hidden_size * self.length(name)  # causal: half of 4 L D S
         # 2 operations per weight in the forward pass, and 4 more in the backward pass, which the frozen target lacks.
-        target = 0 if self.served else 2 * self.active + attention
+        # `active` has an untied output matrix, which training multiplies by for the target's own distribution only.
+        output = 0 if self.text.tie_word_embeddings else self.table
+        target = 0 if self.served else 2 * (self.active - output) + attention
         head = 6 * self.head_module.weights_per_token(self.length(name))
         loss = self.config.loss
         if loss.kl or loss.total_variation or loss.lk:

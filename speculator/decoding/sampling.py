@@ -169,8 +169,7 @@ class Noise:
         if self._noisy and positions.device.type != "cpu":
             # Level d of a draft is d positions after the next token: [B, depth + 1].
             levels = positions[:, None] + torch.arange(depth + 1, device=positions.device)
-            noise = _gumbel_on(positions.device.type)(self._seeds[:, None], levels, size)
-            self._gumbel = noise.masked_fill_(sampling.at_zero, 0.0)
+            self._gumbel = _noise_of(self._seeds, levels, size).masked_fill_(sampling.at_zero, 0.0)
 
     def _level(self, depth: int) -> Tensor:  # [B, V]
         if self._gumbel is not None:
@@ -343,6 +342,18 @@ def gumbel(
     x.bitwise_xor_(x >> 16).mul_(739982445)
     # Without the sign bit: 31 bits, 0 to 2^31 - 1.
     return _gumbel_of(x.bitwise_xor_(x >> 15).bitwise_and_(0x7FFFFFFF))
+
+
+def _noise_of(seeds: Tensor, levels: Tensor, size: int) -> Tensor:  # [B], [B, n] -> [B, n, V]
+    """Return `gumbel` of every level, by the same compiled code for any number of rows and levels.
+
+    torch compiles again for a dimension of size 1. A step would wait for it, so there is one dimension, of 2 or more.
+    """
+    count = levels.numel()
+    given = seeds[:, None].expand_as(levels).reshape(-1).contiguous(), levels.reshape(-1)
+    if count == 1:
+        given = given[0].repeat(2), given[1].repeat(2)
+    return _gumbel_on(levels.device.type)(*given, size)[:count].view(*levels.shape, size)
 
 
 @cache

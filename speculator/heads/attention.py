@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from speculator.device import compute_dtype
 from speculator.errors import UserError
 from speculator.heads.base import Speculator, SpeculatorConfig
 
@@ -183,6 +184,11 @@ class Norm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+def narrowed(x: Tensor) -> Tensor:
+    """Return x in the dtype of products, once for several; autocast would cast it again for each of them."""
+    return x.to(compute_dtype(x))
+
+
 class Attention(nn.Module):
     """Projections of attention: [..., `width`] to queries, keys and values [..., heads, d], and back to [..., D].
 
@@ -220,6 +226,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.inner_dim, config.emb_dim, bias=False)
 
     def forward(self, y: Tensor) -> Tensor:
+        y = narrowed(y)
         return self.down_proj(nn.functional.silu(self.gate_proj(y)) * self.up_proj(y))
 
 

@@ -94,21 +94,25 @@ def forecast_error(sums: Sequence[float]) -> float | None:
     return math.sqrt(max(0.0, aa - 2 * r * an + r * r * nn) * rows / (rows - 1)) / n
 
 
+class Drafts(NamedTuple):
+    """Which labels belong to one draft.
+
+    Attributes:
+        slots: [N, K] index of each label in `shape`, flattened.
+        shape: drafts, tokens of a draft.
+        reach: columns between the first and the last label of a draft, at the most.
+    """
+
+    slots: Tensor
+    shape: tuple[int, ...]
+    reach: int
+
+
 class TokenLoss(Protocol):
     """The configured mix of losses, computed chunk by chunk so that few logits exist at a time."""
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
         """Return the weight of each draft position in the objective (`loss.head_decay`)."""
-        ...
-
-    def pace(
-        self,
-        logits: Sequence[Sequence[Term]],
-        labels: Tensor,  # [N, K] as below
-        slots: Tensor,  # [N, K] index of each label in `shape`, flattened
-        shape: tuple[int, ...],  # drafts, tokens of a draft
-    ) -> Tensor | None:  # [N, K]
-        """Return each label's weight, its share in its draft's expected length (`loss.d_pace`); None if that is off."""
         ...
 
     def __call__(
@@ -120,4 +124,5 @@ class TokenLoss(Protocol):
         draft_tokens: Tensor | None = None,  # [V_d] token of each row; None: the whole vocabulary
         # [K] on the CPU: row of `hidden` that predicts each label, equal ones side by side
         predictors: Tensor | None = None,
+        drafts: Drafts | None = None,  # what `loss.d_pace` weighs together
     ) -> TokenLosses: ...

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from speculator.device import send
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
+from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, TrainingBatch, step_metrics
 
 
 @dataclass
@@ -134,9 +134,9 @@ class UnrolledHead(Speculator):
         # i, shifted like the labels.
         slots = torch.arange(drafts * steps, device=hidden.device).view(batch_size, length, steps)
         slots = torch.stack([by_u(slots[..., i], i, 0)[kept] for i in range(steps)])
-        if (pace := loss.pace(logits, labels[:, kept], slots, (drafts, steps))) is not None:
-            weights = weights * pace
-        measured = loss(logits, labels[:, kept], hidden, weights, self.draft_tokens)
+        # The steps of a draft lie in consecutive columns, all of which are kept.
+        paced = Drafts(slots, (drafts, steps), steps - 1)
+        measured = loss(logits, labels[:, kept], hidden, weights, self.draft_tokens, drafts=paced)
 
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
             whole = x.new_zeros(steps, batch_size * length)

@@ -24,6 +24,14 @@ WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDicti
 """Sliding window of each attention layer; not all families pass it to `attention`."""
 
 
+def avoid_cudnn(device: torch.device) -> None:
+    """Switch cuDNN's attention off for the process, if the device is a CUDA device."""
+    if device.type == "cuda":
+        # From torch 2.11 on, cuDNN comes first for masks in bfloat16. It builds a plan of 20 to 50 ms for every new
+        # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def set_attention(model: PreTrainedModel, implementation: Any) -> None:
     """Set a model's attention implementation, in all of its parts."""
     model.set_attn_implementation(implementation)
@@ -58,6 +66,9 @@ def original_attention(model: PreTrainedModel) -> Any:
         except ValueError:
             set_attention(model, "eager")
     parts = {name: getattr(model.config, name) for name in model.config.sub_configs}
+    given = [model.config, *(part for part in parts.values() if part is not None)]
+    if any(getattr(each, "attn_logit_softcapping", None) and each._attn_implementation == "sdpa" for each in given):
+        set_attention(model, "eager")  # sdpa has no soft-capping, and transformers 5.17 takes it all the same
     original: Any = {name: part._attn_implementation for name, part in parts.items() if part is not None}
     return {"": model.config._attn_implementation, **original} if original else model.config._attn_implementation
 

@@ -11,10 +11,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
-from speculator.target.attention import original_attention, using_attention
+from speculator.target.attention import avoid_cudnn, original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers, without_output_layer
 from speculator.target.encoder import Encoder, StatesOnly, decoder_config
 from speculator.target.fingerprint import fingerprint
+from speculator.target.fused_norms import fuse_norms
 from speculator.target.gguf import is_gguf
 from speculator.target.linear import pack_linears
 from speculator.target.loading import add_adapter, drop_vision_tower, read_target
@@ -135,10 +136,9 @@ class InProcessTarget(ModelHere):
         self.config = decoder_config(model)
         self.name = model.config.name_or_path or type(model).__name__
         self.original_attention = original_attention(model)
-        if self.device.type == "cuda":
-            # From torch 2.11 on, cuDNN comes first for masks in bfloat16. It builds a plan of 20 to 50 ms for every new
-            # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
-            torch.backends.cuda.enable_cudnn_sdp(False)
+        avoid_cudnn(self.device)
+        if self.device.type == "cuda" and group is None:
+            fuse_norms(self.model)
         self.context_length = context_length(self.config, self.name)
         if model.config.is_encoder_decoder:
             longest = context_length(model.get_encoder().config, self.name)

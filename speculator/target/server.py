@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from speculator.device import resolve_device
 from speculator.errors import refuse
+from speculator.target.attention import avoid_cudnn
 from speculator.target.aux_layers import check_layers
 from speculator.target.fingerprint import fingerprint
 from speculator.target.in_process import ModelHere
@@ -52,6 +53,7 @@ class ServerTarget(ModelHere):
         self.tokenizer, self.model, self.norm, self.urls = tokenizer, model, norm, list(urls)
         self.config: PreTrainedConfig = model.config
         self.name = model.config.name_or_path
+        avoid_cudnn(self.device)  # heads attend with masks too
         # A server generates a token after each text, so a text is one shorter than the context.
         self.context_length = context_length(self.config, self.name) - 1
         self.fingerprint = fingerprint(model)

@@ -14,6 +14,7 @@ from speculator.compiled import can_compile
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch, forecast_error, step_metrics
 from speculator.heads.unrolled import UnrolledHead, align
+from train import losses as losses_module
 from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 
@@ -143,28 +144,41 @@ def test_chunked_loss_and_gradients_equal_the_naive_ones(name, tied, chunk):
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_d_pace_weighs_a_step_by_its_share_in_the_expected_length(chunk):
-    """Of q = 0.2, 0.6 and alpha = 0.5, P = 0.6, 0.48: weights 1.08 and 0.48. Against all logits at once."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_d_pace_weighs_a_step_by_its_share_in_the_expected_length(tied, chunk, monkeypatch):
+    """Of q = 0.2, 0.6 and alpha = 0.5, P = 0.6, 0.48: weights 1.08 and 0.48. Against all logits at once.
+
+    Logits are made once, those of the N - 1 columns after each chunk twice.
+    """
+    made, real = [], losses_module._logits
+    monkeypatch.setattr(losses_module, "_logits", lambda xs, ws: made.append(len(xs[0])) or real(xs, ws))
     weights = d_pace(torch.tensor([0.2, 0.6, 0.9]), torch.tensor([True, True, False]), 0.5)
     torch.testing.assert_close(weights, torch.tensor([1.08, 0.48, 0.0]))
-    case = Case(tied=False)
+    case = Case(tied)
     sums = case.measure(LossConfig(cross_entropy=1, kl=0, d_pace=0.3), chunk)
+    columns = int(
+        (F.pad(case.labels[:, 0], (0, 1), value=IGNORE) != IGNORE)
+        .logical_or(F.pad(case.labels[:, 1], (1, 0), value=IGNORE) != IGNORE)
+        .sum()
+    )
+    chunks = -(-columns // (chunk or columns))
+    assert sum(made) == N * (columns + (chunks - 1) * (N - 1))
     live = case.labels.movedim(1, 0) != IGNORE
     losses = torch.stack(
         [hard(case.outputs[i](x), None, case.labels[:, i].clamp_min(0)) for i, x in enumerate(case.features)]
     )
     reached = (0.7 * (-losses.detach()).exp() + 0.3).masked_fill(~live, 1).cumprod(0) * live
     expected = sum((reached[i:].sum(0) * losses[i] * live[i]).sum() for i in range(N))
-    torch.testing.assert_close(sums["objective"], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(sums["objective"], expected, rtol=1e-9, atol=0)
     for got, wanted in zip(case.gradients(sums["objective"]), case.gradients(expected), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
 
 
 def test_d_pace_counts_a_label_outside_the_draft_vocabulary_as_rejected():
     """Two steps of one draft, q = 0 and 1/4: P = 0.5, 0.5 * 0.625."""
     loss = ChunkedLoss(lambda hidden: hidden, LossConfig(cross_entropy=1, kl=0, d_pace=0.5), vocab_size=4)
-    terms, labels = [[(torch.zeros(2, 3), torch.zeros(4, 3))]], torch.tensor([[-1, 2]])
-    weights = loss.pace(terms, labels, torch.tensor([[0, 1]]), (1, 2))
+    q, labels = torch.tensor([[0.25, 0.25]]), torch.tensor([[-1, 2]])
+    weights = loss.pace(q, labels, torch.tensor([[0, 1]]), (1, 2))
     torch.testing.assert_close(weights, torch.tensor([[0.8125, 0.3125]]))
 
 

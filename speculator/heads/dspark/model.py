@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from speculator.device import send
-from speculator.heads.attention import MLP, Attention, AttentionHead, Norm, Rope, attend, default_aux_layers
+from speculator.heads.attention import MLP, Attention, AttentionHead, Norm, Rope, attend, default_aux_layers, narrowed
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.drafting import DSparkSource
 from speculator.heads.target_matrices import HeadOnTargetMatrices
-from speculator.heads.training import IGNORE, Metric, TokenLoss, TrainingBatch, step_metrics
+from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, TrainingBatch, step_metrics
 from speculator.heads.unrolled import draft_ids
 
 _SCORES = {"cpu": 2**20}
@@ -59,7 +59,7 @@ class Layer(nn.Module):
 
     def enter(self, h: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries [..., H, d], keys and values [..., K, d] of the slots' states [..., D]."""
-        y = self.input_layernorm(h)
+        y = narrowed(self.input_layernorm(h))
         return self.self_attn.query(y, rope), *self.self_attn.key_value(y, rope)
 
     def leave(self, h: Tensor, attended: Tensor) -> Tensor:  # [..., D], [..., H, d] -> [..., D]
@@ -293,6 +293,11 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         predictors = (rows[:, None] * length + positions).flatten()[live]
         predictors, order = predictors.sort()
         live = live[order]
+        # Columns from a block's first label to its last, among them those of blocks that overlap it.
+        columns, blocks = torch.arange(len(live)), live // self.n_predict
+        first = columns.new_full((len(labels),), len(live)).scatter_reduce(0, blocks, columns, "amin")
+        last = columns.new_zeros(len(labels)).scatter_reduce(0, blocks, columns, "amax")
+        reach = max(0, int((last - first).max()))
         weights = loss.step_weights(self.n_predict).expand(labels.shape).flatten()[live]
         # The weight of a label is that of its own token, one position after its predictor.
         following = (rows[:, None] * length + (positions + 1).clamp_max(length - 1)).flatten()[live]
@@ -307,15 +312,8 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         if self.markov_head is not None:
             terms.append((self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight))
         ids = draft_ids(ids, self.draft_tokens)[None]
-        pace = loss.pace([terms], ids, live[None], labels.shape)
-        measured = loss(
-            [terms],
-            ids,
-            batch.hidden.flatten(0, 1),
-            weights[None] if pace is None else weights * pace,
-            self.draft_tokens,
-            predictors,
-        )
+        drafts = Drafts(live[None], labels.shape, reach)
+        measured = loss([terms], ids, batch.hidden.flatten(0, 1), weights[None], self.draft_tokens, predictors, drafts)
 
         def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [G, n]
             # From labels in the order of their predictors back to [G, n], so that prefix products run over one block's

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speculator.device import exact, send
+from speculator.device import compute_dtype, exact, send
 
 flash_forward = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward
@@ -125,8 +125,7 @@ class QueryRows:
 
 def fused_dtype(keys: Tensor, kind: str) -> torch.dtype | None:  # [..., d]
     """Return the dtype in which flash attention runs for these keys on a kind of device; None if it doesn't."""
-    device, size = keys.device, keys.shape[-1]
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else keys.dtype
+    device, size, dtype = keys.device, keys.shape[-1], compute_dtype(keys)
     fits = kind == "cuda" and dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
     if fits and device.type == "cuda":  # not a traced step
         there = torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None

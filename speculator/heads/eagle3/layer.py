@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from speculator.heads.attention import MLP, Attention, Norm
+from speculator.heads.attention import MLP, Attention, Norm, narrowed
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 
 
@@ -23,7 +23,7 @@ class Layer(nn.Module):
 
     def enter(self, embedded: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:  # [..., D] twice -> u, residual
         normed = self.hidden_norm(g)
-        u = torch.cat([self.input_layernorm(embedded), normed], -1)
+        u = torch.cat([narrowed(self.input_layernorm(embedded)), narrowed(normed)], -1)
         return u, normed if self.norm_before_residual else g
 
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:  # [..., D], [..., H, d] -> [..., D]

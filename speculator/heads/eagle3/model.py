@@ -164,7 +164,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         positions = torch.arange(length, device=states.device)
         # Position t reads h_t and x[t+1], which is tokens[:, t]: the caller has cut off x[0].
         u, _ = layer.enter(self.embed(tokens[:, :length]), g)
-        keys, values = layer.self_attn.key_value(u, self.rope(positions, u.dtype))
+        keys, values = layer.self_attn.key_value(u, self.rope(positions, self.fc.weight.dtype))
 
         # Indices into the flattened [B * S] positions: of those without a label only keys and values are computed.
         everything = torch.arange(documents.numel(), device=documents.device)
@@ -205,7 +205,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
 
     def _enter(self, g: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         u, residual = self.layer.enter(self.embed(tokens), g)
-        rope = self.rope(positions, u.dtype)
+        rope = self.rope(positions, self.fc.weight.dtype)
         return self.layer.self_attn.query(u, rope), *self.layer.self_attn.key_value(u, rope), residual
 
     def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, ...]:

@@ -326,7 +326,7 @@ def test_a_failed_capture_costs_its_own_key_alone(fault, monkeypatch):
     monkeypatch.setattr(graphs, "capture", fails_once)
     assert texts(target, None, "greedy", 2, max_new_tokens=60) == expected
     assert graphs.enabled
-    assert tried == ([16, 32, 64] if fault.args[0] == "not permitted" else [16, 16, 32, 64])
+    assert tried == ([16, 32, 48, 64] if fault.args[0] == "not permitted" else [16, 16, 32, 48, 64])
 
 
 def test_calls_that_fail_do_not_count(monkeypatch):

@@ -114,3 +114,21 @@ def test_compiled_noise_is_that_of_the_same_counters():
     for rows, places, size in ((3, 4, 1000), (1, 1, 50), (8, 1, 3000)):
         given = torch.arange(rows)[:, None] * 7919, torch.arange(places) + 100 * torch.arange(rows)[:, None], size
         torch.testing.assert_close(noise(*given), sampling.gumbel(*given), atol=2e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_noise_of_any_number_of_rows_and_levels_is_one_graph(monkeypatch):
+    """A compilation stalls a server's requests for seconds. Rows and levels in two dimensions made four graphs."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(sampling.gumbel, dynamic=True, backend=backend)
+    monkeypatch.setattr(sampling, "_gumbel_on", lambda kind: compiled)
+    for rows, places in ((1, 1), (3, 1), (1, 4), (3, 4)):
+        seeds, levels = torch.arange(rows) * 7919, torch.arange(places) + 100 * torch.arange(rows)[:, None]
+        expected = sampling.gumbel(seeds[:, None], levels, 50)
+        torch.testing.assert_close(sampling._noise_of(seeds, levels, 50), expected, atol=2e-6, rtol=0)
+    assert len(graphs) == 1

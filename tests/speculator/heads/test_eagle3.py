@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import CONFIGS, RECURRENT
 from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -168,6 +169,34 @@ def test_a_batch_with_an_empty_loss_mask_has_gradients():
     aux_hidden, tokens = inputs(head)
     sum(x.sum() for x in head.unrolled(aux_hidden, tokens, DOCUMENTS, DOCUMENTS < 0)).backward()
     assert [name for name, weight in head.named_parameters() if weight.grad is None] == ["lm_head.weight"]
+
+
+class Casts(TorchDispatchMode):
+    """Records the shapes that are cast to bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") == torch.bfloat16:
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_autocast_what_several_products_read_is_cast_once():
+    """Queries, keys and values read u [5, 2D], gate and up y [5, D]."""
+    head = head_of(emb_dim=20).float()
+    embedded, g = torch.randn(2, 5, 20)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        u, residual = head.layer.enter(embedded, g)
+        rope = head.rope(torch.arange(5), torch.float32)
+        query, (key, value) = head.layer.self_attn.query(u, rope), head.layer.self_attn.key_value(u, rope)
+        head.layer.leave(residual, query)
+    assert query.dtype == key.dtype == torch.float32, "the rope's"
+    assert value.dtype == torch.bfloat16
+    assert casts.shapes.count((5, 40)) == 0
+    assert casts.shapes.count((5, 20)) == 3, "both halves of u, and y"
 
 
 def test_bfloat16_training_is_close_to_float32():

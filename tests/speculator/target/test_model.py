@@ -55,6 +55,18 @@ def test_packed_documents_do_not_see_each_other(family):
     torch.testing.assert_close(packed[1], together[1], atol=1e-5, rtol=1e-5)
 
 
+def test_soft_capped_attention_is_never_that_of_torch_which_lacks_it(monkeypatch):
+    """transformers 5.17 gives Gemma 2 torch's attention; later ones know better."""
+    model = tiny_model("gemma2")
+    monkeypatch.setattr(type(model), "_supports_sdpa", True)
+    assert model.config._attn_implementation == "eager"
+    expected = model(TOKENS).logits
+    model.set_attn_implementation("sdpa")
+    target = Target(model, tokenizer=None)
+    assert target.original_attention == "eager"
+    torch.testing.assert_close(target.logits(target.hidden(TOKENS)), expected, atol=1e-4, rtol=1e-5)
+
+
 def test_training_uses_the_models_own_attention(monkeypatch):
     target, calls = Target(tiny_model(), tokenizer=None), []
 
