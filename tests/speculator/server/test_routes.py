@@ -454,6 +454,9 @@ WRONG_AT_THE_END = [
     ({"prompt": ["a"] * 300_000 + [1.5]}, "prompt"),
     ({"prompt": "a", "stream": True, "stream_options": {f"a{i}": 1 for i in range(100_000)}}, "stream_options"),
     ({"prompt": "a", **{f"a{i}": 1 for i in range(100_000)}}, "a0"),
+    ({"prompt": "a", "stop": ["a"] * 300_000}, "stop"),
+    ({"messages": CHAT * 6_000 + [1]}, "messages"),
+    ({"messages": CHAT, "tools": [TOOL] * 2_000 + [1]}, "tools"),
 ]
 
 
@@ -463,7 +466,7 @@ def test_a_long_body_with_a_mistake_costs_no_more_memory_than_a_good_one(wrong, 
     body = json.dumps(wrong).encode()
     tracemalloc.start()
     with pytest.raises(APIError) as error:
-        parse(CompletionRequest, body)
+        parse(ChatRequest if "messages" in wrong else CompletionRequest, body)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 30 * len(body)
