@@ -118,11 +118,12 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
     """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`)."""
     if "eval_loss" in logs:
         error = f" ± {logs['eval_forecast_error']:.2f}" if "eval_forecast_error" in logs else ""
-        lengths = f"forecast {logs[METRIC]:.2f}{error}"
+        forecast = f"{logs[METRIC]:.2f}{error}"
         if DECODED in logs:
-            lengths += f", acceptance length {logs[DECODED]:.2f} greedy, {logs[f'{DECODED}_sampled']:.2f} sampled"
+            decoded = f"{logs[DECODED]:.2f} greedy, {logs[f'{DECODED}_sampled']:.2f} sampled"
+            lengths = f"forecast {forecast}, acceptance length {decoded}"
         else:
-            lengths = f"{lengths} of the acceptance length (plain decoding: 1)"
+            lengths = f"forecast of the acceptance length {forecast} (plain decoding: 1)"
         loss = _with_plain(logs["eval_loss"], logs["eval_plain_loss"])
         return f"evaluation at step {step}: loss {loss}, {lengths}"
     first = next(value for name, value in logs.items() if name.endswith("/accuracy"))
