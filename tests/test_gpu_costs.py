@@ -265,4 +265,6 @@ def test_a_step_reads_an_eighth_more_than_the_longest_row_once_that_pays_for_a_g
         engine.step()
         read.append(engine.cache.longest)
     assert Counted.made == graphs
-    assert read[4:] == [1024] * 20 + [640] * (len(read) - 24) if graphs == 2 else set(read[4:]) == {1024}
+    read = read[1:]  # the first call reads the prompts
+    # Each step in 1,024 positions could save a quarter of the weights' time: 20 of them pay for a graph of price 5.
+    assert read == ([1024] * 19 + [640] * (len(read) - 19) if graphs == 2 else [1024] * len(read))
