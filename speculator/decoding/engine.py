@@ -90,7 +90,8 @@ class Engine:
         slots: requests that are decoded at a time.
         rule: accept rule (`speculator.decoding.verify.RULES`); default: the drafter's first. At temperature 0
             every rule is `match`.
-        chunk: prompt tokens of a row per prefill pass. While other rows decode, it limits the tokens of all rows.
+        chunk: prompt tokens of a row per prefill pass. While other rows decode, it limits the tokens of all rows. While
+            none does, a pass on a GPU may be longer.
         capacity: tokens for which a slot has room from the start; it grows with the requests.
         capture: on a CUDA device, replay steps as CUDA graphs if target and drafter allow it.
 

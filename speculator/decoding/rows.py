@@ -34,6 +34,9 @@ from speculator.target.model import Target
 
 RESERVED_NEW_TOKENS = 1024
 """New tokens for which a row has room at admission; the cache grows if a request needs more."""
+PASS = {"cuda": 8192}
+"""Prompt tokens of a prefill pass while no row decodes, by device type: as much memory as 16 rows of 512. A short pass
+waits for the host, whose launches take as long as the products of some 1,500 tokens of an 8B model."""
 _NO_MEMORY = Memory()
 
 
@@ -236,7 +239,8 @@ class Rows:
     def next_chunk(self, width: int) -> Chunk | None:
         """Choose the prompt tokens that are read next, up to `width` of a row; None if all prompts are in the cache.
 
-        While other rows decode, a chunk has at most max(width, tokens of the decoding rows in a step) tokens.
+        While other rows decode, a chunk has at most max(width, tokens of the decoding rows in a step) tokens. Otherwise
+        nobody waits for it, and on a GPU it may have more than `width` of a row, see `PASS`.
         """
         source, destination, longest = self.scheduler.share_prefixes()
         if destination:
@@ -249,6 +253,8 @@ class Rows:
             rows = self.scheduler.rows_in(PREFILLING)
         decoding = self.scheduler.count(DECODING)
         budget = max(width, decoding * self._tokens_per_step) if decoding else None
+        if not decoding:
+            width = max(width, PASS.get(self.target.device.type, 0) // len(rows))
         rows, widths = self.scheduler.next_chunk(rows, width, budget)
         slots = [self.scheduler.slots[row] for row in rows]
         begins = [slot.num_computed_tokens for slot in slots]

@@ -20,3 +20,4 @@ def test_logits_are_those_of_the_familys_own_norms(family):
     own = model(input_ids=tokens, use_cache=False).logits
     assert (fuse_norms(model) == 0) == (family in OTHERS)
     assert torch.equal(model(input_ids=tokens, use_cache=False).logits, own)
+    assert fuse_norms(model) == 0, "a second target of the same model finds them"
