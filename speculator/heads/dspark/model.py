@@ -312,8 +312,8 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         if self.markov_head is not None:
             terms.append((self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight))
         ids = draft_ids(ids, self.draft_tokens)[None]
-        drafts = Drafts(live[None], labels.shape, reach)
-        measured = loss([terms], ids, batch.hidden.flatten(0, 1), weights[None], self.draft_tokens, predictors, drafts)
+        paced = Drafts(live[None], labels.shape, reach)
+        measured = loss([terms], ids, batch.hidden.flatten(0, 1), weights[None], self.draft_tokens, predictors, paced)
 
         def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [G, n]
             # From labels in the order of their predictors back to [G, n], so that prefix products run over one block's
