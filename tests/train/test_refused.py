@@ -44,7 +44,7 @@ def test_the_loss_weighs_tokens_after_rejected_drafts_as_configured(target, tmp_
 
     plain, weighted = Collator(CONFIG)(ROWS), Collator(CONFIG, 2.5)(ROWS)
     alone = Collator(CONFIG)(ROWS)  # the labels of refused tokens, no others: head i at t predicts x[t+2+i]
-    refused = weighted["token_weights"] > 1
+    refused = torch.nn.functional.pad(weighted["token_weights"], (0, CONFIG.n_predict - 1)) > 1
     for i, labels in enumerate(alone["labels"].unbind(1)):
         labels[~refused[:, i + 2 : i + 2 + labels.shape[1]]] = IGNORE
     assert (alone["labels"] != IGNORE).any(-1).all(), "every head has some"
