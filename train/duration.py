@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from math import ceil
 
@@ -11,7 +12,8 @@ from eval.validation import NEW_TOKENS
 from speculator.target.model import Target
 from speculator.target.training import TrainingTarget
 from train.config import StageConfig
-from train.inputs import Inputs
+from train.inputs import Inputs, sizes_of
+from train.plan import GeneratedText, generated_texts
 from train.sizes import with_steps
 
 _FORWARD = 1 / 3
@@ -29,17 +31,24 @@ _FLAGS = {
 }
 
 
-def expected_parts(inputs: Inputs, step: float, decode: Callable[[int], float], processes: int = 1) -> dict[str, float]:
+def expected_parts(
+    inputs: Inputs,
+    text: GeneratedText | None,
+    step: float,
+    decode: Callable[[int], float],
+    processes: int = 1,
+) -> dict[str, float]:
     """Return the seconds of each part of a run, evaluations included.
 
     Texts are counted as if no answer ended early and no draft was accepted, so these parts may take less.
 
     Args:
+        text: what the target generates for stage 2; None: there is no stage 2.
         step: seconds of an optimiser step of stage 1.
         decode: returns the seconds of a plain decoding step with so many rows.
     """
     config = inputs.config
-    stage1, stage2, generate, settings = config.stage1, config.stage2, config.stage2.generate, config.eval
+    stage1, stage2, settings = config.stage1, config.stage2, config.eval
     warm = len(settings.temperatures)
     row = step / _rows_per_step(stage1)
     prompts = ceil(len(inputs.suites["validation"].prompts) / processes)
@@ -49,11 +58,10 @@ def expected_parts(inputs: Inputs, step: float, decode: Callable[[int], float], 
         return stage.max_steps * row * _rows_per_step(stage) + stage.max_steps // stage.eval_steps * check
 
     parts = {"stage 1": training(stage1)}
-    if stage2.max_steps or stage2.epochs:
-        chats = generate.max_rows if inputs.own_prompts is None else len(inputs.own_prompts)
-        batches = ceil(chats / generate.batch_size / processes)
-        parts["text for stage 2"] = batches * generate.max_new_tokens * decode(min(generate.batch_size, chats))
-        parts["stage 2"] = training(with_steps(stage2, chats, processes))
+    if text is not None:
+        batches = ceil(text.rows / text.batch_size / processes)
+        parts["text for stage 2"] = batches * text.new * text.answers * decode(min(text.batch_size, text.rows))
+        parts["stage 2"] = training(with_steps(stage2, text.packed_rows(config.data.seq_length), processes))
     report = warm * len(inputs.suites["held-out"].prompts) * _DECODERS * settings.max_new_tokens * decode(1)
     tuning = _TUNING + 2 * settings.tune_prompts * settings.max_new_tokens * decode(1) if settings.tune_prompts else 0
     parts["tuning and measuring"] = tuning + report
@@ -77,7 +85,13 @@ def line(inputs: Inputs, target: TrainingTarget, step: float, processes: int = 1
             timed[rows] = step_seconds(target, inputs.suites["validation"].prompts[0][:_PROMPT], rows)
         return timed.get(rows, 0.0)
 
-    parts = expected_parts(inputs, step, decode, processes)
+    prompts = inputs.own_prompts and sizes_of(inputs.own_prompts)
+    text = generated_texts(inputs.config, target.config, prompts).get("generating")
+    if text is not None and prompts:
+        text = replace(text, rows=len(prompts))
+    if text is not None and target.encoder:
+        text = replace(text, mean=inputs.config.data.seq_length)  # each text is a row
+    parts = expected_parts(inputs, text, step, decode, processes)
     if not texts:
         parts = {name: seconds for name, seconds in parts.items() if name.startswith("stage")}
     longest = max(parts, key=lambda name: parts[name])

@@ -93,10 +93,15 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
         dataclasses.replace(config, stage2=stage2), target, train_rows, validation_rows, state.num_processes, count
     )
     if own_prompts is not None:  # what the plan at the start could only estimate
-        refuse_too_large(config, state.num_processes, [Prompt(each.size, 1 + len(each.later)) for each in own_prompts])
+        refuse_too_large(config, state.num_processes, sizes_of(own_prompts))
     if state.is_main_process:
         log_sizes("stage1", asked, config, train_rows)
     return Inputs(config, train_rows, validation_rows, suites, own_prompts)
+
+
+def sizes_of(prompts: list[Conversation]) -> list[Prompt]:
+    """Return the sizes of stage 2's prompts, as the plan counts them."""
+    return [Prompt(each.size, 1 + len(each.later)) for each in prompts]
 
 
 def load_target(config: RunConfig) -> TrainingTarget:

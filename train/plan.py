@@ -65,6 +65,10 @@ class GeneratedText:
     mean: float
     depth: int = 0
 
+    def packed_rows(self, length: int) -> int:
+        """Return the number of training rows of `length` tokens that the text fills."""
+        return ceil(self.rows * self.mean / length)
+
 
 def context_of(target: PreTrainedConfig | None) -> int | None:
     """Return the target's context length, if its config is known and states it."""
@@ -99,10 +103,8 @@ def generated_texts(
             # A chat is answered until it is longer than rows of stage 1.
             most = max(config.data.seq_length, generate.prompt_tokens) + generate.max_new_tokens
             sizes = [capped(min(most, each.tokens + each.answers * generate.max_new_tokens)) for each in prompts]
-            new, answers = (
-                min(generate.max_new_tokens, max(sizes)),
-                sum(each.answers for each in prompts) / len(prompts),
-            )
+            new = min(generate.max_new_tokens, max(sizes))
+            answers = sum(each.answers for each in prompts) / len(prompts)
         mean = sum(sizes) / len(sizes)
         rows = generate.max_rows, generate.batch_size
         found["generating"] = GeneratedText(*rows, max(sizes), new, answers, mean, depth)
@@ -179,7 +181,7 @@ class Plan:
         generated = self.generated.get("generating")
         rows = {"stage1": expected_rows(config), "stage2": None}
         if generated:
-            rows["stage2"] = ceil(generated.rows * generated.mean / self.length("stage2"))
+            rows["stage2"] = generated.packed_rows(self.length("stage2"))
         self.stages: dict[str, StageConfig] = {
             name: with_steps(stage, rows[name] or 0, place.processes) if stage.epochs and rows[name] else stage
             for name in ("stage1", "stage2")

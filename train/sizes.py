@@ -6,7 +6,7 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,9 @@ def length_of_chats(packed: datasets.Dataset) -> int:
     """Return a row length that cuts no more than a tenth of the tokens of chats, and other texts that have a prompt."""
     documents = (split(row["loss_mask"], row["document_ids"]) for row in packed)
     sizes = sorted(len(mask) for row in documents for mask in row if not all(mask))
-    whole = 0
-    for size in sizes:
-        whole += size
-        if 10 * whole >= 9 * sum(sizes):
-            return size
-    return 0
+    total = sum(sizes)
+    within = accumulate(sizes)  # tokens of the chats up to each size
+    return next((size for size, tokens in zip(sizes, within, strict=True) if 10 * tokens >= 9 * total), 0)
 
 
 def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:

@@ -10,6 +10,7 @@ from eval.validation import NEW_TOKENS
 from train import duration, progress, timing
 from train.checkpoint import METRIC
 from train.config import RunConfig
+from train.plan import GeneratedText
 from train.progress import Pace, ProgressLine, log_line
 
 
@@ -73,7 +74,8 @@ def inputs(own_prompts) -> SimpleNamespace:
 
 def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
     # A row takes 3 s in training and 1 s in an evaluation; n rows decode a step in n / 10 s.
-    parts = duration.expected_parts(inputs(None), 6.0, lambda rows: rows / 10)
+    text = GeneratedText(rows=64, batch_size=8, length=50, new=10, answers=1, mean=40)
+    parts = duration.expected_parts(inputs(None), text, 6.0, lambda rows: rows / 10)
     check = 6 * 1 + 2 * NEW_TOKENS * 0.3
     assert parts == pytest.approx(
         {
@@ -83,12 +85,16 @@ def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
             "tuning and measuring": 90 + 2 * 2 * 5 * 0.1 + 2 * 4 * 4 * 5 * 0.1,
         }
     )
-    assert duration.expected_parts(inputs([[1]] * 5), 6.0, lambda rows: rows / 10)["text for stage 2"] == 10 * 0.5
+    few = replace(text, rows=5, answers=2)
+    assert duration.expected_parts(inputs(None), few, 6.0, lambda rows: rows / 10)["text for stage 2"] == 20 * 0.5
+    run = inputs(None)
+    run.config.stage2.epochs, run.config.data.seq_length = 5, 160  # 64 texts of 40 tokens fill 16 rows
+    assert duration.expected_parts(run, text, 6.0, lambda rows: rows / 10)["stage 2"] == 5 * 16 * 3 + 4 * check
 
     said, now = [], [0.0]
     monkeypatch.setattr(progress, "log", said.append)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    target = SimpleNamespace(device=torch.device("cpu"))  # one that is not decoded here
+    target = SimpleNamespace(device=torch.device("cpu"), config=None, encoder=None)  # one that is not decoded here
     line = ProgressLine("stage 1", lambda step: duration.line(inputs(None), target, step))
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100)
     line.on_train_begin(None, state, None)
