@@ -15,8 +15,8 @@ from speculator.terminal import Progress, log
 from train.checkpoint import DECODED, METRIC
 from train.timing import Stopwatch
 
-_TIMED = 3
-"""Steps after which the first estimate of the time is printed."""
+_TIMED, _LEAST_SECONDS = 3, 5.0
+"""Steps and seconds after which the first estimate of the time is printed: short steps differ much."""
 
 
 class Pace(TrainerCallback):
@@ -87,15 +87,17 @@ class ProgressLine(ProgressCallback):
                 title=self.title, unit="steps", total=state.max_steps, initial=state.global_step
             )
         self.current_step = self._first = state.global_step
+        self._said = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_step_end(args, state, control, **kwargs)
-        if not state.is_world_process_zero or state.max_steps - self._first < _TIMED * 10:
+        if not state.is_world_process_zero or self._said or state.max_steps - self._first < _TIMED * 10:
             return
-        if state.global_step == self._first + 1:  # the first step compiles and warms up
+        timed = state.global_step - self._first - 1
+        if timed == 0:  # the first step compiles and warms up
             self._began = time.monotonic()
-        elif state.global_step == self._first + 1 + _TIMED:
-            step = (time.monotonic() - self._began) / _TIMED
+        elif timed >= _TIMED and (took := time.monotonic() - self._began) >= _LEAST_SECONDS:
+            self._said, step = True, took / timed
             seconds = timedelta(seconds=round(step * (state.max_steps - state.global_step)))
             log(self.outlook(step) if self.outlook else f"{self.title}: about {seconds} to go, without evaluations")
 

@@ -104,3 +104,17 @@ def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
     line.training_bar.close()
     (text,) = said
     assert all(part in text for part in ("0:12:24", "stage 1 0:10:12", "--stage1.max_steps"))
+
+
+def test_the_first_estimate_takes_seconds_of_short_steps(monkeypatch):
+    steps, now = [], [0.0]
+    monkeypatch.setattr(progress, "log", lambda text: None)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    line = ProgressLine("stage 1", steps.append)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100)
+    line.on_train_begin(None, state, None)
+    for state.global_step in range(1, 31):
+        now[0] += 3.0 if state.global_step == 2 else 0.25  # one that something else on the machine held up
+        line.on_step_end(None, state, None)
+    line.training_bar.close()
+    assert steps == pytest.approx([(3.0 + 8 * 0.25) / 9])
