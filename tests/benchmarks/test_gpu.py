@@ -129,7 +129,8 @@ def test_a_child_ends_with_its_descendants_that_have_sessions_of_their_own(tmp_p
 
 def test_make_gpu_installs_nothing_and_its_commands_are_valid(tmp_path):
     (tmp_path / "Makefile").write_text(Path("Makefile").read_text())
-    shown = subprocess.run(["make", "-n", "gpu", "PYTHON=py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    make = ["make", "--no-print-directory", "-n", "gpu", "PYTHON=py"]  # "make test" runs this with flags of its own
+    shown = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout.split() == ["py", "-m", "benchmarks.gpu"]
     config = parse(gpu._training(tmp_path / "run", ["--deterministic", "true"])[2:])
     assert config.report_to == "none"
