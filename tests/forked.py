@@ -1,58 +1,126 @@
-"""`python train.py` in a process that has imported torch already: it starts in milliseconds instead of seconds.
+"""`python FILE ...` and `python -m MODULE ...` in a process that has imported torch: it starts at once, not in seconds.
 
 That holds where pytest runs in the root of the repository; elsewhere each process imports torch itself.
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import runpy
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[1]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["train.run", "train.command_line"])
+_context.set_forkserver_preload(["train.run", "train.command_line", "data.client", "speculator.server.app"])
 
 
-def start(argv: Sequence[str], environment: dict[str, str], out: str, err: str) -> multiprocessing.Process:
-    """Start `train.py` with the flags `argv`, in its own process; stdout and stderr go to two files."""
-    process = _context.Process(target=_train, args=(list(argv), environment, out, err))
-    process.start()
-    return process
+class Popen:
+    """What `subprocess.Popen(["python", *argv], stderr=subprocess.PIPE, text=True)` gives, in the repository's root.
+
+    Args:
+        stdout: a file that takes the output, which is lost by default.
+        stderr: a file in place of a pipe.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: dict[str, str] | None = None,
+        stdout: IO | None = None,
+        stderr: IO | None = None,
+    ):
+        self.stderr, reader, writer = None, *os.pipe()
+        with open(os.devnull, "w") as nowhere, os.fdopen(writer, "w") as pipe:
+            if stderr is None:
+                self.stderr = os.fdopen(reader)
+            else:
+                os.close(reader)
+            # The descriptor of a connection travels to the new process.
+            streams = [
+                Connection(os.dup(file.fileno()), readable=False) for file in (stdout or nowhere, stderr or pipe)
+            ]
+        self._process = _context.Process(target=_python, args=(list(argv), dict(env or os.environ), *streams))
+        self._process.start()
+        for stream in streams:
+            stream.close()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("python", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def run(argv: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess:
-    """Run `train.py` with the flags `argv`, as `subprocess.run` would."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = start(argv, environment, str(out), str(err))
+    """Run `python *argv` as `subprocess.run` would, with its output."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = Popen(argv, environment, out, err)
         try:
-            process.join(300)
-            assert process.exitcode is not None, "it takes too long"
+            process.wait(300)
         finally:
             process.kill()
-            process.join()
-        return subprocess.CompletedProcess(argv, process.exitcode, out.read_text(), err.read_text())
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(argv, process.returncode, out.read(), err.read())
 
 
-def _train(argv: list[str], environment: dict[str, str], out: str, err: str) -> None:
+def launch(processes: int, *argv: str) -> list[Popen]:
+    """Start `python *argv` in processes of one group, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    return [Popen(argv, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)]
+
+
+def finish(started: list[Popen]) -> None:
+    """Wait for all of them, which must end well."""
+    try:
+        said = [process.stderr.read() for process in started]
+        codes = [process.wait(60) for process in started]
+    finally:  # where one is dead the others wait for it
+        for process in started:
+            process.kill()
+    assert not any(codes), "\n".join(said)
+
+
+def _python(argv: list[str], environment: dict[str, str], *streams: Connection) -> None:
     multiprocessing.set_start_method(None, force=True)  # data loaders start as in a user's run, not as this process did
     os.environ.clear()  # after the imports, which took their variables from the first run's environment
     os.environ.update(environment)
     os.chdir(ROOT)
-    for path, stream in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
-    sys.argv = ["train.py", *argv]
-
-    from speculator.errors import start
-    from train.__main__ import main
-
-    start()
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), number)
     try:
-        code = main(argv)
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            runpy.run_path(argv[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # a forked process skips them
-    sys.exit(code)

@@ -5,13 +5,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import forked
 import pytest
 from chat_templates import CHATML, chat_tokenizer
 from conftest import tiny_tokenizer
@@ -291,16 +290,16 @@ def test_a_killed_run_requests_only_the_missing_rows(serve, tokenizer, tmp_path,
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     flags = ["--target", str(target_folder), "--server", server.url + "/v1", "--prompts", str(file)]
     flags += ["--max_new_tokens", "32", "--batch_size", "2"]
-    command = [sys.executable, "-m", "data", "generate", *flags, "--output", str(output)]
+    command = ["-m", "data", "generate", *flags, "--output", str(output)]
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    process = forked.Popen(command, environment)
     while len(kept := list((output / "batches").glob("0*.json"))) < 5:
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
     asked = len(server.bodies)
-    assert main(command[3:]) == 0
+    assert main(command[2:]) == 0
     assert len(server.bodies) - asked <= len(texts) - 2 * len(kept) + len(PROBE)
     prompts = [Conversation(tokenizer(text)["input_ids"]) for text in texts]
     check(list(load_from_disk(output / "rows")), tokenizer, prompts, seed=0)
@@ -392,8 +391,7 @@ def test_ctrl_c_leaves_32_waiting_requests_at_once(serve, tmp_path, target_folde
         command.send_signal(signal.SIGINT)
 
     flags = ["--target", str(target_folder), "--server", server.url, "--prompts", str(file), "--max_new_tokens", "32"]
-    argv = [sys.executable, "-m", "data", "generate", *flags, "--output", str(tmp_path / "out")]
-    command = subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.DEVNULL)
+    command = forked.Popen(["-m", "data", "generate", *flags, "--output", str(tmp_path / "out")])
     threading.Thread(target=interrupt, daemon=True).start()
     assert command.wait(timeout=60) == 130
     assert time.monotonic() - interrupted[0] < 2

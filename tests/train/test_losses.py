@@ -1,12 +1,9 @@
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import finish, launch
 from torch import nn
 from torch.nn import functional as F
 
@@ -480,12 +477,7 @@ def on_two_processes(tmp_path_factory):
     case = {"config": config, "state": head.state_dict(), "hidden": hidden, "ids": ids, "labels": labels}
     torch.save({**case, "lm_head": lm_head, "weights": weights}, folder / "case.pt")
     (folder / "worker.py").write_text(_WORKER)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    argv = [*launcher, str(folder / "worker.py"), str(folder / "case.pt"), str(folder / "gradients.pt")]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(argv, cwd=root, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    finish(launch(2, *(str(folder / name) for name in ("worker.py", "case.pt", "gradients.pt"))))
     return head, hidden, ids, labels, lm_head, torch.load(folder / "gradients.pt")
 
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import torch
 import yaml
 from conftest import tiny_tokenizer
 from datasets import load_from_disk
+from filelock import FileLock
 from mtp_models import config_of, model_of, mtp_of, save
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Llama4TextConfig
@@ -59,16 +62,34 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def command(target_folder, text_file, tmp_path_factory):
+def shared(target_folder, text_file, tmp_path_factory):
+    """Gives a folder of all of pytest's workers, with a target and a text, to one worker at a time."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs-of-all-workers"
+
+    @contextmanager
+    def locked() -> Iterator[Path]:
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                shutil.copytree(target_folder, folder / "target")
+                shutil.copy(text_file, folder)
+            yield folder
+
+    return locked
+
+
+@pytest.fixture(scope="module")
+def command(shared, text_file, tmp_path_factory):
     """Builds the command line of a run: (output folder, processes, overrides) -> argv."""
     cache = tmp_path_factory.mktemp("cache")
+    with shared() as folder:
+        inputs = {"target.name_or_path": folder / "target", "data.sources": f"[{folder / text_file.name}]"}
 
     def build(output: Path, processes: int = 1, **overrides) -> tuple[list[str], dict]:
         settings = {
             **SIZES,
             "config": ROOT / "tests/plain.yaml",
-            "target.name_or_path": target_folder,
-            "data.sources": f"[{text_file}]",
+            **inputs,
             **overrides,
         }
         flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -87,7 +108,7 @@ def run(built) -> subprocess.CompletedProcess:
     """Run the command; one process is forked from one that has imported torch."""
     argv, environment = built
     if argv[1] == "train.py":
-        return forked.run(argv[2:], environment)
+        return forked.run(argv[1:], environment)
     return as_typed(built)
 
 
@@ -115,12 +136,14 @@ def refused(monkeypatch, capfd):
 
 
 @pytest.fixture(scope="module")
-def finished(command, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    done = as_typed(command(folder))
-    assert done.returncode == 0, done.stderr
-    (folder / "wandb" / "said").write_text(done.stderr + done.stdout)
-    return folder
+def finished(command, shared, tmp_path_factory) -> Path:
+    with shared() as folder:
+        if not (folder / "whole").exists():
+            done = as_typed(command(folder / "partial"))
+            assert done.returncode == 0, done.stderr
+            (folder / "partial" / "wandb" / "said").write_text(done.stderr + done.stdout)
+            (folder / "partial").rename(folder / "whole")
+        return shutil.copytree(folder / "whole", tmp_path_factory.mktemp("runs") / "whole")
 
 
 def state_of(folder: Path, step: int, stage: str = "stage1") -> tuple[dict, list[dict]]:
@@ -307,18 +330,19 @@ def test_another_config_in_the_same_folder_is_refused_by_key(finished, command, 
 def kill_when(built, moment) -> None:
     """Start a run and kill it, with no chance to tidy up, as soon as `moment` says so."""
     argv, environment = built
-    with tempfile.NamedTemporaryFile("r") as said:
-        process = forked.start(argv[2:], environment, os.devnull, said.name)
+    with tempfile.TemporaryFile("w+") as said:
+        process = forked.Popen(argv[1:], environment, stderr=said)
         deadline = time.monotonic() + 240
         try:
             while not moment():
-                if not process.is_alive():
+                if process.poll() is not None:
+                    said.seek(0)
                     pytest.fail(f"the run ended before it could be killed: {said.read()}")
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         finally:
             process.kill()
-            process.join()
+            process.wait()
 
 
 def test_a_run_killed_in_each_stage_and_while_generating_has_a_bit_identical_result(finished, command, tmp_path):

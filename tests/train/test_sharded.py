@@ -1,16 +1,13 @@
 """Targets in shards, on real processes: what is read and trained is what one process makes with the whole."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import RECURRENT_RUNS, tiny_model
+from forked import finish, launch
 from make_believe_gpu import gpu
 from safetensors.torch import load_file
 from sharded_process import LOGGED, read, trainer_of
@@ -38,36 +35,6 @@ PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], [7] * 9]
 SCRIPT = str(ROOT / "tests" / "sharded_process.py")
 
 
-def start(processes: int, *argv: str) -> list[subprocess.Popen]:
-    """Processes as a launcher starts them, without one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-    common = {**os.environ, "PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, *argv],
-            cwd=ROOT,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-
-
-def finish(started: list[subprocess.Popen]) -> None:
-    try:
-        said = [process.communicate(timeout=400)[0] for process in started]
-    finally:  # where one is dead the others wait for it
-        for process in started:
-            process.kill()
-    assert not any(process.returncode for process in started), "\n".join(said)
-
-
 @pytest.fixture(scope="module")
 def whole(target_folder) -> Target:
     return Target.load(str(target_folder), dtype="float64")
@@ -78,7 +45,7 @@ def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kin
 
     Where the last step's rows are too few for all processes, the head is that of the kind "none".
     """
-    started = start(processes, SCRIPT, str(folder), str(output), str(rows), *kinds)
+    started = launch(processes, SCRIPT, str(folder), str(output), str(rows), *kinds)
     alone = trainer_of(whole, output / "alone", 4, rows)
     alone.train()
     finish(started)
@@ -143,7 +110,7 @@ def test_sharded_moments_resume_on_another_number_of_processes(target_folder, tm
     alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 48, logging_steps=LOGGED)
     alone.train()
     for processes, steps in ((1, 2), (2, 4), (4, 6)):
-        finish(start(processes, SCRIPT, "go_on", str(target_folder), str(tmp_path / "moved"), str(steps)))
+        finish(launch(processes, SCRIPT, "go_on", str(target_folder), str(tmp_path / "moved"), str(steps)))
     ours, theirs = (torch.load(tmp_path / name / "checkpoint-6" / "optimizer.pt") for name in ("moved", "alone"))
     assert ours["state"].keys() == theirs["state"].keys()
     for index, moments in theirs["state"].items():
@@ -285,7 +252,7 @@ def test_a_whole_run_with_a_target_in_shards_trains_the_head_of_one_process(
         given = sizes | more | {"stage1.gradient_accumulation_steps": accumulation}
         flags = [word for key, value in given.items() for word in (f"--{key}", str(value))]
         for _ in range(processes):
-            finish(start(processes, "train.py", "--output_dir", str(tmp_path / name), *flags))
+            finish(launch(processes, "train.py", "--output_dir", str(tmp_path / name), *flags))
     one, two = tmp_path / "one", tmp_path / "two"
     ours, theirs = (load_file(folder / "stage1" / "checkpoint-4" / "model.safetensors") for folder in (two, one))
     for name, weight in theirs.items():

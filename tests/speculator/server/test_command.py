@@ -3,10 +3,9 @@
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import httpx
 import pytest
 from conftest import exit_code
@@ -68,9 +67,9 @@ def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
 
 
 def test_sigterm_lets_requests_in_flight_finish(target_folder):
-    command = [sys.executable, "-m", "speculator", "serve", str(target_folder), "--ngram", "--port", "0"]
+    command = ["-m", "speculator", "serve", str(target_folder), "--ngram", "--port", "0"]
     command += ["--served_model_name", "tiny", "--max_model_len", "125", "--max_num_seqs", "3"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = forked.Popen(command)
     try:
         assert process.stderr.readline().startswith("loading ")
         line = process.stderr.readline()
@@ -98,4 +97,4 @@ def test_sigterm_lets_requests_in_flight_finish(target_folder):
         assert process.stderr.read() == ""
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
