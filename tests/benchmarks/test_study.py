@@ -70,7 +70,7 @@ def test_every_arm_trains_and_is_measured(tmp_path, deep_target, text_file, monk
     small = {"SOURCES": [str(text_file)], "LENGTH": 32, "PROMPT_TOKENS": 8, "NEW_TOKENS": 4}
     for name, value in (small | {"PROMPTS": {"validation": 1, "held-out": 1}}).items():
         monkeypatch.setattr(study, name, value)
-    real = Study(deep_target, tmp_path, steps=4)
+    real = Study(deep_target, tmp_path, steps=2)
     arms = [arm for table in TABLES.values() for arm in table]
     for arm in arms:
         result = real.result(arm, 1e-3, seed=0)

@@ -367,7 +367,7 @@ def ragged(count: int) -> tuple[list[list[int]], list[Sampling], list[int]]:
 def test_a_completion_does_not_depend_on_admission_time_or_batch_mates(name):
     """Requests are admitted and finish at random, in three slots and chunks of seven tokens; some are cancelled."""
     target = double_target()
-    prompts, settings, limits = ragged(14)
+    prompts, settings, limits = ragged(10)
     expected = [
         generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit)
         for prompt, own, limit in zip(prompts, settings, limits, strict=True)

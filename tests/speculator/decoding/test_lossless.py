@@ -327,14 +327,14 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
     if name.startswith("adaptive"):
         settings = [replace(each, temperature=0.0) for each in settings]
     drafter = make_drafter(name, target)
-    together = generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
+    together = generate(target, drafter, PROMPTS, settings, max_new_tokens=14).tokens
     alone = [
-        generate(target, drafter, [prompt], [own], max_new_tokens=20).tokens[0]
+        generate(target, drafter, [prompt], [own], max_new_tokens=14).tokens[0]
         for prompt, own in zip(PROMPTS, settings, strict=True)
     ]
-    backwards = generate(target, drafter, PROMPTS[::-1], settings[::-1], max_new_tokens=20).tokens
+    backwards = generate(target, drafter, PROMPTS[::-1], settings[::-1], max_new_tokens=14).tokens
     assert together == alone == backwards[::-1]
-    assert together == generate(target, drafter, PROMPTS, settings, max_new_tokens=20).tokens
+    assert together == generate(target, drafter, PROMPTS, settings, max_new_tokens=14).tokens
 
 
 @pytest.mark.parametrize(
@@ -345,10 +345,10 @@ def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(name):
     target = Target(tiny_model().double(), tokenizer=None)
     settings = [replace(own, seed=own.seed + 20) for own in (*WARPERS, Sampling())]
     expected = [
-        generate(target, None, [prompt], [own], max_new_tokens=30).tokens[0]
+        generate(target, None, [prompt], [own], max_new_tokens=18).tokens[0]
         for prompt, own in zip(PROMPTS, settings, strict=True)
     ]
-    made = Engine(target, make_drafter(name, target), slots=2).generate(PROMPTS, settings, max_new_tokens=30)
+    made = Engine(target, make_drafter(name, target), slots=2).generate(PROMPTS, settings, max_new_tokens=18)
     assert made.tokens == expected
     assert made.acceptance_length > 1
 
@@ -371,8 +371,8 @@ def test_after_every_step_the_cache_is_that_of_the_text(name):
                 torch.testing.assert_close(mine[place, :, : tokens.shape[1]], theirs[0], atol=1e-4, rtol=1e-4)
         checked += 1
 
-    engine.generate(PROMPTS, Sampling(1.0, seed=2), max_new_tokens=16, on_step=check)
-    assert checked > 16
+    engine.generate(PROMPTS, Sampling(1.0, seed=2), max_new_tokens=11, on_step=check)
+    assert checked > 11
 
 
 class Copies(TorchDispatchMode):
