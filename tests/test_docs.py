@@ -159,3 +159,18 @@ def test_a_tutorial_installs_what_its_commands_need(page: Path):
     }
     assert "make" in {each[0] for each in words} or "train" in extras
     assert ["speculator", "serve"] not in [each[:2] for each in words] or "serve" in extras
+
+
+def test_what_the_container_writes_is_in_its_volume_and_its_run_hears_docker_stop():
+    text = (ROOT / "Dockerfile").read_text()
+    volume, folder, cache, command = (
+        re.search(pattern, text, flags=re.MULTILINE)[1]
+        for pattern in (
+            r'-v "\$PWD/runs:(\S+)"',
+            r"^WORKDIR (\S+)",
+            r"^ENV SPECULATOR_CACHE=(\S+)",
+            r"^#       (speculator .*)$",
+        )
+    )
+    config = parse(shlex.split(command)[2:])  # without `accelerate launch`, which passes no SIGTERM on
+    assert all(Path(folder, path).is_relative_to(volume) for path in (cache, config.output_dir))

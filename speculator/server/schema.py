@@ -196,7 +196,8 @@ class ChatRequest(GenerationRequest):
         return bool(self.tools) and self.tool_choice != "none"
 
     def prompt(self) -> Prompt:
-        return Prompt(self.messages, chat=True, tools=self.tools, where="messages", variables=self.chat_template_kwargs)
+        tools = self.tools if self.parses_calls else None
+        return Prompt(self.messages, chat=True, tools=tools, where="messages", variables=self.chat_template_kwargs)
 
 
 class LoadRequest(_Strict):

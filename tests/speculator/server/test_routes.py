@@ -230,6 +230,16 @@ def test_an_answer_becomes_a_message_with_reasoning_and_tool_calls(stream, field
     assert choices[-1]["finish_reason"] == reason
 
 
+def test_tools_that_must_not_be_called_are_not_shown_to_the_model(client):
+    """So that a chat template without tools is no error."""
+    body = {"messages": CHAT, "max_tokens": 1, "return_token_ids": True}
+    plain = client.post("/v1/chat/completions", json=body).json()["prompt_token_ids"]
+    for fields, status in (({}, 400), ({"tool_choice": "none"}, 200)):
+        answer = client.post("/v1/chat/completions", json=body | {"tools": [TOOL]} | fields)
+        assert answer.status_code == status
+    assert answer.json()["prompt_token_ids"] == plain
+
+
 WRONG_COMPLETIONS = [
     ({"prompt": ""}, None),
     ({"prompt": [1] * 400}, None),
