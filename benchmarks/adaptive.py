@@ -15,7 +15,7 @@ from itertools import product
 
 from tqdm import tqdm
 
-from data.sources import PYTHON_SOURCES
+from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
 from eval.suites import Suite, check_flags, check_rows, suite_of
 from speculator import Engine, HeadDrafter, Sampling, Target, load_head, model_flags

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data.sources import PYTHON_SOURCES
+from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
 from eval.metrics import paired_bootstrap, speedup
 from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of

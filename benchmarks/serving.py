@@ -36,7 +36,7 @@ import psutil
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from data.sources import PYTHON_SOURCES
+from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
 from eval.suites import check_flags, check_lengths, suite_of
 from speculator import model_flags

@@ -27,6 +27,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import TrainingArguments, get_cosine_schedule_with_warmup, set_seed
 from transformers.utils import logging as transformers_logging
 
+from data.mixture import mixture_of
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
 from eval.metrics import acceptance
@@ -251,10 +252,10 @@ class Study:
 
     def __init__(self, target: Target, folder: Path, steps: int = STEPS):
         self.target, self.folder, self.steps = target, folder, steps
-        text = token_rows(SOURCES, "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH)
+        text = token_rows(mixture_of(SOURCES), "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH)
         self.text = text.select_columns("input_ids")
         self.suites = {
-            split: from_text(SOURCES, target.tokenizer, PROMPT_TOKENS, count, split=split)
+            split: from_text(mixture_of(SOURCES), target.tokenizer, PROMPT_TOKENS, count, split=split)
             for split, count in PROMPTS.items()
         }
         self.cached = CachedTarget(target)

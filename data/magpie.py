@@ -17,7 +17,6 @@ from data.batches import Batches
 from data.chat_turns import UserTurns
 from data.conversations import Conversation, Row
 from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
-from data.sources import parse
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
@@ -27,23 +26,11 @@ from speculator.target.model import Target
 from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
 
-SELF = "self"
-"""Name of the source."""
 ROWS = 4000
 """Default number of chats."""
 PROMPT_SAMPLING = Sampling(temperature=1.0, top_p=0.99)
 _PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds")
 _SEED_STRIDE = 1 << 40  # between passes: otherwise both would draw a row's first token alike
-
-
-def only_self(sources: Sequence[str]) -> bool:
-    """Return whether `self` is the only source."""
-    return [source.location for source in parse(sources)] == [SELF]
-
-
-def names_self(sources: Sequence[str]) -> bool:
-    """Return whether `self` is among the sources."""
-    return any(source.location == SELF for source in parse(sources))
 
 
 def prompt_sampling_of(temperature: float, top_p: float, prefix: str) -> Sampling:

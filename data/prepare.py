@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,9 +17,11 @@ from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
+from data.mixture import Mixture, SourceError
 from data.packing import COLUMNS, one_per_row, pack
+from data.readers import SPLITS, fingerprint
 from data.rendering import Pairs
-from data.sources import SPLITS, SourceError, fingerprint, parse, token_documents
+from data.sources import token_documents
 from data.tally import Tally
 from data.workers import default_processes
 from speculator import chat
@@ -45,7 +47,7 @@ class _Request:
         pairs: see `data.rendering.render`.
     """
 
-    sources: Sequence[str]
+    mixture: Mixture
     split: str
     tokenizer: PreTrainedTokenizerBase
     length: int
@@ -56,7 +58,7 @@ class _Request:
 
     @property
     def name(self) -> str:
-        return f"the {self.split} split of {', '.join(self.sources)}"
+        return f"the {self.split} split of {self.mixture}"
 
     @property
     def max_share(self) -> float:
@@ -66,7 +68,7 @@ class _Request:
     def key(self) -> str:
         """Return the name of the rows' cache folder: a hash of everything that they depend on."""
         identity = {
-            "sources": [[fingerprint(source.location), source.weight] for source in parse(self.sources)],
+            "sources": [[fingerprint(source.location), source.weight] for source in self.mixture.sources],
             "arguments": [self.split, self.length, *self.limits],
             "pairs": self.pairs and [*self.pairs.start, self.pairs.longest],
             "special_tokens": [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id],
@@ -79,7 +81,7 @@ class _Request:
 
 
 def token_rows(
-    sources: Sequence[str],
+    mixture: Mixture,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
@@ -110,7 +112,7 @@ def token_rows(
         SourceError: an unreadable source, too many bad rows, or a split without text.
     """
     request = _Request(
-        sources,
+        mixture,
         split,
         tokenizer,
         length,
@@ -124,7 +126,7 @@ def token_rows(
 
 
 def save_rows(
-    sources: Sequence[str],
+    mixture: Mixture,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     output: Path,
@@ -136,7 +138,7 @@ def save_rows(
     """Write the rows of every split that has text into a new `datasets` folder, which is a valid source.
 
     Args:
-        sources, tokenizer, length, max_bad_rows, num_proc: see `token_rows`.
+        mixture, tokenizer, length, max_bad_rows, num_proc: see `token_rows`.
         output: folder, which must not exist.
         max_tokens: largest number of tokens per split.
 
@@ -152,7 +154,7 @@ def save_rows(
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
         request = _Request(
-            sources,
+            mixture,
             split,
             tokenizer,
             length,
@@ -216,7 +218,7 @@ def _prepare(folder: Path, request: _Request) -> None:
     tally, name, (max_tokens, first_rows) = Tally(request.max_share), request.name, request.limits
     processes = request.num_proc or default_processes()
     how = {"tally": tally, "processes": processes, "pairs": request.pairs}
-    documents = token_documents(request.sources, request.split, request.tokenizer, **how)
+    documents = token_documents(request.mixture, request.split, request.tokenizer, **how)
     make, columns = (one_per_row, (*COLUMNS, "source_ids")) if request.pairs else (pack, COLUMNS)
     features = Features({column: List(Value("int32")) for column in columns})
     bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=max_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from typing import Any, TypeVar
@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, split_at_answers
+from data.mixture import Mixture, SourceError
 from data.rendering import as_chat, check_tokens, document_text, text_tokens
-from data.rows import RowError, SourceError, errors_of_row
+from data.rows import RowError, errors_of_row
 from data.sources import interleave, name_of, streams
 from data.tally import TOO_LONG, Tally, log
 from speculator.chat import chat_tokens
@@ -175,7 +176,7 @@ class _Cut:
 
 
 def conversations(
-    sources: Sequence[str],
+    mixture: Mixture,
     split: str | None,
     tokenizer: PreTrainedTokenizerBase,
     prompt_tokens: int,
@@ -208,8 +209,8 @@ def conversations(
     """
     limits = limits or PromptLimits("the target", sys.maxsize, 0)
     cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, turns, limits, tally or Tally())
-    parts, weights = streams(sources, split, tally)
+    parts, weights = streams(mixture, split, tally)
     mixed = interleave([cut.prompts(part) for part in parts], weights, lambda prompt: 1)
-    name = ", ".join(sources) + (f" ({split})" if split else "")
+    name = str(mixture) + (f" ({split})" if split else "")
     taken, left_out = limits.take(name, ((prompt.ids, prompt) for prompt in mixed), count)
     return [prompt for _, prompt in taken], left_out

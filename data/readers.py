@@ -22,7 +22,8 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from data import python_sources
-from data.rows import KEYS, RowError, SourceError, content
+from data.mixture import PYTHON_SOURCES, SourceError
+from data.rows import KEYS, RowError, content
 from speculator.chat import from_json
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json
@@ -31,7 +32,6 @@ from speculator.terminal import loading
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Each split as a range of the documents' SHA-256 modulo 100."""
 
-PYTHON_SOURCES = "python-sources"
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _SUFFIXES = {".jsonl", ".json", ".parquet", *_TEXT_SUFFIXES}
 _UNTYPED = {".csv", ".tsv"}

@@ -20,7 +20,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.answers import ChatRows, TextRow, chat_rows
-from data.rows import NothingToLearnError, RowError, SourceError, errors_of_row
+from data.mixture import SourceError
+from data.rows import NothingToLearnError, RowError, errors_of_row
 from data.tally import Tally
 from data.workers import map_in_order
 from speculator.chat import DATA_DAY, RefusedError, chat_text, set_template_variables

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from data.mixture import SourceError
 from speculator.chat import THOUGHTS, clean_messages, clean_tools, from_json
 from speculator.errors import UserError, check_text, first_line
 
@@ -47,10 +48,6 @@ MAX_CHARACTERS = 2_000_000
 _MAX_MESSAGES = 1000
 _MARKS = ("weight", "train")
 """Keys of a message that say whether it is to be learnt."""
-
-
-class SourceError(UserError):
-    """A source that can't be read or has nothing to train on."""
 
 
 class RowError(SourceError):

@@ -1,81 +1,25 @@
-"""Read sources without duplicates, split them, and mix them by weight.
-
-A source is a location (see `data.readers.read`), followed by @ and its weight if sources are mixed:
-
-    python-sources
-    chats.jsonl@0.7   org/name:train_sft@0.3
-
-Weights are shares of tokens; they need not add up to 1.
-"""
+"""Read sources without duplicates, split them, and mix them by weight."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from data.readers import PYTHON_SOURCES, SPLITS, fingerprint, read
+from data.mixture import Mixture, SourceError
+from data.readers import SPLITS, read
 from data.rendering import Pairs, render
-from data.rows import SourceError
 from data.tally import COPY, EMPTY, Tally
-
-__all__ = [
-    "PYTHON_SOURCES",
-    "SPLITS",
-    "Source",
-    "SourceError",
-    "documents",
-    "fingerprint",
-    "parse",
-    "token_documents",
-]
 
 _FEW = 200
 """Documents below which a source may have an empty split by chance."""
 _CONTENT = ("text", "prompt", "completion", "label", "messages", "tools", "input_ids", "loss_mask", "source_ids")
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One source of training text: where it is, and its share of the tokens (None if sources have no weights)."""
-
-    location: str
-    weight: float | None
-
-
-def parse(sources: Sequence[str]) -> list[Source]:
-    """Split sources into location and weight.
-
-    Raises:
-        SourceError: a weight is not above 0, or only some sources have one.
-    """
-    if not sources or not all(sources):
-        raise SourceError("no source is given")
-    parsed = [_parse(source) for source in sources]
-    weighted = [source for source in parsed if source.weight is not None]
-    if weighted and len(weighted) < len(parsed):
-        missing = next(source.location for source in parsed if source.weight is None)
-        raise SourceError(f"{missing} has no weight, but {weighted[0].location} has one: weight all sources, or none")
-    return parsed
-
-
-def _parse(source: str) -> Source:
-    # The name of an existing file may end like a weight.
-    match = None if Path(source).exists() else re.fullmatch(r"(.+)@([+-]?(?:\d+\.?\d*|\.\d+))", source, re.DOTALL)
-    if match is None:
-        return Source(source, None)
-    if float(match[2]) <= 0:
-        raise SourceError(f"{source}: a weight must be above 0")
-    return Source(match[1], float(match[2]))
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -108,7 +52,7 @@ def _splits_of_few(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def documents(
-    sources: Sequence[str],
+    mixture: Mixture,
     split: str | None,
     *,
     tally: Tally | None = None,
@@ -116,13 +60,13 @@ def documents(
     """Yield the documents of one split, one source after the other, without exact duplicates.
 
     Args:
-        sources: see the module's docstring.
+        mixture: where they are; weights do not matter.
         split: "train", "validation" or "held-out"; None: all three.
         tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
     seen: set[bytes] = set()
-    for source in parse(sources):
-        yield from _documents(read(source.location), split, tally or Tally(), seen)
+    for location in mixture.locations:
+        yield from _documents(read(location), split, tally or Tally(), seen)
 
 
 def _documents(
@@ -191,7 +135,7 @@ def _identity(row: dict[str, Any]) -> bytes:
 
 
 def token_documents(
-    sources: Sequence[str],
+    mixture: Mixture,
     split: str | None,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -204,7 +148,7 @@ def token_documents(
     Sources without weights follow each other. With weights, each source has its share of the tokens at every point,
     up to one document, until the first source ends.
     """
-    parts, weights = streams(sources, split, tally)
+    parts, weights = streams(mixture, split, tally)
     # The streams are read in turn, each by processes of its own.
     each = max(1, processes // len(parts))
     rendered = [render(stream, tokenizer, tally, each, pairs) for stream in parts]
@@ -212,22 +156,19 @@ def token_documents(
 
 
 def streams(
-    sources: Sequence[str], split: str | None, tally: Tally | None
+    mixture: Mixture, split: str | None, tally: Tally | None
 ) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
     """Return the streams of documents, and a weight for each: one stream per source if they have weights, else one.
 
-    Of equal documents in several sources, only the first source's is kept, in the order of `sources`. Weighted sources
+    Of equal documents in several sources, only the first source's is kept. Weighted sources
     are interleaved, so to find duplicates all of them but the last are read twice.
 
     Args:
-        sources: locations, with or without weights (see the module's docstring).
         split, tally: see `documents`.
     """
-    parsed = parse(sources)
-    weights = [source.weight for source in parsed if source.weight is not None]
+    locations, weights = mixture.locations, mixture.weights
     if not weights:
-        return [documents(sources, split, tally=tally)], [1.0]
-    locations = [source.location for source in parsed]
+        return [documents(mixture, split, tally=tally)], [1.0]
     first = cache(lambda: _first_sources(locations))
 
     def stream(source: int) -> Iterator[dict[str, Any]]:
@@ -236,7 +177,7 @@ def streams(
         earlier = (lambda digest: first().get(digest, source) < source) if source else (lambda digest: False)
         return _documents(rows, split, tally or Tally(), set(), earlier)
 
-    return [stream(source) for source in range(len(parsed))], weights
+    return [stream(source) for source in range(len(locations))], weights
 
 
 def interleave(streams: list[Iterator[Item]], weights: list[float], size: Callable[[Item], int]) -> Iterator[Item]:

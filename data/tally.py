@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from data.rows import NothingToLearnError, RowError, SourceError
+from data.mixture import SourceError
+from data.rows import NothingToLearnError, RowError
 from speculator.terminal import log
 
 COPY, EMPTY, TOO_LONG = "exact copies of other rows", "without text", "too long"

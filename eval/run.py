@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from data.sources import PYTHON_SOURCES
+from data.mixture import PYTHON_SOURCES
 from eval import serving, tracking
 from eval.decoders import Decoder, check_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
 
+from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
-from data.sources import PYTHON_SOURCES
 from eval.suites import Suite, suite_of
 from speculator.checkpoints import head_folder, layouts, load_any
 from speculator.decoding.sampling import Sampling

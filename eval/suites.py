@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.mixture import PYTHON_SOURCES, Mixture, mixture_of
 from data.prompts import PromptLimits, conversations
 from data.readers import is_recorded, raw_rows
 from data.rows import RowError, content, errors_of_row
-from data.sources import PYTHON_SOURCES, parse
 from data.tally import TOO_LONG, Tally
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
@@ -185,13 +185,15 @@ def held_out(
     """Prompts of the held-out split of python-sources and of recorded answers, or of all documents of a file."""
     split = "held-out" if source == PYTHON_SOURCES or is_recorded(Path(source)) else None
     tally = Tally(max_share=1.0)
-    suite = from_text([source], tokenizer, prompt_tokens, max_prompts, split=split, limits=limits, tally=tally)
+    suite = from_text(
+        mixture_of([source]), tokenizer, prompt_tokens, max_prompts, split=split, limits=limits, tally=tally
+    )
     tally.warn(f"--suite {source}")
     return suite
 
 
 def from_text(
-    sources: list[str],
+    mixture: Mixture,
     tokenizer: PreTrainedTokenizerBase,
     prompt_tokens: int,
     max_prompts: int,
@@ -209,9 +211,9 @@ def from_text(
         limits: leaves out prompts that do not fit the context.
         tally: counts unusable rows (default: the first one raises).
     """
-    name = ", ".join(Path(source.location).name for source in parse(sources))
+    name = ", ".join(Path(location).name for location in mixture.locations)
     found, left_out = conversations(
-        sources,
+        mixture,
         split,
         tokenizer,
         prompt_tokens,

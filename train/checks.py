@@ -12,8 +12,8 @@ import torch
 from pyarrow import compute
 from transformers import PreTrainedConfig
 
-from data.magpie import SELF, names_self, only_self, prompt_sampling_of
-from data.sources import parse
+from data.magpie import prompt_sampling_of
+from data.mixture import SELF
 from speculator.checkpoints import shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
@@ -51,7 +51,7 @@ def settings(config: RunConfig) -> None:
         raise UserError("shard_optimizer splits AdamW's moments; it needs stage1.optimizer and stage2.optimizer adamw")
     if 0 < config.data.seq_length < head.n_predict + 2:
         raise UserError(f"data.seq_length must be at least {head.n_predict + 2} for n_predict {head.n_predict}")
-    if [source.location for source in parse(config.data.sources)].count(SELF) > 1:
+    if config.data.mixture.locations.count(SELF) > 1:
         raise UserError(f"data.sources names {SELF} twice")
     own = config.data.self_source
     prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
@@ -93,7 +93,7 @@ def _server(config: RunConfig) -> None:
 
 def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None:
     """Raise a UserError if a target that is not decoded, for the reason `why`, would write text."""
-    wanted = (f"the source {SELF}", names_self(config.data.sources)), ("stage 2", bool(config.stage2.max_steps))
+    wanted = (f"the source {SELF}", config.data.mixture.names_self), ("stage 2", bool(config.stage2.max_steps))
     for what in (name for name, asked in wanted if asked):
         raise UserError(
             f"{why}: the target trains and writes no text, so there is no {what}; let a server that runs it, such as "
@@ -149,7 +149,7 @@ def fits_target(config: RunConfig, target: TrainingTarget) -> None:
                 f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only",
             ),
             (
-                names_self(config.data.sources),
+                config.data.mixture.names_self,
                 f"{target.name} can't write the source {SELF}: its encoder needs prompts",
             ),
         )
@@ -172,7 +172,7 @@ def _fits_context(config: RunConfig, target: str, context: int) -> None:
         "data.seq_length": config.data.seq_length,
         "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,
     }
-    if names_self(config.data.sources):
+    if config.data.mixture.names_self:
         own = config.data.self_source
         longest["data.self_source.max_prompt_tokens + data.self_source.max_new_tokens"] = (
             own.max_prompt_tokens + own.max_new_tokens
@@ -180,7 +180,7 @@ def _fits_context(config: RunConfig, target: str, context: int) -> None:
     if config.stage2.max_steps:
         generate = config.stage2.generate
         name, length = "stage2.generate.prompt_tokens", generate.prompt_tokens
-        if only_self(config.data.sources):
+        if config.data.mixture.is_self:
             name, length = "data.self_source.max_prompt_tokens", config.data.self_source.max_prompt_tokens
         longest[f"{name} + stage2.generate.max_new_tokens"] = length + generate.max_new_tokens
     for name, length in longest.items():

@@ -26,9 +26,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from data.magpie import SELF
-from data.readers import PYTHON_SOURCES, hub_id
-from data.sources import SourceError, documents, parse
+from data.mixture import PYTHON_SOURCES, SELF, Mixture, Source, SourceError
+from data.readers import hub_id
+from data.sources import documents
 from data.tally import Tally
 from speculator.errors import UserError, first_line
 from speculator.target.gguf import read_config
@@ -59,7 +59,7 @@ def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> Non
         run: what the real run would do.
     """
     checks.settings(config)
-    for source in parse(config.data.sources):
+    for source in config.data.mixture.sources:
         if Path(source.location).exists():
             _look_at(source.location, config)
         elif source.location not in (PYTHON_SOURCES, SELF):
@@ -90,7 +90,7 @@ def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> Non
 def _look_at(location: str, config: RunConfig) -> None:
     """Read the first rows of a local source."""
     tally = Tally(config.data.max_bad_rows)
-    found = list(islice(documents([location], None, tally=tally), _ROWS_READ))
+    found = list(islice(documents(Mixture((Source(location),)), None, tally=tally), _ROWS_READ))
     tally.check(location)
     if not found:
         raise SourceError(f"{location}: no rows in it")
@@ -179,7 +179,7 @@ def _make_source(folder: Path, number: int, processes: int) -> None:
 def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
     stand_ins = [
         str(folder / f"source{number}") + (f"@{source.weight}" if source.weight else "")
-        for number, source in enumerate(parse(config.data.sources))
+        for number, source in enumerate(config.data.mixture.sources)
     ]
     # A row of L tokens has labels for N positions from L = N + 2 on.
     length = max(_LENGTH, config.speculator.n_predict + 2)

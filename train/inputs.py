@@ -10,7 +10,6 @@ import datasets
 from accelerate import PartialState
 
 from data.conversations import Conversation
-from data.magpie import only_self
 from data.prepare import token_rows
 from data.prompts import PromptLimits, conversations
 from data.rendering import Pairs
@@ -82,7 +81,7 @@ def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inpu
         "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
         "held-out": prompts_of(read, target, "held-out", config.eval.max_prompts),
     }
-    continues = config.stage2.max_steps and not only_self(config.data.sources)
+    continues = config.stage2.max_steps and not config.data.mixture.is_self
     own_prompts = own_prompts_of(read, target) if continues else None
     count = None if own_prompts is None else len(own_prompts)
     steps = partial(with_steps, processes=state.num_processes)
@@ -136,7 +135,7 @@ def rows(config: RunConfig, target: TrainingTarget, split: str, report: bool = T
     pairs = Pairs(encoder.prefix, min(encoder.longest, length)) if encoder else None
     with reporting_full_disk(cache_folder()):
         return token_rows(
-            config.data.sources,
+            config.data.mixture,
             split,
             target.tokenizer,
             length,
@@ -154,7 +153,7 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
     # Bad rows were reported when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
-        config.data.sources,
+        config.data.mixture,
         target.tokenizer,
         config.eval.prompt_tokens,
         count,
@@ -163,7 +162,7 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
         tally=tally,
     )
     if split == "held-out":
-        tally.warn(f"prompts of the {split} split of {', '.join(config.data.sources)}")
+        tally.warn(f"prompts of the {split} split of {config.data.mixture}")
     return suite
 
 
@@ -172,7 +171,7 @@ def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversati
     settings = config.stage2.generate
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     found, _ = conversations(
-        config.data.sources,
+        config.data.mixture,
         "train",
         target.tokenizer,
         settings.prompt_tokens,
@@ -182,5 +181,5 @@ def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversati
         limits=PromptLimits.of(target, settings.max_new_tokens, config.data.seq_length),
         tally=tally,
     )
-    tally.warn(f"prompts of stage 2, the train split of {', '.join(config.data.sources)}")
+    tally.warn(f"prompts of stage 2, the train split of {config.data.mixture}")
     return found

@@ -15,10 +15,11 @@ from accelerate import PartialState
 from filelock import FileLock
 
 from data.conversations import Conversation
-from data.magpie import SELF, names_self, prompt_sampling_of, self_rows, summary
+from data.magpie import prompt_sampling_of, self_rows, summary
+from data.mixture import SELF, Mixture, Source, SourceError
 from data.onpolicy import generate_rows
 from data.packing import COLUMNS, pack
-from data.sources import SourceError, parse, token_documents
+from data.sources import token_documents
 from data.tally import Tally
 from speculator import HeadDrafter
 from speculator.checkpoints.loading import load_drafter, load_head
@@ -46,17 +47,17 @@ def with_self_written(config: RunConfig, target: TrainingTarget) -> RunConfig:
     Raises:
         UserError: another source can't be read; another run is writing these chats; or as `self_rows`.
     """
-    if not names_self(config.data.sources):
+    mixture = config.data.mixture
+    if not mixture.names_self:
         return config
-    sources, folder = parse(config.data.sources), folder_of(config, target)
-    for source in sources:
+    folder = folder_of(config, target)
+    for source in mixture.sources:
         if source.location != SELF:
-            _look_at(source.location, config, target)
+            _look_at(source, config, target)
     with reporting_full_disk(cache_folder()):
         _write(config, target, folder)
-    named = [(str(folder) if source.location == SELF else source.location, source.weight) for source in sources]
-    read = [name if weight is None else f"{name}@{weight:f}" for name, weight in named]
-    return replace(config, data=replace(config.data, sources=read))
+    read = [Source(str(folder), each.weight) if each.location == SELF else each for each in mixture.sources]
+    return replace(config, data=replace(config.data, sources=[*map(str, read)]))
 
 
 def folder_of(config: RunConfig, target: TrainingTarget) -> Path:
@@ -95,12 +96,12 @@ def _prompt_settings(config: RunConfig) -> dict[str, Any]:
     return {"turns": own.turns, "prompt_sampling": sampling, "max_prompt_tokens": own.max_prompt_tokens}
 
 
-def _look_at(location: str, config: RunConfig, target: TrainingTarget) -> None:
+def _look_at(source: Source, config: RunConfig, target: TrainingTarget) -> None:
     """Raise a SourceError if a source is empty or can't be read, before the target writes for hours."""
     tally = Tally(config.data.max_bad_rows)
-    found = token_documents([location], "train", target.tokenizer, tally=tally)
+    found = token_documents(Mixture((source,)), "train", target.tokenizer, tally=tally)
     if next(found, None) is None:
-        raise SourceError(f"the train split of {location} holds nothing to train on")
+        raise SourceError(f"the train split of {source.location} holds nothing to train on")
 
 
 def _write(config: RunConfig, target: TrainingTarget, folder: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from data.magpie import SELF, names_self, only_self
+from data.mixture import SELF
 from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
@@ -90,12 +90,12 @@ def generated_texts(
     def capped(length: int) -> int:
         return min(length, context or length)
 
-    if names_self(config.data.sources):
+    if config.data.mixture.names_self:
         length = capped(own.turns * chat)
         found[SELF] = GeneratedText(own.max_rows, own.batch_size, length, length, 1, length)
     if config.stage2.max_steps:
         depth = generate.num_speculative_tokens or config.speculator.n_predict
-        if only_self(config.data.sources):
+        if config.data.mixture.is_self:
             length = capped(own.turns * (own.max_prompt_tokens + generate.max_new_tokens))
             sizes, new, answers = [length], length, 1.0
         else:
@@ -174,7 +174,7 @@ class Plan:
         # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.head_module = head
-        continues = bool(config.stage2.max_steps) and not only_self(config.data.sources)
+        continues = bool(config.stage2.max_steps) and not config.data.mixture.is_self
         prompts = prompts or (expected_prompts(config) if continues else None)
         self.guessed = continues and prompts is None
         self.generated = generated_texts(config, target, prompts)

@@ -48,12 +48,11 @@ def needed_of_server(config: RunConfig, target: PreTrainedConfig, context: int) 
         target: the target's text config.
         context: tokens of the longest text that a server reads, one below the target's context length.
     """
-    from data.magpie import names_self
     from train.initialise import head_config
 
     head = head_config(config.speculator, target)
     longest = config.data.seq_length
-    if names_self(config.data.sources):
+    if config.data.mixture.names_self:
         own = config.data.self_source
         longest = max(longest, own.turns * (own.max_prompt_tokens + own.max_new_tokens))
     if config.stage2.max_steps:

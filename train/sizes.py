@@ -17,8 +17,8 @@ from pyarrow import compute, parquet
 from transformers import PreTrainedConfig
 
 from data.conversations import split_at_answers
-from data.magpie import SELF
-from data.sources import PYTHON_SOURCES, documents, parse
+from data.mixture import PYTHON_SOURCES, SELF, Mixture
+from data.sources import documents
 from data.tally import Tally
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
@@ -110,7 +110,7 @@ def expected_rows(config: RunConfig) -> int | None:
     Of data on the hub only `data.max_tokens` is known; None without it.
     """
     tokens, own, most = 0.0, config.data.self_source, config.data.max_tokens
-    for source in parse(config.data.sources):
+    for source in config.data.mixture.sources:
         if source.location == SELF:
             tokens += own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
         elif os.path.exists(source.location):
@@ -157,14 +157,14 @@ def expected_prompts(config: RunConfig) -> list[Prompt] | None:
     None if a source is on the hub or can't be read.
     """
     own, generate, found = config.data.self_source, config.stage2.generate, list[Prompt]()
-    for source in parse(config.data.sources):
+    for source in config.data.mixture.sources:
         if source.location == SELF:
             found.append(Prompt(own.turns * own.max_prompt_tokens, own.turns))
             continue
         if source.location != PYTHON_SOURCES and not os.path.exists(source.location):
             return None
         try:
-            read = documents([source.location], None, tally=Tally(max_share=1.0))
+            read = documents(Mixture((source,)), None, tally=Tally(max_share=1.0))
             found += [_prompt_of(row, generate) for row in islice(read, _PROMPTS_READ)]
         except UserError:  # the run says what is wrong with it
             return None

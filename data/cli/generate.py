@@ -15,7 +15,8 @@ from data.batches import state
 from data.cli.flags import ALL, MAX_BAD_ROWS
 from data.client import CONCURRENCY, fetch_rows
 from data.conversations import Conversation
-from data.magpie import ROWS, SELF, prompt_sampling_of, self_rows, summary
+from data.magpie import ROWS, prompt_sampling_of, self_rows, summary
+from data.mixture import SELF, mixture_of
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import PromptLimits, conversations
 from data.rendering import tokenizer_of
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     samplings = _samplings(arguments)
     how = {"sampling": samplings, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     target: Target | ServerTarget
-    if arguments.server is not None and arguments.sources == [SELF]:
+    if arguments.server is not None and arguments.is_self:
         where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
         target = ServerTarget.connect(arguments.target, arguments.server, **where)
         set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     else:
         target = model_flags.load_target(arguments)
-        refuse((target.encoder and arguments.sources == [SELF], f"--sources {SELF}: {target.name} needs prompts"))
+        refuse((target.encoder and arguments.is_self, f"--sources {SELF}: {target.name} needs prompts"))
         if arguments.raw or target.encoder:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
             drafter = load_drafter(
                 arguments.speculator, target, temperatures=kinds, batch_size=how["batch_size"], revision=revision
             )
-        if arguments.sources == [SELF]:
+        if arguments.is_self:
             _write_chats(arguments, target, drafter, **how)
         else:
             limits = PromptLimits.of(target, arguments.max_new_tokens)
@@ -113,8 +114,10 @@ def _check(arguments: argparse.Namespace) -> None:
     """Check the flags before loading a model, and fill in the defaults of the flags of one kind of prompts."""
     positive = ["max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns"]
     positive.append("max_prompt_tokens")
-    own = arguments.sources is not None and SELF in arguments.sources
-    text = arguments.sources is not None and not own
+    arguments.mixture = None if arguments.sources is None else mixture_of(arguments.sources)
+    arguments.is_self = arguments.mixture is not None and arguments.mixture.is_self
+    own = arguments.mixture is not None and arguments.mixture.names_self
+    text = arguments.mixture is not None and not own
     for flags, used, kind in ((TEXT_FLAGS, text, "text"), (SELF_FLAGS, own, SELF)):
         idle = [f"--{name}" for name in flags if getattr(arguments, name) is not None and not used]
         refuse((idle, f"{', '.join(idle)} only applies to --sources of {kind}"))
@@ -129,8 +132,8 @@ def _check(arguments: argparse.Namespace) -> None:
             "--num_speculative_tokens needs a --speculator",
         ),
         (not abs(arguments.seed) < 2**62, "--seed must be below 2**62"),
-        (own and arguments.sources != [SELF], f"--sources {SELF} can't be mixed with other sources"),
-        (arguments.turns is not None and not arguments.sources, "--turns only applies to --sources"),
+        (own and not arguments.is_self, f"--sources {SELF} can't be mixed with other sources"),
+        (arguments.turns is not None and not arguments.mixture, "--turns only applies to --sources"),
         (own and arguments.turns == ALL, f"--turns all needs chats: give the number of turns that {SELF} writes"),
         (arguments.server is not None and arguments.adapter, "--adapter does not apply to a --server"),
         (arguments.server is not None and arguments.dtype != "auto", "--dtype does not apply to a --server"),
@@ -162,10 +165,10 @@ def _context_length(arguments: argparse.Namespace) -> int:
 def _prompts(
     arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
 ) -> list[Conversation]:
-    if arguments.sources:
+    if arguments.mixture:
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
         found, _ = conversations(
-            arguments.sources,
+            arguments.mixture,
             arguments.split,
             tokenizer,
             arguments.prompt_tokens,
@@ -174,7 +177,7 @@ def _prompts(
             limits=limits,
             tally=tally,
         )
-        split = f"the {arguments.split} split of {', '.join(arguments.sources)}"
+        split = f"the {arguments.split} split of {arguments.mixture}"
         tally.check(split)
         tally.warn(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))

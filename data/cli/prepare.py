@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 
+from data.mixture import mixture_of
 from data.prepare import save_rows
 from data.rendering import tokenizer_of
 from speculator.errors import refuse
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     quiet_libraries()
     counts = save_rows(
-        arguments.sources,
+        mixture_of(arguments.sources),
         tokenizer_of(arguments),
         arguments.seq_length,
         arguments.output,

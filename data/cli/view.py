@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.mixture import mixture_of
 from data.rendering import tokenizer_of
 from data.sources import token_documents
 from data.tally import Tally
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = tokenizer_of(arguments)
     marks = (DIM, PLAIN, GREEN, PLAIN) if arguments.color or colours(sys.stdout) else ("", "", "[[", "]]")
     tally = Tally(max_share=1.0)
-    documents = token_documents([arguments.source], None, tokenizer, tally=tally)
+    documents = token_documents(mixture_of([arguments.source]), None, tokenizer, tally=tally)
     # A packed row is rendered as its documents, all with the row's id.
     found = groupby(documents, key=lambda document: document["id"])
     name = None

@@ -33,9 +33,10 @@ from language_model import (  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
 
 from data import python_sources  # noqa: E402
+from data.mixture import PYTHON_SOURCES, mixture_of  # noqa: E402
 from data.prepare import token_rows  # noqa: E402
 from data.rendering import load_tokenizer  # noqa: E402
-from data.sources import PYTHON_SOURCES, documents  # noqa: E402
+from data.sources import documents  # noqa: E402
 
 VOCAB, LENGTH = 4096, 512
 python_sources.MAX_PACKAGE_BYTES = 12_000_000  # the target reads more of each package than a head does
@@ -84,7 +85,7 @@ def train(model: LlamaForCausalLM, phase: Phase, rows: dict[str, Dataset], args:
 
 def corpus_rows(tokenizer, split: str) -> Dataset:
     """The split's text as shuffled rows of LENGTH tokens."""
-    rows = token_rows([PYTHON_SOURCES], split, tokenizer, LENGTH)
+    rows = token_rows(mixture_of([PYTHON_SOURCES]), split, tokenizer, LENGTH)
     return rows.select_columns("input_ids").shuffle(seed=0)
 
 
@@ -101,7 +102,7 @@ def main() -> None:
     (args.output / "training_log.jsonl").write_text("")
     torch.set_num_threads(os.cpu_count() or 1)
 
-    train_files = list(documents([PYTHON_SOURCES], "train"))
+    train_files = list(documents(mixture_of([PYTHON_SOURCES]), "train"))
     if args.tokenizer:
         tokenizer = load_tokenizer(str(args.tokenizer))
     else:

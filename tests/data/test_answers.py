@@ -12,9 +12,10 @@ import pytest
 from chat_templates import CHATML, FAMILIES, chat_tokenizer
 from conftest import tiny_tokenizer
 
+from data.mixture import SourceError
 from data.readers import read
 from data.rendering import render
-from data.rows import RowError, SourceError, content
+from data.rows import RowError, content
 from data.tally import Tally
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -8,10 +8,11 @@ import pytest
 from chat_templates import chat_tokenizer
 
 from data.__main__ import main
+from data.mixture import SourceError, mixture_of
 from data.prepare import save_rows, token_rows
 from data.prompts import conversations
 from data.rows import content
-from data.sources import SPLITS, SourceError, documents, token_documents
+from data.sources import SPLITS, documents, token_documents
 from data.tally import Tally
 from speculator.errors import UserError
 
@@ -44,7 +45,7 @@ def write(path, rows):
 
 
 def prepared(source, most=0.05, length=16):
-    return token_rows([source], "train", chat_tokenizer("llama3"), length, max_bad_rows=most)
+    return token_rows(mixture_of([source]), "train", chat_tokenizer("llama3"), length, max_bad_rows=most)
 
 
 def test_bad_rows_are_skipped_and_counted_by_reason(tmp_path, capsys):
@@ -85,7 +86,9 @@ def test_too_many_bad_rows_fail_in_one_line_and_leave_nothing(tmp_path, cache):
 def test_a_hopeless_source_is_not_read_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr("data.tally._HOPELESS", 10)
     tally = Tally(0.05)
-    rows = documents([write(tmp_path / "rows.jsonl", [{"txt": str(i)} for i in range(1000)])], "train", tally=tally)
+    rows = documents(
+        mixture_of([write(tmp_path / "rows.jsonl", [{"txt": str(i)} for i in range(1000)])]), "train", tally=tally
+    )
     with pytest.raises(SourceError, match="the first rows: 10 of 10 rows"):
         next(rows)
 
@@ -94,20 +97,20 @@ def test_a_chat_that_the_template_rejects_is_a_bad_row(tmp_path):
     system = {"messages": [{"role": "system", "content": "x"}, *GOOD_CHAT]}
     source = write(tmp_path / "rows.jsonl", [*GOOD, system])
     tally = Tally(0.05)
-    assert len(list(token_documents([source], None, chat_tokenizer("gemma"), tally=tally))) == 200
+    assert len(list(token_documents(mixture_of([source]), None, chat_tokenizer("gemma"), tally=tally))) == 200
     assert tally.rows == 201
     assert list(tally.kinds) == ["the chat template rejects the messages: System role not supported"]
     with pytest.raises(SourceError, match=r"rows.jsonl:201: .*System role"):
-        list(token_documents([source], None, chat_tokenizer("gemma")))
+        list(token_documents(mixture_of([source]), None, chat_tokenizer("gemma")))
 
 
 def test_saved_rows_and_prompts_skip_bad_rows_too(tmp_path, capsys):
     source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
-    counts = save_rows([source], chat_tokenizer("llama3"), 16, tmp_path / "rows", max_bad_rows=0.05)
+    counts = save_rows(mixture_of([source]), chat_tokenizer("llama3"), 16, tmp_path / "rows", max_bad_rows=0.05)
     assert set(counts) == set(SPLITS)
     assert " left out: " in capsys.readouterr().err
     tally = Tally(0.05)
-    assert len(conversations([source], None, chat_tokenizer("llama3"), 8, 999, tally=tally)[0]) == 200
+    assert len(conversations(mixture_of([source]), None, chat_tokenizer("llama3"), 8, 999, tally=tally)[0]) == 200
     assert tally.bad == 4
 
 

@@ -9,6 +9,7 @@ from chat_templates import CHATML, chat_tokenizer
 from conftest import save_tiny, tiny_tokenizer
 
 from data.__main__ import main
+from data.mixture import mixture_of
 from data.prompts import conversations
 from data.rows import RowError, content, errors_of_row
 from data.sources import token_documents
@@ -104,9 +105,9 @@ def test_an_odd_value_anywhere_in_a_row_is_a_bad_row_and_no_traceback(tmp_path, 
     assert len(ROWS) > 1000
     source, tokenizer = write(tmp_path / "rows.jsonl", ROWS), tokenizer_of(template)
     for read in (
-        lambda tally: list(token_documents([source], None, tokenizer, tally=tally)),
-        lambda tally: conversations([source], None, tokenizer, 4, 10**6, tally=tally),
-        lambda tally: conversations([source], None, tokenizer, 4, 10**6, last_turn=True, tally=tally),
+        lambda tally: list(token_documents(mixture_of([source]), None, tokenizer, tally=tally)),
+        lambda tally: conversations(mixture_of([source]), None, tokenizer, 4, 10**6, tally=tally),
+        lambda tally: conversations(mixture_of([source]), None, tokenizer, 4, 10**6, last_turn=True, tally=tally),
     ):
         tally = Tally(max_share=1.0)
         read(tally)

@@ -10,6 +10,7 @@ import pytest
 from conftest import tiny_tokenizer
 from datasets import Dataset
 
+from data.mixture import mixture_of
 from data.rendering import load_tokenizer
 from data.sources import documents, token_documents
 from data.tally import Tally
@@ -17,7 +18,7 @@ from speculator.errors import UserError
 
 
 def read(source, tally=None):
-    return list(documents([str(source)], None, tally=tally))
+    return list(documents(mixture_of([str(source)]), None, tally=tally))
 
 
 def test_a_long_line_of_a_text_is_cut_and_whole(tmp_path):
@@ -69,7 +70,7 @@ def test_a_tokenizer_with_code_of_its_own_asks_nothing_and_runs_nothing(tmp_path
 def test_a_damaged_file_is_named_in_one_line(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(name)) as error:
-        list(token_documents([str(tmp_path / name)], None, tiny_tokenizer()))
+        list(token_documents(mixture_of([str(tmp_path / name)]), None, tiny_tokenizer()))
     assert "\n" not in str(error.value)
 
 

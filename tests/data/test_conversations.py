@@ -9,6 +9,7 @@ from serving_here import serving
 
 from data.client import fetch_rows
 from data.conversations import Answering, Conversation, split_at_answers
+from data.mixture import mixture_of
 from data.onpolicy import generate_rows
 from data.prompts import conversations
 from data.rendering import render
@@ -40,7 +41,7 @@ def chats_file(tmp_path_factory):
 
 
 def chats_of(file, tokenizer, turns=None) -> list[Conversation]:
-    return conversations([str(file)], None, tokenizer, 8, 99, turns=turns)[0]
+    return conversations(mixture_of([str(file)]), None, tokenizer, 8, 99, turns=turns)[0]
 
 
 def rows_of(target, chats, folder, **changes) -> list[dict]:

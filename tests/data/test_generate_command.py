@@ -11,6 +11,7 @@ from datasets import load_from_disk
 from transformers import AutoTokenizer
 
 from data.__main__ import main
+from data.mixture import mixture_of
 from data.sources import token_documents
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
@@ -55,7 +56,7 @@ def test_prompts_come_from_a_file(target_folder, tmp_path, name):
     for row, prompt in zip(rows, ["import os", "def main():"], strict=True):
         ids = tokenizer(prompt)["input_ids"]
         assert row["input_ids"][: len(ids)] == ids
-    read = list(token_documents([str(tmp_path / "out")], None, tokenizer))
+    read = list(token_documents(mixture_of([str(tmp_path / "out")]), None, tokenizer))
     assert [document["input_ids"] for document in read] == [row["input_ids"] for row in rows], "a source like any other"
 
 

@@ -14,9 +14,10 @@ from conftest import tiny_tokenizer
 from datasets import load_from_disk
 from filelock import FileLock
 
+from data.mixture import SourceError, mixture_of
 from data.packing import pack
 from data.prepare import save_rows, token_rows
-from data.sources import SPLITS, SourceError, documents, token_documents
+from data.sources import SPLITS, documents, token_documents
 from speculator.errors import UserError
 
 COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
@@ -78,7 +79,7 @@ def test_only_a_chat_longer_than_a_row_is_cut():
 
 
 def prepare(source, length=16, tokenizer=None, **kwargs):
-    return token_rows([str(source)], "train", tokenizer or tiny_tokenizer(), length, **kwargs)
+    return token_rows(mixture_of([str(source)]), "train", tokenizer or tiny_tokenizer(), length, **kwargs)
 
 
 @pytest.fixture
@@ -142,10 +143,10 @@ def test_packed_loss_masks_stay_with_their_tokens(source, tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     tokenizer = chat_tokenizer("llama3")
-    rows = token_rows([str(file)], "train", tokenizer, 64)
+    rows = token_rows(mixture_of([str(file)]), "train", tokenizer, 64)
     learnt = [part for row in rows for part in parts_of(row)]
     answers = [tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]) for _, ids, mask, _ in learnt]
-    kept = [row["messages"][1]["content"] for row in documents([str(file)], "train")]
+    kept = [row["messages"][1]["content"] for row in documents(mixture_of([str(file)]), "train")]
     assert sorted(filter(None, answers)) == sorted(f"{content}<|eot_id|>" for content in kept)
     assert len(kept) > 80
 
@@ -169,25 +170,25 @@ def test_saved_rows_are_a_source_with_the_same_documents_and_splits(source, tmp_
     (source / "more.jsonl").write_text(
         "".join(json.dumps({"prompt": f"def f{i}():", "completion": f" return {i}"}) + "\n" for i in range(400))
     )
-    counts = save_rows([str(source)], tokenizer, 64, folder)
+    counts = save_rows(mixture_of([str(source)]), tokenizer, 64, folder)
     saved = load_from_disk(str(folder))
     assert set(saved) == set(counts) == set(SPLITS)
     for split, rows in saved.items():
-        expected = token_rows([str(source)], split, tokenizer, 64)
-        again = token_rows([str(folder)], split, tokenizer, 64)
+        expected = token_rows(mixture_of([str(source)]), split, tokenizer, 64)
+        again = token_rows(mixture_of([str(folder)]), split, tokenizer, 64)
         assert all(list(rows[name]) == list(expected[name]) for name in COLUMNS)
         # Rows are packed again, so documents may change places.
         assert same_chats(rows, again)
         mask = [value for row in rows["loss_mask"] for value in row]
         assert counts[split] == {
-            "documents": len(list(token_documents([str(source)], split, tokenizer))),
+            "documents": len(list(token_documents(mixture_of([str(source)]), split, tokenizer))),
             "rows": len(rows),
             "tokens": len(mask),
             "tokens_with_loss": sum(mask),
         }
         assert 0 < sum(mask) < len(mask)
     with pytest.raises(SourceError, match="already exists"):
-        save_rows([str(source)], tokenizer, 16, folder)
+        save_rows(mixture_of([str(source)]), tokenizer, 16, folder)
 
 
 def same_chats(rows, others):

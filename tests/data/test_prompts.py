@@ -9,17 +9,18 @@ from chat_templates import chat_tokenizer
 from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
+from data.mixture import SourceError, mixture_of
 from data.packing import pack
 from data.prompts import PromptLimits, conversations
-from data.sources import SourceError, documents, token_documents
+from data.sources import documents, token_documents
 from train.config import RunConfig
 from train.inputs import own_prompts_of
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def prompts(*arguments, **settings):
-    return [prompt.ids for prompt in conversations(*arguments, **settings)[0]]
+def prompts(sources, *arguments, **settings):
+    return [prompt.ids for prompt in conversations(mixture_of(sources), *arguments, **settings)[0]]
 
 
 def write(path, rows):
@@ -67,7 +68,7 @@ def test_last_turn_prompts_end_with_the_users_last_turn(tmp_path):
 def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 60}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
-    found, left_out = conversations([source], None, tokenizer, 8, 9, limits=LIMITS)
+    found, left_out = conversations(mixture_of([source]), None, tokenizer, 8, 9, limits=LIMITS)
     assert (len(found), left_out, found[0].ends) == (2, 1, True)
     said = "chats.jsonl: 1 prompts are skipped: they do not fit the context of tiny (128)"
     assert said in capsys.readouterr().err
@@ -86,7 +87,9 @@ def test_prompts_longer_than_training_rows_are_skipped(tmp_path, capsys):
 def test_no_two_prompts_of_a_text_are_the_same(tmp_path):
     lines = "".join(f"{i * 37}: function_{i}(x)\n" for i in range(9))
     rows = [{"text": lines.replace("\n", "; ")}, {"text": "x = 1  # and so on\n" * 9}, {"text": lines.upper()}]
-    chats, _ = conversations([write(tmp_path / "rows.jsonl", rows)], None, tiny_tokenizer(), 8, 99, per_text=4)
+    chats, _ = conversations(
+        mixture_of([write(tmp_path / "rows.jsonl", rows)]), None, tiny_tokenizer(), 8, 99, per_text=4
+    )
     found = [chat.ids for chat in chats]
     assert len({tuple(ids) for ids in found}) == len(found) >= 4
     assert not any(chat.ends for chat in chats)
@@ -94,7 +97,7 @@ def test_no_two_prompts_of_a_text_are_the_same(tmp_path):
 
 def packed(tmp_path, rows, tokenizer, length):
     """Rows as `python -m data prepare` leaves them."""
-    made = token_documents([write(tmp_path / "rows.jsonl", rows)], None, tokenizer)
+    made = token_documents(mixture_of([write(tmp_path / "rows.jsonl", rows)]), None, tokenizer)
     DatasetDict({"train": Dataset.from_list(list(pack(made, length)))}).save_to_disk(tmp_path / "packed")
     return str(tmp_path / "packed")
 
@@ -109,7 +112,7 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
     for i in range(0, 199, 10):
         rows[i] = {"text": f"{i}: a text\n" * 9}
     source = packed(tmp_path, rows, tokenizer, 48)
-    chats, _ = conversations([source], "train", tokenizer, 8, 999)
+    chats, _ = conversations(mixture_of([source]), "train", tokenizer, 8, 999)
     found = [chat.ids for chat in chats]
     texts = [tokenizer.decode(ids) for ids in found]
     openings = {f"<|im_start|>user\n{i}?<|im_end|>\n<|im_start|>assistant\n" for i in range(1, 200)}
@@ -123,9 +126,9 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
 def test_packed_texts_give_prompts_of_the_given_length(tmp_path):
     rows = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(100)]
     source = packed(tmp_path, rows, tiny_tokenizer(), 16)
-    chats, _ = conversations([source], "train", tiny_tokenizer(), 8, 5)
+    chats, _ = conversations(mixture_of([source]), "train", tiny_tokenizer(), 8, 5)
     found = [chat.ids for chat in chats]
-    assert found == [row["input_ids"][:8] for row in documents([source], "train")][:5]
+    assert found == [row["input_ids"][:8] for row in documents(mixture_of([source]), "train")][:5]
     assert not any(chat.ends for chat in chats)
 
 
@@ -142,7 +145,9 @@ def test_prompts_are_drawn_by_weight(tmp_path):
 def test_a_greeting_belongs_to_the_opening_of_a_chat(tmp_path):
     system, greeting = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Welcome!"}
     chats = [{"messages": [system, greeting, {"role": "user", "content": f"Q{i}"}, CHAT[1], *CHAT]} for i in range(9)]
-    found, _ = conversations([write(tmp_path / "chats.jsonl", chats)], None, chat_tokenizer("llama3"), 8, 99)
+    found, _ = conversations(
+        mixture_of([write(tmp_path / "chats.jsonl", chats)]), None, chat_tokenizer("llama3"), 8, 99
+    )
     assert [prompt.messages for prompt in found] == [chat["messages"][:3] for chat in chats]
     assert all(list(prompt.later) == [CHAT[:1]] for prompt in found)
 

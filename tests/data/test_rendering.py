@@ -8,8 +8,8 @@ from conftest import tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from data.mixture import SourceError
 from data.rendering import render
-from data.rows import SourceError
 from data.tally import Tally
 from speculator.chat import DATA_DAY
 from speculator.prompts import Prompt

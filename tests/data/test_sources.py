@@ -10,18 +10,10 @@ from conftest import tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
 from data import python_sources, readers, rows
+from data.mixture import Mixture, Source, SourceError, mixture_of
 from data.prompts import conversations
-from data.readers import hub_dataset
-from data.sources import (
-    SPLITS,
-    Source,
-    SourceError,
-    documents,
-    fingerprint,
-    parse,
-    split_of,
-    token_documents,
-)
+from data.readers import SPLITS, fingerprint, hub_dataset
+from data.sources import documents, split_of, token_documents
 from speculator.errors import UserError
 from speculator.files import parse_rows
 
@@ -57,17 +49,17 @@ def write(path, rows):
 def contents(*sources):
     return [
         {key: value for key, value in row.items() if key not in ("id", "where", "split", "name")}
-        for row in documents(sources, None)
+        for row in documents(mixture_of(sources), None)
     ]
 
 
 def ids(source, split):
-    return {row["id"] for row in documents([str(source)], split)}
+    return {row["id"] for row in documents(mixture_of([str(source)]), split)}
 
 
 def test_python_sources_split_by_path_and_leave_tests_out(monkeypatch):
     monkeypatch.setattr(python_sources, "MAX_PACKAGE_BYTES", 200_000)
-    splits = {split: {row["id"] for row in documents(["python-sources"], split)} for split in SPLITS}
+    splits = {split: {row["id"] for row in documents(mixture_of(["python-sources"]), split)} for split in SPLITS}
     assert "json/decoder.py" in splits[split_of("json/decoder.py")]
     assert not splits["train"] & splits["held-out"]
     assert not any("/tests/" in name or name.startswith("test/") for name in splits["train"])
@@ -85,14 +77,14 @@ def test_a_copy_in_another_source_is_dropped_too(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(100)))
     sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    texts = [row["text"] for split in SPLITS for row in documents(sources, split)]
+    texts = [row["text"] for split in SPLITS for row in documents(mixture_of(sources), split)]
     assert sorted(texts) == sorted(f"row {i}" for i in range(100))
 
 
 def test_a_long_text_file_has_a_share_in_every_split(tmp_path):
     text = "".join(f"line {i} of a book\n" for i in range(100_000))
     (tmp_path / "book.txt").write_text(text)
-    splits = {split: list(documents([str(tmp_path / "book.txt")], split)) for split in SPLITS}
+    splits = {split: list(documents(mixture_of([str(tmp_path / "book.txt")]), split)) for split in SPLITS}
     assert all(splits.values())
     pieces = sorted((row for rows in splits.values() for row in rows), key=lambda row: int(row["id"].split(":")[1]))
     assert "".join(row["text"] for row in pieces) == text
@@ -106,10 +98,10 @@ def test_jsonl_and_txt_are_read_gzipped_or_not(tmp_path, packed):
         return path
 
     rows = write("rows.jsonl", "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(50)))
-    texts = {row["text"] for split in SPLITS for row in documents([str(rows)], split)}
+    texts = {row["text"] for split in SPLITS for row in documents(mixture_of([str(rows)]), split)}
     assert texts == {f"row {i}" for i in range(50)}
     page = write("page.txt", "a page")
-    assert [row["text"] for split in SPLITS for row in documents([str(page)], split)] == ["a page"]
+    assert [row["text"] for split in SPLITS for row in documents(mixture_of([str(page)]), split)] == ["a page"]
 
 
 def test_the_shape_of_a_row_is_seen_by_its_keys_in_every_kind_of_file(tmp_path):
@@ -168,7 +160,7 @@ def test_the_hub_is_read_through_the_library_with_config_and_split(tmp_path, mon
     # The library takes a local folder for a hub id, so only the name differs from a download.
     monkeypatch.setattr("data.readers.hub_dataset", lambda name, *rest: hub_dataset(str(tmp_path / name), *rest))
     assert contents("org/name/other:train_sft") == [{"text": "other"}]
-    rows = list(documents(["org/name/main"], None))
+    rows = list(documents(mixture_of(["org/name/main"]), None))
     assert [row["text"] for row in rows] == [f"main {i}" for i in range(40)]
     assert rows[4]["where"] == "org/name/main:5"
     assert {split_of(row["id"]) for row in rows} == set(SPLITS)
@@ -189,7 +181,9 @@ def test_a_saved_dataset_with_our_splits_keeps_them(tmp_path):
     splits = {name: Dataset.from_list([{"text": f"{name} {i}"} for i in range(30)]) for name in SPLITS}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     for name in SPLITS:
-        assert [row["text"] for row in documents([str(tmp_path / "saved")], name)] == [f"{name} {i}" for i in range(30)]
+        assert [row["text"] for row in documents(mixture_of([str(tmp_path / "saved")]), name)] == [
+            f"{name} {i}" for i in range(30)
+        ]
     DatasetDict({"test": splits["train"]}).save_to_disk(tmp_path / "other")
     with pytest.raises(SourceError, match=r"other holds the splits test: .*other/test"):
         contents(str(tmp_path / "other"))
@@ -218,13 +212,13 @@ def mixed(tmp_path):
 
 def test_weights_are_shares_of_tokens_at_every_point(tmp_path):
     long, short = mixed(tmp_path)
-    rows = list(token_documents([f"{long}@3", f"{short}@1"], "train", tiny_tokenizer()))
+    rows = list(token_documents(mixture_of([f"{long}@3", f"{short}@1"]), "train", tiny_tokenizer()))
     sizes = [len(row["input_ids"]) for row in rows]
     of_long = accumulate(size * row["id"].startswith("long") for size, row in zip(sizes, rows, strict=True))
     assert len(rows) > 800
     for got, total in zip(of_long, accumulate(sizes), strict=True):
         assert abs(got - 0.75 * total) <= max(sizes)
-    again = token_documents([f"{long}@3", f"{short}@1"], "train", tiny_tokenizer())
+    again = token_documents(mixture_of([f"{long}@3", f"{short}@1"]), "train", tiny_tokenizer())
     assert [row["id"] for row in again] == [row["id"] for row in rows]
 
 
@@ -234,7 +228,7 @@ def test_copies_are_in_one_split_with_any_weights(tmp_path):
         seen = [set(), set()]
         spelled = [f"{path}@{weight}" for path, weight in zip((long, short), weights, strict=True)]
         for split in ("train", "held-out"):
-            rows = token_documents(spelled, split, tiny_tokenizer())
+            rows = token_documents(mixture_of(spelled), split, tiny_tokenizer())
             seen[split == "train"] |= {tuple(row["input_ids"]) for row in rows}
         assert min(map(len, seen)) > 5
         assert not seen[0] & seen[1]
@@ -242,7 +236,7 @@ def test_copies_are_in_one_split_with_any_weights(tmp_path):
 
 def test_sources_without_weights_come_one_after_the_other(tmp_path):
     long, short = mixed(tmp_path)
-    names = [row["id"].split(".")[0] for row in token_documents([long, short], None, tiny_tokenizer())]
+    names = [row["id"].split(".")[0] for row in token_documents(mixture_of([long, short]), None, tiny_tokenizer())]
     assert names == ["long"] * 900 + ["short"] * 9000
 
 
@@ -252,7 +246,7 @@ def test_sources_without_weights_come_one_after_the_other(tmp_path):
 )
 def test_a_wrong_weight_is_an_error_that_names_its_source(sources, message):
     with pytest.raises(UserError, match=rf"^{message}"):
-        parse(sources)
+        mixture_of(sources)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +278,7 @@ def test_an_unreadable_row_is_named(tmp_path, name, content, message):
     for source in (tmp_path / name, tmp_path):
         if source.is_file() or name != "model.bin":
             with pytest.raises(UserError, match=message) as error:
-                list(documents([str(source)], "train"))
+                list(documents(mixture_of([str(source)]), "train"))
             assert "\n" not in str(error.value)
 
 
@@ -293,8 +287,8 @@ def test_an_existing_file_may_be_named_like_a_weight(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "page.txt").write_text(name)
     here = str(tmp_path / "texts")
-    assert parse([f"{here}@2"]) == [Source(f"{here}@2", None)]
-    assert parse([f"{here}@2@3", f"{here}@1"]) == [Source(f"{here}@2", 3.0), Source(here, 1.0)]
+    assert mixture_of([f"{here}@2"]) == Mixture((Source(f"{here}@2"),))
+    assert mixture_of([f"{here}@2@3", f"{here}@1"]) == Mixture((Source(f"{here}@2", 3.0), Source(here, 1.0)))
     assert contents(f"{here}@2") == [{"text": "texts@2"}]
     assert contents(here) == [{"text": "texts"}]
 
@@ -338,7 +332,7 @@ def test_a_recorded_row_that_a_killed_writer_cut_is_a_bad_row(tmp_path, kept):
 def test_a_small_source_has_documents_in_every_split(count, tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(count)))
-    found = {split: [row["id"] for row in documents([str(file)], split)] for split in SPLITS}
+    found = {split: [row["id"] for row in documents(mixture_of([str(file)]), split)] for split in SPLITS}
     assert all(found.values())
     assert len({each for ids in found.values() for each in ids}) == sum(map(len, found.values())) == count
 
@@ -353,7 +347,9 @@ def test_a_document_stays_in_its_split_wherever_it_stands(tmp_path):
     ):
         source = write(tmp_path / file, given)
         splits = {
-            split: {row["messages"][0]["content"] for row in documents([source], split) if "messages" in row}
+            split: {
+                row["messages"][0]["content"] for row in documents(mixture_of([source]), split) if "messages" in row
+            }
             for split in SPLITS
         }
         found.append(splits)
@@ -365,7 +361,7 @@ def test_a_text_is_cut_at_the_same_place_wherever_it_stands(tmp_path):
     texts = [{"text": "".join(f"line {line} of text {i}\n" for line in range(50))} for i in range(20)]
     cuts = []
     for name, given in (("a.jsonl", texts), ("b.jsonl", [{"text": "another"}, *reversed(texts)])):
-        found, _ = conversations([write(tmp_path / name, given)], None, tiny_tokenizer(), 8, 99)
+        found, _ = conversations(mixture_of([write(tmp_path / name, given)]), None, tiny_tokenizer(), 8, 99)
         cuts.append(sorted(prompt.ids for prompt in found))
     assert cuts[0] == cuts[1]
     assert len(cuts[0]) == 20

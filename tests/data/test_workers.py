@@ -14,9 +14,10 @@ from chat_templates import chat_tokenizer
 from conftest import tiny_tokenizer
 
 from data import rendering, sources, workers
+from data.mixture import SourceError, mixture_of
 from data.prepare import token_rows
 from data.rows import RowError
-from data.sources import SourceError, documents, name_of, split_of
+from data.sources import documents, name_of, split_of
 from data.tally import Tally
 from data.workers import map_in_order
 from speculator.errors import UserError
@@ -146,7 +147,9 @@ def test_rows_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch, ca
     seen = []
     for processes in (1, 2, 3):
         monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / f"cache{processes}"))
-        made = token_rows(given, "train", chat_tokenizer("llama3"), 16, max_bad_rows=0.5, num_proc=processes)
+        made = token_rows(
+            mixture_of(given), "train", chat_tokenizer("llama3"), 16, max_bad_rows=0.5, num_proc=processes
+        )
         seen.append((made.to_dict(), capsys.readouterr().err))
     assert " left out: " in seen[0][1]
     assert len(seen[0][0]["input_ids"]) > 50
@@ -161,7 +164,7 @@ def test_a_mixed_source_is_read_at_most_twice(tmp_path, monkeypatch, count):
     given = [
         write(tmp_path / f"{k}.jsonl", [{"text": f"row {i}"} for i in range(20 * k, 20 * k + 60)]) for k in range(count)
     ]
-    whole = [document["text"] for document in documents(given, "train")]
+    whole = [document["text"] for document in documents(mixture_of(given), "train")]
     read, times = sources.read, dict.fromkeys(given, 0)
 
     def counted(location):
@@ -169,7 +172,7 @@ def test_a_mixed_source_is_read_at_most_twice(tmp_path, monkeypatch, count):
         return read(location)
 
     monkeypatch.setattr(sources, "read", counted)
-    streams, _ = sources.streams([f"{source}@1" for source in given], "train", Tally())
+    streams, _ = sources.streams(mixture_of([f"{source}@1" for source in given]), "train", Tally())
     assert [document["text"] for stream in streams for document in stream] == whole
     assert [times[source] for source in given] == [2] * (count - 1) + [1]
 
@@ -188,7 +191,7 @@ def test_first_rows_match_the_whole_split_and_tokenize_no_more(tmp_path, monkeyp
     monkeypatch.setattr(
         rendering, "_render_batch", lambda batch, **rest: (rendered.append(batch), whole(batch, **rest))[1]
     )
-    prepare = partial(token_rows, [source], "validation", tiny_tokenizer(), 16, num_proc=1)
+    prepare = partial(token_rows, mixture_of([source]), "validation", tiny_tokenizer(), 16, num_proc=1)
     few = prepare(first_rows=3).to_dict()
     some, whole_split = len(rendered), prepare()
     assert len(whole_split) > 10
@@ -197,13 +200,15 @@ def test_first_rows_match_the_whole_split_and_tokenize_no_more(tmp_path, monkeyp
 
 
 def test_first_rows_continue_to_a_row_with_loss(tmp_path):
-    learnt, others = ([*documents([token_file(tmp_path / f"{mask}.jsonl", [mask] * 400)], None)] for mask in (1, 0))
+    learnt, others = (
+        [*documents(mixture_of([token_file(tmp_path / f"{mask}.jsonl", [mask] * 400)]), None)] for mask in (1, 0)
+    )
     validation = [row for row in others if split_of(name_of(row)) == "validation"]
     first = next(row for row in learnt if split_of(name_of(row)) == "validation")
     rows = [{key: row[key] for key in ("input_ids", "loss_mask")} for row in [*validation[:5], first, *others]]
     source = write(tmp_path / "rows.jsonl", rows)
-    rows = token_rows([source], "validation", tiny_tokenizer(), 16, first_rows=3)
+    rows = token_rows(mixture_of([source]), "validation", tiny_tokenizer(), 16, first_rows=3)
     assert [any(mask) for mask in rows["loss_mask"]] == [False] * 5 + [True]
     none = token_file(tmp_path / "none.jsonl", [0] * 400)
     with pytest.raises(SourceError, match="no token has loss"):
-        token_rows([none], "validation", tiny_tokenizer(), 16, first_rows=3)
+        token_rows(mixture_of([none]), "validation", tiny_tokenizer(), 16, first_rows=3)

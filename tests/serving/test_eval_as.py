@@ -5,7 +5,7 @@ import torch
 from conftest import DFLASH
 from serving.shared import TARGET, fitted, vllm_runs
 
-from data.sources import PYTHON_SOURCES
+from data.mixture import PYTHON_SOURCES
 from eval.run import evaluate
 from eval.suites import held_out
 from speculator import Target

@@ -18,7 +18,7 @@ import torch
 from server_training import apart, trained
 from serving.shared import ENVIRONMENT
 
-from data.sources import PYTHON_SOURCES
+from data.mixture import PYTHON_SOURCES
 from eval.suites import held_out
 from speculator import Target
 from speculator.checkpoints.loading import bind

@@ -12,6 +12,7 @@ import pytest
 from encoder_decoders import tiny_encoder_decoder
 from serving_here import serving, until
 
+from data.mixture import mixture_of
 from data.sources import documents, token_documents
 from speculator import Engine, Target, UserError
 from speculator.server import app
@@ -155,7 +156,10 @@ def test_the_newest_rows_are_held_out(chat_target, tmp_path, monkeypatch):
     for number in range(60):
         recorder.add([type("Ended", (), {"prompt": [1, 2], "tokens": [number], "steps": ()})])
     recorder.close()
-    splits = {split: list(documents([str(tmp_path / "out")], split)) for split in ("train", "validation", "held-out")}
+    splits = {
+        split: list(documents(mixture_of([str(tmp_path / "out")]), split))
+        for split in ("train", "validation", "held-out")
+    }
     last = {split: [row["input_ids"][-1] for row in rows] for split, rows in splits.items()}
     assert last == {"train": list(range(54)), "validation": [54, 55, 56], "held-out": [57, 58, 59]}
 
@@ -206,6 +210,6 @@ def test_a_recorded_chat_trains_on_the_tokens_of_the_request_itself(chat_target,
             said.append(choice["token_ids"])
             answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n" + choice["message"]["content"]}
             messages += [answer, {"role": "user", "content": question}]
-    rows = list(token_documents([str(tmp_path / "out")], None, tokenizer))
+    rows = list(token_documents(mixture_of([str(tmp_path / "out")]), None, tokenizer))
     assert [row["input_ids"] for row in rows] == [a + b for a, b in zip(sent, said, strict=True)]
     assert [row["loss_mask"] for row in rows] == [[0] * len(a) + [1] * len(b) for a, b in zip(sent, said, strict=True)]
