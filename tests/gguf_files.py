@@ -40,14 +40,14 @@ def write_gguf(
 ) -> Path:
     """A Llama in float32 with its byte-level BPE, whose turns end with <|im_end|>; one field may be left out.
 
-    `changes` has another list of tokens or context length.
+    `changes` has another list of tokens, context length or name of how text is split.
     """
     import gguf
 
     config, bpe = model.config, json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     special = set(tokenizer.added_tokens_encoder)
-    changes = {"tokens": tokens, "context_length": config.max_position_embeddings, **(changes or {})}
+    changes = {"tokens": tokens, "context_length": config.max_position_embeddings, "pre": "gpt-2", **(changes or {})}
     special |= set(changes["tokens"]) - set(tokens)
     writer = gguf.GGUFWriter(file, architecture)
     fields = {
@@ -60,7 +60,7 @@ def write_gguf(
         "eps": lambda: writer.add_layer_norm_rms_eps(config.rms_norm_eps),
         "vocab_size": lambda: writer.add_vocab_size(config.vocab_size),
         "model": lambda: writer.add_tokenizer_model("gpt2"),
-        "pre": lambda: writer.add_tokenizer_pre("gpt-2"),
+        "pre": lambda: writer.add_tokenizer_pre(changes["pre"]),
         "tokens": lambda: writer.add_token_list(changes["tokens"]),
         "types": lambda: writer.add_token_types([3 if token in special else 1 for token in changes["tokens"]]),
         "merges": lambda: writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]]),

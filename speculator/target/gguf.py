@@ -6,6 +6,7 @@ cache as a folder of the forms that transformers loads.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from functools import cache, partial
 from pathlib import Path
@@ -27,10 +28,14 @@ from transformers import (
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import cache_folder, check_input, make_folder, new_folder
 from speculator.target.gguf_header import MAGIC, Header, quick_loader, read_header
+from speculator.target.gguf_splits import SPLITS, set_split
 
 # transformers shows one line per tensor in log files; `disable=None` keeps its progress bar to terminals.
 modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]
 
+_log = logging.getLogger(__name__)
+_EDITION = 2
+"""Of what is made of a file's metadata; what an earlier one left in the cache is not read."""
 _CONTROL = 3  # the type of a token that text never contains
 _TOKENS, _TYPES, _EOS = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "eos_token_id"))
 _MARKED_ENDS = (_EOS, *(f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")))
@@ -129,7 +134,7 @@ def complete(model: Any, name: str) -> None:
 def _settings(name: str) -> Path:
     """Return a folder with config and tokenizer of a GGUF file, which is made once."""
     header = metadata(name)
-    kept = cache_folder() / "gguf" / f"{header.digest}-{transformers.__version__}"
+    kept = cache_folder() / "gguf" / f"{header.digest}-{transformers.__version__}-{_EDITION}"
     if kept.is_dir():
         return kept
     try:
@@ -158,6 +163,13 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
     where: dict[str, Any] = {"pretrained_model_name_or_path": Path(name).parent, "gguf_file": Path(name).name}
     with quick_loader():
         config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+    if header.fields["tokenizer.ggml.model"] == "gpt2":  # a byte-level BPE
+        split = header.fields.get("tokenizer.ggml.pre")
+        if split in SPLITS:
+            set_split(tokenizer, split)
+        else:
+            told = "%s: its tokenizer.ggml.pre %s is not known here, so text may get other tokens than in llama.cpp"
+            _log.warning(told, name, split)
     config.get_text_config().max_position_embeddings = header.fields[f"{header.architecture}.context_length"]
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

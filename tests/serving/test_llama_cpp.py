@@ -7,8 +7,11 @@ import os
 import re
 import socket
 import subprocess
+import sysconfig
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -30,7 +33,7 @@ from speculator.heads import (
     Eagle3Speculator,
     Eagle3SpeculatorConfig,
 )
-from speculator.target.gguf import is_gguf
+from speculator.target.gguf import is_gguf, read_tokenizer
 
 DRAFTED, NEW = 4, 40
 BLOCK = {"num_hidden_layers": 2, "markov_rank": 16, "mask_token_id": 4}
@@ -151,15 +154,14 @@ def compare(ours: Path, theirs: Path) -> int:
     return len(mine)
 
 
-def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[int], log: Path) -> dict:
-    """Serve a target with a head, and return the answer to a greedy request."""
+@contextmanager
+def running(llama_cpp: Path, target: Path, log: Path, *flags: object) -> Iterator[str]:
+    """Run llama-server with a target, and give its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = f"--spec-type draft-{kind} --spec-draft-n-max {DRAFTED} -t 1 -tb 1 -td 1 -tbd 1 -np 1 -c 512 -lv 5 -fa off"
-    caches = "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32"
     binary = llama_cpp / "source" / "build" / "bin" / "llama-server"
-    command = [binary, "-m", target, "-md", head, "--port", port, *flags.split(), *caches.split()]
+    command = [binary, "-m", target, "--port", port, "-t", 1, "-np", 1, "-c", 512, *flags]
     with log.open("wb") as file, process_group(list(map(str, command)), stdout=file, stderr=file) as server:
         address = f"http://127.0.0.1:{port}"
         for _ in range(120):
@@ -169,11 +171,21 @@ def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[in
             except OSError:
                 assert server.poll() is None, log.read_text(errors="replace")[-3000:]
                 time.sleep(0.5)
+        yield address
+
+
+def answer_of(address: str, asked: dict) -> dict:
+    request = urllib.request.Request(address, json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request))
+
+
+def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[int], log: Path) -> dict:
+    """Serve a target with a head, and return the answer to a greedy request."""
+    flags = f"--spec-type draft-{kind} --spec-draft-n-max {DRAFTED} -tb 1 -td 1 -tbd 1 -lv 5 -fa off"
+    caches = "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32"
+    with running(llama_cpp, target, log, "-md", head, *flags.split(), *caches.split()) as address:
         asked = {"prompt": prompt, "n_predict": NEW, "temperature": 0, "return_tokens": True, "cache_prompt": False}
-        request = urllib.request.Request(
-            f"{address}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
-        return json.load(urllib.request.urlopen(request))
+        return answer_of(f"{address}/completion", asked)
 
 
 def drafts_of(log: Path) -> tuple[list[list[int]], list[int]]:
@@ -189,3 +201,30 @@ def drafts_of(log: Path) -> tuple[list[list[int]], list[int]]:
             counts.append(int(found[1]))
             draft = {}
     return drafts, counts
+
+
+ODD = [
+    *(" a", "  a", "   a\t b\n\n\n c  ", "\r\n x\r", "12345.01 1 23 456,789", "    42\n  37.8", "don't I'LL we've"),
+    *(
+        "na\u00efve caf\u00e9 e\u0301 \u200b\ufeff \u00a0x",
+        "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8\u3002",
+        "\U0001f642 \u00bd \u00b2 \u2460",
+    ),
+    *("def f(x):\n\treturn x**2  # 4 spaces    end\n", "A_b-c/d\\e|f x=1;y=2", "\n" * 9, " " * 17, "a" * 200),
+    *("<|im_start|>user\nHi<|im_end|>\n", "<|endoftext|> <|im_x|> <|im_start"),
+]
+
+
+def test_odd_text_has_the_tokens_of_llama_cpp(llama_cpp, base, tmp_path, report):
+    """Also 60 files of Python's library; by the file that REFERENCE_TARGET names, if it is one."""
+    name = os.environ["REFERENCE_TARGET"]
+    file = Path(name) if is_gguf(name) else base / "target.gguf"
+    tokenizer = read_tokenizer(str(file))
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]
+    texts = [*ODD, *(each.read_text(errors="replace")[:3000] for each in library)]
+    with running(llama_cpp, file, tmp_path / "log") as address:
+        for text in texts:
+            asked = {"content": text, "add_special": False, "parse_special": True}
+            theirs = answer_of(f"{address}/tokenize", asked)["tokens"]
+            assert tokenizer(text, add_special_tokens=False)["input_ids"] == theirs, text[:200]
+    report(f"{file.name}: {len(texts)} texts have llama.cpp's tokens")

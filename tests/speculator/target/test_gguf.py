@@ -1,4 +1,5 @@
 import builtins
+import random
 from collections import Counter
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 import transformers.quantizers.quantizer_gguf as quantizer
 from conftest import tiny_tokenizer
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from data.cli.generate import _context_length
@@ -16,6 +18,7 @@ from speculator.__main__ import build_parser
 from speculator.checkpoints.layout import base_config
 from speculator.target import gguf_header
 from speculator.target.gguf import end_tokens, metadata, read_tokenizer
+from speculator.target.gguf_splits import SPLITS
 from train.command_line import parse
 from train.dry_run import known_config
 
@@ -168,6 +171,49 @@ def test_the_tokenizer_is_the_one_that_transformers_builds(file):
         assert ours.decode(tokens) == theirs.decode(tokens)
     for name in ("chat_template", "all_special_ids", "eos_token", "bos_token", "pad_token", "padding_side"):
         assert getattr(ours, name) == getattr(theirs, name)
+
+
+def pieces(tokenizer, text: str) -> list[str]:
+    return [text[begin:end] for _, (begin, end) in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("smollm", "a  12 b", ["a", "  ", "1", "2", " b"]),
+        ("llama-bpe", "I'LL pay  12345\n\n x", ["I", "'LL", " pay", " ", " ", "123", "45", "\n\n", " x"]),
+        ("qwen2", "x  12", ["x", " ", " ", "1", "2"]),
+        ("gpt-4o", "HelloWorld's 1234", ["Hello", "World's", " ", "123", "4"]),
+        ("tekken", "HelloWorld 12", ["Hello", "World", " ", "1", "2"]),
+        ("deepseek-v3", "x=1234 (foo) 你好", ["x", "=", "123", "4", " (", "foo", ")", " ", "你好"]),
+        ("deepseek-coder", "x = 12\n  y", ["x", " = ", "1", "2", "\n", " ", " y"]),
+        ("seed-coder", "f()\n\n12", ["f", "()", "\n\n", "1", "2"]),
+        ("bailingmoe2", "don't\n\n", ["don", "'t", "\n\n"]),
+        ("gpt-2", "a  12 b", ["a", " ", " 12", " b"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(tmp_path, model, tokenizer, name, text, expected):
+    file = write_gguf(tmp_path / "tiny.gguf", model, tokenizer, changes={"pre": name})
+    assert pieces(read_tokenizer(str(file)), text) == expected
+
+
+def test_splits_are_those_of_transformers_where_it_knows_them():
+    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    letters = "aB1 \t\n\r'sé\u0301\u4e2d\U0001f642\u200d\u0e01\u0627\u00a0\u3000\u2028\u01c5\u00bd.,/(_-"
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(letters, k=30)) for _ in range(100)]
+    for name in theirs.keys() & SPLITS.keys():
+        ours = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name]])
+        own = pre_tokenizers.Split(Regex(theirs[name]), "isolated")
+        assert all(ours.pre_tokenize_str(text) == own.pre_tokenize_str(text) for text in texts), name
+
+
+def test_a_split_that_is_not_known_is_said_once(tmp_path, model, tokenizer, caplog):
+    file = write_gguf(tmp_path / "tiny.gguf", model, tokenizer, changes={"pre": "of-tomorrow"})
+    for _ in range(2):
+        read_tokenizer(str(file))
+    (line,) = [record.getMessage() for record in caplog.records if "of-tomorrow" in record.getMessage()]
+    assert "other tokens than in llama.cpp" in line
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q5_0", "Q4_1"])
