@@ -169,7 +169,7 @@ def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
     given = {word.partition("=")[0] for word in argv}
     for name in ("stage1", "stage2"):
         if f"--{name}.max_steps" in given:
-            if f"--{name}.epochs" in given:
+            if f"--{name}.epochs" in given and getattr(config, name).epochs:  # null is no contradiction
                 _fail(f"--{name}.max_steps and --{name}.epochs are mutually exclusive")
             config = replace(config, **{name: replace(getattr(config, name), epochs=None)})
     return config

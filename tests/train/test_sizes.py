@@ -134,6 +134,7 @@ def test_steps_and_epochs_exclude_each_other(capsys):
     recipe = ["--config", "configs/eagle3.yaml"]
     assert parse([*recipe, "--stage1.max_steps", "7"]).stage1.epochs is None
     assert parse([*recipe, "--stage1.epochs", "7"]).stage1.epochs == 7
+    assert parse([*recipe, "--stage1.epochs", "null", "--stage1.max_steps=3"]).stage1.max_steps == 3
     with pytest.raises(SystemExit):
         parse([*recipe, "--stage1.epochs", "7", "--stage1.max_steps=3"])
     assert "mutually exclusive" in capsys.readouterr().err
