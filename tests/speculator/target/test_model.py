@@ -49,10 +49,10 @@ def test_packed_documents_do_not_see_each_other(family):
     packed = target.hidden(TOKENS, torch.tensor([[0] * 9 + [1] * 3 + [2] * 8, [4] * 20]))
     for row, start, stop in ((0, 0, 9), (0, 9, 12), (0, 12, 20), (1, 0, 20)):
         alone = target.hidden(TOKENS[row : row + 1, start:stop])[0]
-        torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packed[row, start:stop], alone, atol=1e-4, rtol=1e-5)
     together = target.hidden(TOKENS)
     assert not torch.allclose(packed[0, 12:], together[0, 12:], atol=1e-3)
-    torch.testing.assert_close(packed[1], together[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed[1], together[1], atol=1e-4, rtol=1e-5)
 
 
 def test_soft_capped_attention_is_never_that_of_torch_which_lacks_it(monkeypatch):
@@ -95,7 +95,7 @@ def test_all_document_layouts_give_the_same_hidden_states(target, layout):
     rows = torch.tensor([[3] * 7 + [5] + [4] * 12, [2] * 20])
     expected = target.hidden(TOKENS, rows)
     target.document_attention = "sdpa", layout
-    torch.testing.assert_close(target.hidden(TOKENS, rows), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(target.hidden(TOKENS, rows), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_documents_that_masks_cannot_separate_have_rows_of_their_own(monkeypatch):
