@@ -198,7 +198,10 @@ def test_text_is_split_as_the_file_says(tmp_path, model, tokenizer, name, text, 
 
 
 def test_splits_are_those_of_transformers_where_it_knows_them():
-    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    theirs = getattr(module, "GGUF_PRE_TOKENIZER_SPLITS", None)
+    if theirs is None:
+        pytest.skip("this transformers has no table of splits")
     letters = "aB1 \t\n\r'sé\u0301\u4e2d\U0001f642\u200d\u0e01\u0627\u00a0\u3000\u2028\u01c5\u00bd.,/(_-"
     draw = random.Random(0)
     texts = ["".join(draw.choices(letters, k=30)) for _ in range(100)]
