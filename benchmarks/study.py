@@ -252,10 +252,11 @@ class Study:
 
     def __init__(self, target: Target, folder: Path, steps: int = STEPS):
         self.target, self.folder, self.steps = target, folder, steps
-        text = token_rows(mixture_of(SOURCES), "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH)
+        mixture = mixture_of(SOURCES)
+        text = token_rows(mixture, "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH)
         self.text = text.select_columns("input_ids")
         self.suites = {
-            split: from_text(mixture_of(SOURCES), target.tokenizer, PROMPT_TOKENS, count, split=split)
+            split: from_text(mixture, target.tokenizer, PROMPT_TOKENS, count, split=split)
             for split, count in PROMPTS.items()
         }
         self.cached = CachedTarget(target)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from speculator.errors import UserError
@@ -35,7 +36,7 @@ class Source:
     weight: float | None = None
 
     def __str__(self) -> str:
-        return self.location if self.weight is None else f"{self.location}@{self.weight:f}"
+        return self.location if self.weight is None else f"{self.location}@{Decimal(str(self.weight)):f}"
 
 
 @dataclass(frozen=True)

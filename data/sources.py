@@ -160,8 +160,8 @@ def streams(
 ) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
     """Return the streams of documents, and a weight for each: one stream per source if they have weights, else one.
 
-    Of equal documents in several sources, only the first source's is kept. Weighted sources
-    are interleaved, so to find duplicates all of them but the last are read twice.
+    Of equal documents in several sources, only the first source's is kept. Weighted sources are interleaved, so to find
+    duplicates all of them but the last are read twice.
 
     Args:
         split, tally: see `documents`.

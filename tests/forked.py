@@ -8,7 +8,6 @@ import contextlib
 import multiprocessing
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -38,7 +37,7 @@ class Popen:
         stdout: IO | None = None,
         stderr: IO | None = None,
     ):
-        self.stderr, reader, writer = None, *os.pipe()
+        self.stderr, (reader, writer) = stderr, os.pipe()
         with open(os.devnull, "w") as nowhere, os.fdopen(writer, "w") as pipe:
             if stderr is None:
                 self.stderr = os.fdopen(reader)
@@ -58,7 +57,8 @@ class Popen:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
@@ -71,7 +71,7 @@ class Popen:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        self._process.kill()
 
 
 def run(argv: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess:
@@ -94,18 +94,21 @@ def launch(processes: int, *argv: str) -> list[Popen]:
         port = free.getsockname()[1]
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    return [Popen(argv, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(processes)]
+    return [
+        Popen(argv, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=tempfile.TemporaryFile("w+"))
+        for rank in range(processes)
+    ]
 
 
 def finish(started: list[Popen]) -> None:
     """Wait for all of them, which must end well."""
-    try:
-        said = [process.stderr.read() for process in started]
-        codes = [process.wait(60) for process in started]
-    finally:  # where one is dead the others wait for it
-        for process in started:
-            process.kill()
-    assert not any(codes), "\n".join(said)
+    codes = []
+    with contextlib.suppress(subprocess.TimeoutExpired):  # where one is dead the others wait for it
+        codes = [process.wait(400) for process in started]
+    for process in started:
+        process.kill()
+        process.stderr.seek(0)
+    assert codes == [0] * len(started), "\n".join(process.stderr.read() for process in started)
 
 
 def _python(argv: list[str], environment: dict[str, str], *streams: Connection) -> None:

@@ -33,7 +33,6 @@ OTHER_FLAGS = {
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
     *("--tensor-parallel-size", "--enable-expert-parallel", "--shm-size"),  # vLLM, Docker
     "--no-enable-chunked-prefill",  # vLLM
-    "--no-cache-prompt",  # llama.cpp
     "--loss",  # a column of settings
 }
 

@@ -61,7 +61,7 @@ def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> Non
     checks.settings(config)
     for source in config.data.mixture.sources:
         if Path(source.location).exists():
-            _look_at(source.location, config)
+            _look_at(source, config)
         elif source.location not in (PYTHON_SOURCES, SELF):
             hub_id(source.location)
     known = known_config(config)
@@ -87,13 +87,13 @@ def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> Non
             print("\n".join(_done(config, folder / "run")))
 
 
-def _look_at(location: str, config: RunConfig) -> None:
+def _look_at(source: Source, config: RunConfig) -> None:
     """Read the first rows of a local source."""
     tally = Tally(config.data.max_bad_rows)
-    found = list(islice(documents(Mixture((Source(location),)), None, tally=tally), _ROWS_READ))
-    tally.check(location)
+    found = list(islice(documents(Mixture((source,)), None, tally=tally), _ROWS_READ))
+    tally.check(source.location)
     if not found:
-        raise SourceError(f"{location}: no rows in it")
+        raise SourceError(f"{source.location}: no rows in it")
 
 
 @contextmanager

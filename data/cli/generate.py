@@ -46,9 +46,10 @@ def run(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     processes = state()  # assigns the devices, so it comes before loading the target
     samplings = _samplings(arguments)
+    is_self = arguments.mixture is not None and arguments.mixture.is_self
     how = {"sampling": samplings, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
     target: Target | ServerTarget
-    if arguments.server is not None and arguments.is_self:
+    if arguments.server is not None and is_self:
         where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
         target = ServerTarget.connect(arguments.target, arguments.server, **where)
         set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     else:
         target = model_flags.load_target(arguments)
-        refuse((target.encoder and arguments.is_self, f"--sources {SELF}: {target.name} needs prompts"))
+        refuse((target.encoder and is_self, f"--sources {SELF}: {target.name} needs prompts"))
         if arguments.raw or target.encoder:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
         how["batch_size"] = arguments.batch_size or BATCH_SIZE
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
             drafter = load_drafter(
                 arguments.speculator, target, temperatures=kinds, batch_size=how["batch_size"], revision=revision
             )
-        if arguments.is_self:
+        if is_self:
             _write_chats(arguments, target, drafter, **how)
         else:
             limits = PromptLimits.of(target, arguments.max_new_tokens)
@@ -115,7 +116,6 @@ def _check(arguments: argparse.Namespace) -> None:
     positive = ["max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns"]
     positive.append("max_prompt_tokens")
     arguments.mixture = None if arguments.sources is None else mixture_of(arguments.sources)
-    arguments.is_self = arguments.mixture is not None and arguments.mixture.is_self
     own = arguments.mixture is not None and arguments.mixture.names_self
     text = arguments.mixture is not None and not own
     for flags, used, kind in ((TEXT_FLAGS, text, "text"), (SELF_FLAGS, own, SELF)):
@@ -132,7 +132,7 @@ def _check(arguments: argparse.Namespace) -> None:
             "--num_speculative_tokens needs a --speculator",
         ),
         (not abs(arguments.seed) < 2**62, "--seed must be below 2**62"),
-        (own and not arguments.is_self, f"--sources {SELF} can't be mixed with other sources"),
+        (own and not arguments.mixture.is_self, f"--sources {SELF} can't be mixed with other sources"),
         (arguments.turns is not None and not arguments.mixture, "--turns only applies to --sources"),
         (own and arguments.turns == ALL, f"--turns all needs chats: give the number of turns that {SELF} writes"),
         (arguments.server is not None and arguments.adapter, "--adapter does not apply to a --server"),

@@ -24,16 +24,14 @@ from eval.suites import from_text  # noqa: E402
 from speculator import Target, generate  # noqa: E402
 from train.processes import use_all_cores  # noqa: E402
 
+TEXT = mixture_of([PYTHON_SOURCES])
 LENGTH = 256
 PROMPT_TOKENS, NEW_TOKENS, NGRAM = 64, 128, 8
 
 
 def held_out_loss(target: Target, count: int) -> dict[str, float]:
     """Mean loss per token over packed held-out rows, in nats, and the same in bits per byte of text."""
-    texts = (
-        document["input_ids"]
-        for document in token_documents(mixture_of([PYTHON_SOURCES]), "held-out", target.tokenizer)
-    )
+    texts = (document["input_ids"] for document in token_documents(TEXT, "held-out", target.tokenizer))
     tokens_of_all = list(islice(chain.from_iterable(texts), count * LENGTH))
     rows = [tokens_of_all[start : start + LENGTH] for start in range(0, len(tokens_of_all) - LENGTH + 1, LENGTH)]
     total = 0.0
@@ -73,12 +71,10 @@ def main() -> None:
     args = parser.parse_args()
     use_all_cores()
     target = Target.load(str(args.target))
-    prompts = from_text(
-        mixture_of([PYTHON_SOURCES]), target.tokenizer, PROMPT_TOKENS, args.prompts, split="held-out"
-    ).prompts
+    prompts = from_text(TEXT, target.tokenizer, PROMPT_TOKENS, args.prompts, split="held-out").prompts
     greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=()).tokens
     originals = []
-    for row in documents(mixture_of([PYTHON_SOURCES]), "held-out"):
+    for row in documents(TEXT, "held-out"):
         ids = target.tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= NEW_TOKENS:
             originals.append(ids[:NEW_TOKENS])

@@ -35,7 +35,7 @@ modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[a
 
 _log = logging.getLogger(__name__)
 _EDITION = 2
-"""Of what is made of a file's metadata; what an earlier one left in the cache is not read."""
+"""Number of the way in which a file's metadata becomes a folder; folders of an earlier one are not read."""
 _CONTROL = 3  # the type of a token that text never contains
 _TOKENS, _TYPES, _EOS = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "eos_token_id"))
 _MARKED_ENDS = (_EOS, *(f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")))

@@ -282,6 +282,12 @@ def test_an_unreadable_row_is_named(tmp_path, name, content, message):
             assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("named", ["a@0.7", "a@0.0000001", "a"])
+def test_a_source_is_shown_as_a_user_may_name_it(named):
+    (source,) = mixture_of([named]).sources
+    assert str(source) == named
+
+
 def test_an_existing_file_may_be_named_like_a_weight(tmp_path):
     for name in ("texts", "texts@2"):
         (tmp_path / name).mkdir()

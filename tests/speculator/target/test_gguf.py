@@ -8,8 +8,8 @@ import torch
 import transformers.quantizers.quantizer_gguf as quantizer
 from conftest import tiny_tokenizer
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
-from tokenizers import Regex, pre_tokenizers
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data.cli.generate import _context_length
 from data.rendering import load_tokenizer
@@ -18,7 +18,7 @@ from speculator.__main__ import build_parser
 from speculator.checkpoints.layout import base_config
 from speculator.target import gguf_header
 from speculator.target.gguf import end_tokens, metadata, read_tokenizer
-from speculator.target.gguf_splits import SPLITS
+from speculator.target.gguf_splits import SPLITS, set_split
 from train.command_line import parse
 from train.dry_run import known_config
 
@@ -209,6 +209,13 @@ def test_splits_are_those_of_transformers_where_it_knows_them():
         ours = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name]])
         own = pre_tokenizers.Split(Regex(theirs[name]), "isolated")
         assert all(ours.pre_tokenize_str(text) == own.pre_tokenize_str(text) for text in texts), name
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama-bpe", ["ab"]), ("dbrx", ["a", "b"])])
+def test_a_piece_of_the_vocabulary_is_one_token_where_llama_cpp_ignores_merges(name, tokens):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [])))
+    set_split(tokenizer, name)
+    assert tokenizer.tokenize("ab") == tokens
 
 
 def test_a_split_that_is_not_known_is_said_once(tmp_path, model, tokenizer, caplog):
