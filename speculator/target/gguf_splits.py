@@ -49,11 +49,8 @@ _NAMES = {
     _BAILING: "bailingmoe bailingmoe2 llada-moe",
 }
 SPLITS = {name: split for split, names in _NAMES.items() for name in names.split()}
-_WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"} | {
-    "glm4",
-    "glm5",
-    "tekken",
-}
+_AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
+_WHOLE_WORDS = _AS_LLAMA3 | {"glm4", "glm5", "tekken"}
 """Here a piece that is in the vocabulary is a token, whatever its merges give."""
 
 
