@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from data.mixture import mixture_of
 from data.onpolicy import generate_rows
 from data.prepare import token_rows
+from data.writing import Writing
 from eval.metrics import acceptance
 from eval.suites import Suite, from_text
 from speculator import Chain, HeadDrafter, MLPSpeculator, Sampling, Tree, generate
@@ -269,8 +270,7 @@ class Study:
             None,
             prompts,
             self.folder / f"own_text_{count}",
-            sampling=own_sampling(GenerateConfig()),
-            max_new_tokens=LENGTH - PROMPT_TOKENS,
+            Writing(samplings=tuple(own_sampling(GenerateConfig())), max_new_tokens=LENGTH - PROMPT_TOKENS),
             batch_size=50,
         )
 

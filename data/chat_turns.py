@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Row
 from data.duplicates import NearDuplicates
-from data.onpolicy import Ends
+from data.writing import Ends
 from speculator.chat import DATA_DAY, chat_text, chat_tokens
 from speculator.errors import UserError, refuse
 from speculator.target.training import TrainingTarget

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches
 from data.conversations import Answering, Conversation
-from data.onpolicy import ON_POLICY, Ends, record_of
+from data.onpolicy import record_of
 from data.tally import log
+from data.writing import Writing
 from speculator.api_servers import UNAVAILABLE, Connection, base_urls
 from speculator.chat import end_token
 from speculator.decoding.sampling import Sampling
@@ -41,13 +42,10 @@ def fetch_rows(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Conversation],
     folder: str | Path,
+    writing: Writing,
     *,
-    sampling: Sampling | Sequence[Sampling] = ON_POLICY,
-    max_new_tokens: int = 256,
     max_prompt_tokens: int = sys.maxsize,
     concurrency: int = CONCURRENCY,
-    seed: int = 0,
-    ends: Ends | None = None,
     progress: bool = True,
 ) -> Dataset:
     """Generate rows like `data.onpolicy.generate_rows`, by servers: vLLM, SGLang, llama.cpp and others.
@@ -62,7 +60,7 @@ def fetch_rows(
         tokenizer: the target's.
         prompts: prompts to continue, and conversations to answer.
         folder: see `generate_rows`; completions are stored in batches of `concurrency` rows.
-        sampling, max_new_tokens, max_prompt_tokens, seed, ends, progress: see `generate_rows`.
+        writing, max_prompt_tokens, progress: see `generate_rows`.
         concurrency: concurrent requests to each server.
 
     Raises:
@@ -73,17 +71,16 @@ def fetch_rows(
         (not prompts, "there are no prompts to continue"),
         (not bases, "no --server is given"),
     )
-    samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-    record = {"target": target, "drafter": "server", **record_of(samplings, seed, max_new_tokens, prompts)}
-    if ends:
-        record["ends"] = asdict(ends)
+    record = {"target": target, "drafter": "server", **record_of(writing, prompts)}
+    if writing.ends:
+        record["ends"] = asdict(writing.ends)
     # Of 70 prompts, 32 at a time: 0..31, 32..63 and 64..69.
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
-    servers = [_Server(base, target, tokenizer, samplings, max_new_tokens, ends) for base in bases]
+    servers = [_Server(base, target, tokenizer, writing) for base in bases]
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
         if batches := work.todo():
             todo = {batch: rows[batch] for batch in batches}
-            asyncio.run(_fetch(servers, work, todo, prompts, max_prompt_tokens, seed, concurrency))
+            asyncio.run(_fetch(servers, work, todo, prompts, max_prompt_tokens, concurrency))
         return work.finish(_summary)
 
 
@@ -103,7 +100,6 @@ async def _fetch(
     batches: dict[int, list[int]],
     prompts: Sequence[Conversation],
     max_prompt_tokens: int,
-    seed: int,
     concurrency: int,
 ) -> None:
     """Request all answers, and write each batch when its last conversation has ended."""
@@ -123,7 +119,7 @@ async def _fetch(
 
     async def probe(server: _Server) -> None:
         try:
-            await server.probe(prompts, seed)
+            await server.probe(prompts)
         except UNAVAILABLE as error:
             drop(server, error)
 
@@ -139,9 +135,8 @@ async def _fetch(
             answering = answering or Answering(prompts[row], servers[0].tokenizer, longest)
             try:  # one server answers all turns: it has the chat so far in its cache
                 while answering.prompt is not None:
-                    # As in `generate_rows`: with 100 prompts, the second answer to prompt 7 has the seed + 107.
-                    answer_seed = seed + answering.answers * len(prompts) + row
-                    tokens, ended = await server.complete(row, answering.prompt, prompts[row], answer_seed)
+                    sampling = server.writing.sampling(row, len(prompts), answering.answers)
+                    tokens, ended = await server.complete(row, answering.prompt, prompts[row], sampling)
                     answering.add(tokens, ended)
                     by_server[batch][server.url] += 1
             except UNAVAILABLE as error:
@@ -172,18 +167,9 @@ async def _fetch(
 class _Server(Connection):
     """A server that continues prompts. `base` is its URL without /v1; the other arguments are those of `fetch_rows`."""
 
-    def __init__(
-        self,
-        base: str,
-        target: str,
-        tokenizer: PreTrainedTokenizerBase,
-        samplings: list[Sampling],
-        max_new_tokens: int,
-        ends: Ends | None = None,
-    ):
+    def __init__(self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, writing: Writing):
         super().__init__(base, "--server", openai.AsyncOpenAI, max_retries=_RETRIES)
-        self._model, self.tokenizer, self._max_new_tokens = target, tokenizer, max_new_tokens
-        self._samplings, self._ends = samplings, ends
+        self._model, self.tokenizer, self.writing = target, tokenizer, writing
         self._end_tokens: dict[bool, int | None] = {}
         self.longest = sys.maxsize
 
@@ -193,59 +179,54 @@ class _Server(Connection):
             return f"{self.url}: no answer within {_REQUEST_SECONDS:g} seconds"
         return super().describe(error)
 
-    async def probe(self, prompts: Sequence[Conversation], seed: int) -> None:
+    async def probe(self, prompts: Sequence[Conversation]) -> None:
         """Find the model's name, and check that two seeds give two texts for the beginning of at least one prompt."""
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
             if len(models) == 1:
                 self._model = models[0].id
                 longest = getattr(models[0], "max_model_len", None)  # of vLLM and ours
-                self.longest = (longest or sys.maxsize) - self._max_new_tokens
+                self.longest = (longest or sys.maxsize) - self.writing.max_new_tokens
         except (openai.APIStatusError, AttributeError, TypeError):
             pass  # some servers do not list their models
         # Servers cut the token that ends an answer; in a chat it is the template's, else the tokenizer's.
         for chat in (False, True):
             end = end_token(self.tokenizer) if chat else None
             self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
-        warm = [row for row in range(len(prompts)) if self._sampling(row).temperature >= _WARM]
+        rows, seed = len(prompts), self.writing.seed
+        warm = [row for row in range(rows) if self.writing.sampling(row, rows).temperature >= _WARM]
         # An answer may be certain, as "Paris" or a label is, and the run's top_k may be 1. Half a prompt is open, and
         # without filters only a greedy server continues several of them in the same way for both seeds.
         for row in warm[:_PROBE_PROMPTS]:
             prompt = prompts[row]
             ids = prompt.ids[: (len(prompt.ids) + 1) // 2]
-            texts = [
-                await self.complete(row, ids, prompt, each, _PROBE_TOKENS, Sampling(1.0)) for each in (seed, seed + 1)
-            ]
+            free = [Sampling(1.0, seed=each) for each in (seed, seed + 1)]
+            texts = [await self.complete(row, ids, prompt, each, _PROBE_TOKENS) for each in free]
             if texts[0] != texts[1]:
                 return
         if warm:
             raise UserError(f"{self.url} returns the same text for two seeds: it does not sample at temperature 1")
-
-    def _sampling(self, row: int) -> Sampling:
-        return self._samplings[row % len(self._samplings)]
 
     async def complete(
         self,
         row: int,
         ids: list[int],
         prompt: Conversation,
-        seed: int,
+        sampling: Sampling,
         max_tokens: int | None = None,
-        sampling: Sampling | None = None,
     ) -> tuple[list[int], bool]:
         """Return the tokens of the answer to the prompt `ids`, and whether it ended by itself.
 
         Args:
-            row: number of the prompt, which chooses the sampling and names the prompt in errors.
+            row: number of the prompt, which names it in errors.
             prompt: the conversation that `ids` belongs to.
-            max_tokens: default: that of `fetch_rows`.
-            sampling: default: that of the row.
+            max_tokens: default: that of the answers.
         """
-        sampling, max_tokens = sampling or self._sampling(row), max_tokens or self._max_new_tokens
+        max_tokens = max_tokens or self.writing.max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
         samplers: dict[str, Any] = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
-        if self._ends:
-            samplers |= {"stop_token_ids": self._ends.eos_token_ids, "stop": self._ends.stop_strings}
+        if ends := self.writing.ends:
+            samplers |= {"stop_token_ids": ends.eos_token_ids, "stop": ends.stop_strings}
         try:
             request = self.client.completions.create(
                 model=self._model,
@@ -253,7 +234,7 @@ class _Server(Connection):
                 max_tokens=max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
-                seed=seed,
+                seed=sampling.seed,
                 extra_body={**samplers, "return_token_ids": True},
             )
             answer = await asyncio.wait_for(request, _REQUEST_SECONDS)

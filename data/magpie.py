@@ -7,7 +7,7 @@ template begins a text and continues it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from datasets import Dataset
 from data.batches import Batches
 from data.chat_turns import UserTurns
 from data.conversations import Conversation, Row
-from data.onpolicy import BATCH_SIZE, ON_POLICY, Ends, generate_rows, identity, settings_of
+from data.onpolicy import BATCH_SIZE, generate_rows, identity, settings_of
+from data.writing import Writing
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
@@ -33,6 +34,23 @@ _PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_sec
 _SEED_STRIDE = 1 << 40  # between passes: otherwise both would draw a row's first token alike
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How the target writes user turns.
+
+    Attributes:
+        rows: number of chats to begin.
+        turns: largest number of user turns in a chat.
+        sampling: temperature and filters; the seed is ignored.
+        max_prompt_tokens: largest length of a user turn; without a chat template the length of every prompt.
+    """
+
+    rows: int
+    turns: int = 1
+    sampling: Sampling = PROMPT_SAMPLING
+    max_prompt_tokens: int = 256
+
+
 def prompt_sampling_of(temperature: float, top_p: float, prefix: str) -> Sampling:
     """Return the sampling of the user turns; an error names the setting with `prefix`, such as "--prompt_top_p"."""
     try:
@@ -45,18 +63,12 @@ def self_rows(
     target: TrainingTarget,
     drafter: Drafter | None,
     folder: str | Path,
+    asking: Asking,
+    writing: Writing,
     *,
-    rows: int,
-    turns: int = 1,
-    prompt_sampling: Sampling = PROMPT_SAMPLING,
-    max_prompt_tokens: int = 256,
-    sampling: Sampling | Sequence[Sampling] = ON_POLICY,
-    max_new_tokens: int = 256,
     batch_size: int = BATCH_SIZE,
     concurrency: int | None = None,
-    seed: int = 0,
     progress: bool = True,
-    mark_rejected: bool = False,
     previous: Path | None = None,
 ) -> Dataset:
     """Let the target write chats: a user turn, its answer, and so on.
@@ -68,15 +80,11 @@ def self_rows(
     Args:
         target, drafter: see `generate_rows`.
         folder: the output, a source like any other.
-        rows: number of chats to begin.
-        turns: largest number of user turns in a chat.
-        prompt_sampling: sampling of the user turns; its seed is ignored.
-        max_prompt_tokens: largest length of a user turn; without a chat template the length of every prompt.
-        sampling: sampling of the answers; the rows cycle through several.
-        max_new_tokens: largest length of an answer; a longer answer ends its chat.
+        asking: how the target writes user turns.
+        writing: how it answers them; an answer that is cut ends its chat.
         batch_size: rows decoded together.
         concurrency: concurrent requests to each server (default: `data.client.CONCURRENCY`).
-        seed, progress, mark_rejected: see `generate_rows`.
+        progress: see `generate_rows`.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
     Returns:
@@ -87,32 +95,31 @@ def self_rows(
     Raises:
         UserError: no user turn can be used, or see `generate_rows`.
     """
-    longest = max_prompt_tokens + max_new_tokens
+    longest = asking.max_prompt_tokens + writing.max_new_tokens
     refuse(
         (
             longest > target.context_length,
-            f"prompts of {max_prompt_tokens} and answers of {max_new_tokens} tokens do not fit {target.name}, with "
-            f"a context of {target.context_length}",
+            f"prompts of {asking.max_prompt_tokens} and answers of {writing.max_new_tokens} tokens do not fit "
+            f"{target.name}, with a context of {target.context_length}",
         ),
     )
-    samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
-    users = UserTurns(target, turns, max_prompt_tokens, max_new_tokens)
+    users = UserTurns(target, asking.turns, asking.max_prompt_tokens, writing.max_new_tokens)
     seen = users.add_seen(previous) if previous else None
     record = {
         "target": target.name,
         "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
         "drafter": identity(drafter),
-        "begun": rows,
-        "turns": turns,
-        "asking": settings_of(prompt_sampling),
-        "max_prompt_tokens": max_prompt_tokens,
-        "answering": [settings_of(each) for each in samplings],
-        "max_new_tokens": max_new_tokens,
+        "begun": asking.rows,
+        "turns": asking.turns,
+        "asking": settings_of(asking.sampling),
+        "max_prompt_tokens": asking.max_prompt_tokens,
+        "answering": [settings_of(each) for each in writing.samplings],
+        "max_new_tokens": writing.max_new_tokens,
         "batch_size": batch_size,
-        "seed": seed,
+        "seed": writing.seed,
         "template": users.template,
-        **({"mark_rejected": True} if mark_rejected else {}),
+        **({"mark_rejected": True} if writing.mark_rejected else {}),
         **({"after": seen} if seen else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
@@ -120,65 +127,59 @@ def self_rows(
         return work.conclude(lambda: ([], {}))
     passes: list[dict[str, Any]] = []
 
-    def generate(what: str, prompts: list[list[int]], how: Sequence[Sampling], count: int, ends: Ends | None):
+    def generate(what: str, prompts: list[list[int]], how: Writing):
         """Run a pass over all chats; return each one's new tokens, and marks on those that replaced rejected ones.
 
         Args:
             what: "prompts" or "answers", for the folder and the progress bar.
-            how: samplings, which the rows cycle through.
-            count: the most new tokens of a row.
-            ends: what ends a user turn; None for answers, which the target's EOS ends.
+            how: its seed moves on with each pass.
         """
         output = work.begin() / f"{len(passes) + 1}-{what}"
-        # `ends` are those of user turns: marks are wanted on answers only.
-        marked = mark_rejected and ends is None
-        options: dict[str, Any] = {
-            "sampling": how,
-            "max_new_tokens": count,
-            "seed": seed + len(passes) * _SEED_STRIDE,
-            "ends": ends,
-            "progress": progress,
-        }
+        how = replace(how, seed=how.seed + len(passes) * _SEED_STRIDE)
+        options: dict[str, Any] = {"progress": progress}
         if isinstance(target, ServerTarget):
             from data.client import fetch_rows  # imports openai, for a second
 
             chats = [Conversation(each) for each in prompts]
             options |= {"concurrency": concurrency} if concurrency else {}
             try:
-                generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, **options)
+                generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, how, **options)
             except UserError:
                 if not passes and not output.exists():  # no server answered
                     work.undo_begin()
                 raise
         else:
             assert isinstance(target, Target)
-            options |= {"batch_size": batch_size, "mark_rejected": marked, "title": what}
-            generated = generate_rows(target, drafter, prompts, output, **options)
+            options |= {"batch_size": batch_size, "title": what}
+            generated = generate_rows(target, drafter, prompts, output, how, **options)
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         # Each generated row repeats its prompt, which is cut off.
         pairs = list(zip(generated, map(len, prompts), strict=True))
-        rejected = [row["rejected"][length:] if marked else [] for row, length in pairs]
+        rejected = [row["rejected"][length:] if how.mark_rejected else [] for row, length in pairs]
         return [row["input_ids"][length:] for row, length in pairs], rejected
 
-    chats = active = [Row() for _ in range(rows)]
+    turn = Writing(
+        samplings=(asking.sampling,), max_new_tokens=asking.max_prompt_tokens, seed=writing.seed, ends=users.ends
+    )
+    chats = active = [Row() for _ in range(asking.rows)]
     dropped: Counter[str] = Counter()
     # Two passes per turn: all user turns, then all answers. Only chats whose answer has ended get another turn.
-    while active and len(passes) < 2 * turns:
+    while active and len(passes) < 2 * asking.turns:
         prompts = [users.prompt(chat) for chat in active]
-        user_turns, _ = generate("prompts", prompts, [prompt_sampling], max_prompt_tokens, users.ends)
+        user_turns, _ = generate("prompts", prompts, turn)
         reasons = [users.add(chat, tokens) for chat, tokens in zip(active, user_turns, strict=True)]
         dropped.update(reason for reason in reasons if reason)
         asked = [chat for chat, reason in zip(active, reasons, strict=True) if not reason]
         if not asked:
             break
-        answers = generate("answers", [chat.ids for chat in asked], samplings, max_new_tokens, None)
+        answers = generate("answers", [chat.ids for chat in asked], writing)
         for chat, tokens, rejected in zip(asked, *answers, strict=True):
             chat.add(tokens, 1, rejected)
         active = [chat for chat in asked if chat.ids[-1] in target.eos_token_ids and users.has_room(chat)]
     written = [chat for chat in chats if chat.ids]
     if not written:
-        raise UserError(f"{target.name} wrote {rows} prompts and none can be used: {_listed(dropped)}")
+        raise UserError(f"{target.name} wrote {asking.rows} prompts and none can be used: {_listed(dropped)}")
     facts = {
         "rows": len(written),
         "tokens": sum(sum(chat.mask) for chat in written),
@@ -189,7 +190,7 @@ def self_rows(
     if previous:
         manifest = read_json(previous / "manifest.json")
         facts["before"] = {key: manifest[key] for key in ("rows", "tokens", "seconds")}
-    return work.conclude(lambda: ((chat.columns(mark_rejected) for chat in written), facts))
+    return work.conclude(lambda: ((chat.columns(writing.mark_rejected) for chat in written), facts))
 
 
 def summary(folder: Path) -> str:

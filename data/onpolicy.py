@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from datasets import Dataset
 
 from data.batches import Batches, wait_for_record
 from data.conversations import Answering, Conversation
+from data.writing import Writing
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, check_prompts, rejection_marks
 from speculator.decoding.sampling import Sampling
@@ -32,15 +33,6 @@ _PIECE = 4
 _TIMED_SHARE = 0.02
 _TIMED_TOKENS = 64
 """Largest share of the rows (but at least one batch), and of their tokens, to time with and without drafting."""
-ON_POLICY = Sampling(temperature=1.0)
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Tokens and strings that end a text."""
-
-    eos_token_ids: list[int]
-    stop_strings: list[str] = field(default_factory=list)
 
 
 def generate_rows(
@@ -48,18 +40,14 @@ def generate_rows(
     drafter: Drafter | None,
     prompts: Sequence[list[int] | Conversation],
     folder: str | Path,
+    writing: Writing,
     *,
-    sampling: Sampling | Sequence[Sampling] = ON_POLICY,
-    max_new_tokens: int = 256,
     batch_size: int = BATCH_SIZE,
-    seed: int = 0,
-    ends: Ends | None = None,
     max_prompt_tokens: int | None = None,
     progress: bool = True,
-    mark_rejected: bool = False,
     title: str = "generating",
 ) -> Dataset:
-    """Continue prompts with the target, in the distribution of `sampling`, with any drafter.
+    """Continue prompts with the target, in the distribution that `writing` names, with any drafter.
 
     Answer a of the r-th of R prompts uses the seed `seed + a R + r`. The engine decodes the prompts in pieces, each in
     a fixed order and independent of the others. So the rows do not depend on interruptions, nor on the number of
@@ -73,14 +61,10 @@ def generate_rows(
         prompts: token ids, or conversations, of which every answer is made, each after the answers before it. The
             longest are decoded first, so that a lack of memory shows early.
         folder: the output, shared by all processes.
-        sampling: temperature and filters; the seed is ignored. The rows cycle through several samplings.
-        max_new_tokens: largest number of new tokens. An answer also ends with EOS, which it keeps, or with the context.
+        writing: how the target continues them.
         batch_size: rows decoded together.
-        seed: seed of the first row.
-        ends: stop tokens and strings (default: the target's EOS).
         max_prompt_tokens: a conversation ends when it is longer (default: when no answer fits the context).
         progress: show a progress bar with this title.
-        mark_rejected: mark the tokens that replaced a rejected draft token.
 
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
@@ -98,21 +82,16 @@ def generate_rows(
     chats = [each if isinstance(each, Conversation) else Conversation(each) for each in prompts]
     check_prompts(target, [chat.ids for chat in chats])
     chats = [replace(chat, ids=target.text(chat.ids)) for chat in chats]
-    samplings = [sampling] if isinstance(sampling, Sampling) else list(sampling)
     # The longest first: rows of a batch have similar lengths, and too little memory shows in the first batch.
     order = sorted(range(len(prompts)), key=lambda row: -chats[row].size)
     piece_size = _PIECE * batch_size
     pieces = [order[start : start + piece_size] for start in range(0, len(order), piece_size)]
     slots = min(batch_size, len(prompts))
     # `longest` is the room that each slot gets at once; `most` the longest chat that still gets an answer.
-    longest = min(max(len(chat.ids) for chat in chats) + max_new_tokens, target.context_length)
-    most = min(max_prompt_tokens or target.context_length, target.context_length - max_new_tokens)
-    stopping = asdict(ends) if ends else {}
+    longest = min(max(len(chat.ids) for chat in chats) + writing.max_new_tokens, target.context_length)
+    most = min(max_prompt_tokens or target.context_length, target.context_length - writing.max_new_tokens)
+    stopping = asdict(writing.ends) if writing.ends else {}
     notes = None
-
-    def setting(row: int, answer: int = 0) -> Sampling:
-        return replace(samplings[row % len(samplings)], seed=seed + answer * len(prompts) + row)
-
     if isinstance(drafter, AdaptiveDrafter):
         # A resumed run drafts by the costs that the first one measured, so its rows are those of an uninterrupted one.
         stored = wait_for_record(Path(folder)) or {}
@@ -120,8 +99,8 @@ def generate_rows(
         notes = {"costs": stored.get("costs") or list(map(asdict, cost.entries))}
         table = CostTable(entries_from_json(notes["costs"]), learns=False)
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table, packed=drafter.packed)
-        if mark_rejected:
-            shape = drafter.fastest(all(each.greedy for each in samplings), slots)
+        if writing.mark_rejected:
+            shape = drafter.fastest(all(each.greedy for each in writing.samplings), slots)
             drafter = HeadDrafter(drafter.head, shape)
     # A few batches are decoded twice, with and without drafts, for the speedup that the manifest reports.
     # Evenly spread: the pieces go from long prompts to short ones.
@@ -132,18 +111,18 @@ def generate_rows(
         "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
         "drafter": identity(drafter),
-        **record_of(samplings, seed, max_new_tokens, chats),
+        **record_of(writing, chats),
         "batch_size": batch_size,
         **({"max_prompt_tokens": most} if max_prompt_tokens else {}),
-        **({"mark_rejected": True} if mark_rejected else {}),
-        **({"ends": asdict(ends)} if ends else {}),
+        **({"mark_rejected": True} if writing.mark_rejected else {}),
+        **({"ends": stopping} if writing.ends else {}),
     }
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
     def clock(engine: Engine, rows: list[int], count: int) -> list[float]:
         """Decode the first answers of some rows; return the number of tokens after the prefill's, and the seconds."""
         engine.forget()
-        how = [setting(row) for row in rows]
+        how = [writing.sampling(row, len(prompts)) for row in rows]
         # The prefill's token is not counted: its time is that of the prompt.
         made = engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
         return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
@@ -154,7 +133,7 @@ def generate_rows(
         for piece in work.todo():
             clocks: dict[str, list[float] | None] = {"speculative": None, "plain": None}
             if piece in timed:
-                sample, count = pieces[piece][:slots], min(max_new_tokens, _TIMED_TOKENS)
+                sample, count = pieces[piece][:slots], min(writing.max_new_tokens, _TIMED_TOKENS)
                 for engine in (drafting, plain):  # the first pass through a shape allocates
                     clock(engine, sample, 4)
                 clocks["speculative"] = clock(drafting, sample, count)
@@ -162,14 +141,14 @@ def generate_rows(
             drafting.forget()
             before, decoding = drafting.prefill_seconds + drafting.decode_seconds, drafting.decode_seconds
             answering = [Answering(chats[row], target.tokenizer, most) for row in pieces[piece]]
-            made = _answer(drafting, answering, pieces[piece], setting, max_new_tokens, stopping)
+            made = _answer(drafting, answering, pieces[piece], len(prompts), writing)
             if drafter is None:
                 clocks["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
             # Without steps that the end of an answer has cut: part of what they accepted lies after it.
             whole = [step for each in made for step in each.steps if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
-            rows = [[row.columns(mark_rejected) for row in each.rows] for each in answering]
+            rows = [[row.columns(writing.mark_rejected) for row in each.rows] for each in answering]
             work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), **clocks)
         return work.finish(_summary)
 
@@ -178,9 +157,8 @@ def _answer(
     engine: Engine,
     answering: list[Answering],
     rows: list[int],
-    setting: Callable[[int, int], Sampling],
-    max_new_tokens: int,
-    stopping: dict[str, Any],
+    count: int,
+    writing: Writing,
 ) -> list[Request]:
     """Decode every answer of some conversations, and return the requests in the order in which they finished.
 
@@ -188,14 +166,14 @@ def _answer(
 
     Args:
         rows: number of each conversation among all prompts.
-        setting: returns the sampling of a row's answer, given (row, number of the answer).
-        stopping: `stop_strings` and `eos_token_ids` of the requests.
+        count: number of all prompts.
+        writing: see `generate_rows`.
     """
     made: list[Request] = []
+    options = {"max_new_tokens": writing.max_new_tokens, **(asdict(writing.ends) if writing.ends else {})}
 
     def ask(row: int, each: Answering) -> tuple[Request, int, Answering]:
-        how = setting(row, each.answers)
-        return engine.submit(each.prompt, how, max_new_tokens=max_new_tokens, **stopping), row, each
+        return engine.submit(each.prompt, writing.sampling(row, count, each.answers), **options), row, each
 
     unfinished = [ask(row, each) for row, each in zip(rows, answering, strict=True)]
     try:
@@ -241,16 +219,14 @@ def settings_of(sampling: Sampling) -> dict[str, Any]:
     return {name: value for name, value in asdict(sampling).items() if name != "seed"}
 
 
-def record_of(
-    samplings: Sequence[Sampling], seed: int, max_new_tokens: int, chats: Sequence[Conversation]
-) -> dict[str, Any]:
+def record_of(writing: Writing, chats: Sequence[Conversation]) -> dict[str, Any]:
     """Return the settings that determine the rows, whichever drafter or server makes them."""
-    settings = [settings_of(setting) for setting in samplings]
+    settings = [settings_of(each) for each in writing.samplings]
     prompts = [[[*source_of(chat.ids), *chat.ids], list(chat.later)] for chat in chats]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
-        "seed": seed,
-        "max_new_tokens": max_new_tokens,
+        "seed": writing.seed,
+        "max_new_tokens": writing.max_new_tokens,
         "rows": len(chats),
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
     }

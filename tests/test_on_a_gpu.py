@@ -13,6 +13,7 @@ from serving_here import serving
 from transformers import TrainingArguments
 
 from data.onpolicy import generate_rows
+from data.writing import Writing
 from eval.suites import Suite
 from eval.validation import real_acceptance
 from speculator import Engine, HeadDrafter, Sampling, Target, generate
@@ -140,7 +141,8 @@ def test_a_head_trains_on_packed_documents_as_on_the_cpu(architecture, gpu, tmp_
 
 def test_rows_are_generated(gpu_target, tmp_path):
     drafter = HeadDrafter(head_for(gpu_target, "mlp").bfloat16())
-    rows = list(generate_rows(gpu_target, drafter, PROMPTS, tmp_path, max_new_tokens=8, batch_size=2, progress=False))
+    writing = Writing(max_new_tokens=8)
+    rows = list(generate_rows(gpu_target, drafter, PROMPTS, tmp_path, writing, batch_size=2, progress=False))
     assert [len(row["input_ids"]) for row in rows] == [len(prompt) + 8 for prompt in PROMPTS]
 
 

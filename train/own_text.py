@@ -8,19 +8,19 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 from accelerate import PartialState
 from filelock import FileLock
 
 from data.conversations import Conversation
-from data.magpie import prompt_sampling_of, self_rows, summary
+from data.magpie import Asking, prompt_sampling_of, self_rows, summary
 from data.mixture import SELF, Mixture, Source, SourceError
 from data.onpolicy import generate_rows
 from data.packing import COLUMNS, pack
 from data.sources import token_documents
 from data.tally import Tally
+from data.writing import Writing
 from speculator import HeadDrafter
 from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.decoding.sampling import Sampling
@@ -77,23 +77,29 @@ def fresh_rows(config: RunConfig, target: TrainingTarget, drafter: Drafter | Non
         target,
         drafter,
         folder,
-        rows=settings.max_rows,
-        **_prompt_settings(config),
-        sampling=checks.own_sampling(settings),
-        max_new_tokens=settings.max_new_tokens,
+        _asking(config, settings.max_rows),
+        replace(_own_writing(config), seed=config.seed + _STREAMS),
         batch_size=settings.batch_size,
-        seed=config.seed + _STREAMS,
-        mark_rejected=config.stage2.rejected_token_weight is not None,
         previous=folder_of(config, target),
     )
     log(f"{SELF}: {summary(folder)}")
     return made
 
 
-def _prompt_settings(config: RunConfig) -> dict[str, Any]:
+def _asking(config: RunConfig, rows: int) -> Asking:
     own = config.data.self_source
     sampling = prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
-    return {"turns": own.turns, "prompt_sampling": sampling, "max_prompt_tokens": own.max_prompt_tokens}
+    return Asking(rows=rows, turns=own.turns, sampling=sampling, max_prompt_tokens=own.max_prompt_tokens)
+
+
+def _own_writing(config: RunConfig) -> Writing:
+    """Return how the target writes the text of stage 2."""
+    return Writing(
+        samplings=tuple(checks.own_sampling(config.stage2.generate)),
+        max_new_tokens=config.stage2.generate.max_new_tokens,
+        seed=config.seed,
+        mark_rejected=config.stage2.rejected_token_weight is not None,
+    )
 
 
 def _look_at(source: Source, config: RunConfig, target: TrainingTarget) -> None:
@@ -106,6 +112,8 @@ def _look_at(source: Source, config: RunConfig, target: TrainingTarget) -> None:
 
 def _write(config: RunConfig, target: TrainingTarget, folder: Path) -> None:
     own, main = config.data.self_source, PartialState().is_main_process
+    samplings = tuple(map(Sampling, own.temperatures))
+    writing = Writing(samplings=samplings, max_new_tokens=own.max_new_tokens, seed=config.seed)
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():
         make_folder(folder.parent)
@@ -113,17 +121,7 @@ def _write(config: RunConfig, target: TrainingTarget, folder: Path) -> None:
         log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
     PartialState().wait_for_everyone()
     try:
-        self_rows(
-            target,
-            None,
-            folder,
-            rows=own.max_rows,
-            **_prompt_settings(config),
-            sampling=[Sampling(temperature) for temperature in own.temperatures],
-            max_new_tokens=own.max_new_tokens,
-            batch_size=own.batch_size,
-            seed=config.seed,
-        )
+        self_rows(target, None, folder, _asking(config, own.max_rows), writing, batch_size=own.batch_size)
     finally:
         lock.release()
     log(f"{SELF}: {summary(folder)}")
@@ -140,14 +138,14 @@ def generate_own_text(
     if isinstance(target, ServerTarget):
         return _text_by_servers(config, target, own_prompts, folder)
     assert isinstance(target, Target)  # see `checks.check_writes_no_text`
-    fixed, sampling = settings.num_speculative_tokens, checks.own_sampling(settings)
+    fixed, writing = settings.num_speculative_tokens, _own_writing(config)
     drafter = (
         HeadDrafter(load_head(head_folder, target), fixed)
         if fixed
         else load_drafter(
             head_folder,
             target,
-            temperatures=[each.temperature for each in sampling],
+            temperatures=[each.temperature for each in writing.samplings],
             batch_size=settings.batch_size,
         )
     )
@@ -158,12 +156,9 @@ def generate_own_text(
         drafter,
         own_prompts,
         folder,
-        sampling=sampling,
-        max_new_tokens=settings.max_new_tokens,
+        writing,
         max_prompt_tokens=config.data.seq_length,
         batch_size=settings.batch_size,
-        seed=config.seed,
-        mark_rejected=config.stage2.rejected_token_weight is not None,
     )
 
 
@@ -206,15 +201,12 @@ def _text_by_servers(
 
     if own_prompts is None:
         return fresh_rows(config, target, None, folder)
-    settings = config.stage2.generate
     return fetch_rows(
         target.urls,
         target.name,
         target.tokenizer,
         own_prompts,
         folder,
-        sampling=checks.own_sampling(settings),
-        max_new_tokens=settings.max_new_tokens,
+        _own_writing(config),
         max_prompt_tokens=config.data.seq_length,
-        seed=config.seed,
     )

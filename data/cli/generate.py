@@ -7,7 +7,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,12 +14,13 @@ from data.batches import state
 from data.cli.flags import ALL, MAX_BAD_ROWS
 from data.client import CONCURRENCY, fetch_rows
 from data.conversations import Conversation
-from data.magpie import ROWS, prompt_sampling_of, self_rows, summary
+from data.magpie import ROWS, Asking, prompt_sampling_of, self_rows, summary
 from data.mixture import SELF, mixture_of
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import PromptLimits, conversations
 from data.rendering import tokenizer_of
 from data.tally import Tally
+from data.writing import Writing
 from speculator import model_flags
 from speculator.chat import DATA_DAY, set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
@@ -32,7 +32,6 @@ from speculator.prompts import read_prompts
 from speculator.target.gguf import read_config
 from speculator.target.model import Target
 from speculator.target.server import ServerTarget
-from speculator.target.training import TrainingTarget
 from speculator.terminal import quiet_libraries
 
 TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
@@ -45,9 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     quiet_libraries()
     processes = state()  # assigns the devices, so it comes before loading the target
-    samplings = _samplings(arguments)
     is_self = arguments.mixture is not None and arguments.mixture.is_self
-    how = {"sampling": samplings, "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed}
+    writing = Writing(samplings=_samplings(arguments), max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
     target: Target | ServerTarget
     if arguments.server is not None and is_self:
         where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
@@ -55,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
         set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
         if arguments.raw:
             target.tokenizer.chat_template = None
-        _write_chats(arguments, target, None, concurrency=arguments.batch_size, **how)
+        self_rows(target, None, arguments.output, _asking(arguments), writing, concurrency=arguments.batch_size)
     elif arguments.server is not None:
         tokenizer = tokenizer_of(arguments)
         context = _context_length(arguments)
@@ -66,48 +64,42 @@ def run(arguments: argparse.Namespace) -> None:
             tokenizer,
             prompts,
             arguments.output,
+            writing,
             concurrency=arguments.batch_size or CONCURRENCY,
             max_prompt_tokens=context - arguments.max_new_tokens,
-            **how,
         )
     else:
         target = model_flags.load_target(arguments)
         refuse((target.encoder and is_self, f"--sources {SELF}: {target.name} needs prompts"))
         if arguments.raw or target.encoder:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
-        how["batch_size"] = arguments.batch_size or BATCH_SIZE
+        batch_size = arguments.batch_size or BATCH_SIZE
         drafter: HeadDrafter | None = None
         revision = arguments.speculator_revision
         if arguments.speculator and arguments.num_speculative_tokens:
             drafter = HeadDrafter(load_head(arguments.speculator, target, revision), arguments.num_speculative_tokens)
         elif arguments.speculator:
-            kinds = [each.temperature for each in samplings]
+            kinds = [each.temperature for each in writing.samplings]
             drafter = load_drafter(
-                arguments.speculator, target, temperatures=kinds, batch_size=how["batch_size"], revision=revision
+                arguments.speculator, target, temperatures=kinds, batch_size=batch_size, revision=revision
             )
         if is_self:
-            _write_chats(arguments, target, drafter, **how)
+            self_rows(target, drafter, arguments.output, _asking(arguments), writing, batch_size=batch_size)
         else:
             limits = PromptLimits.of(target, arguments.max_new_tokens)
             prompts = _prompts(arguments, target.tokenizer, limits)
-            generate_rows(target, drafter, prompts, arguments.output, **how)
+            generate_rows(target, drafter, prompts, arguments.output, writing, batch_size=batch_size)
     if processes.is_main_process:
         print(printable(_line(arguments.output)), file=sys.stderr)
 
 
-def _write_chats(
-    arguments: argparse.Namespace, target: TrainingTarget, drafter: HeadDrafter | None, **how: Any
-) -> None:
-    """Write the chats of the source `self`."""
-    self_rows(
-        target,
-        drafter,
-        arguments.output,
+def _asking(arguments: argparse.Namespace) -> Asking:
+    """Return how the target writes the user turns of the source `self`."""
+    return Asking(
         rows=arguments.max_rows or ROWS,
         turns=arguments.turns or 1,
-        prompt_sampling=_prompt_sampling(arguments),
+        sampling=_prompt_sampling(arguments),
         max_prompt_tokens=arguments.max_prompt_tokens,
-        **how,
     )
 
 
@@ -148,9 +140,9 @@ def _prompt_sampling(arguments: argparse.Namespace) -> Sampling:
     return prompt_sampling_of(arguments.prompt_temperature, arguments.prompt_top_p, "--")
 
 
-def _samplings(arguments: argparse.Namespace) -> list[Sampling]:
+def _samplings(arguments: argparse.Namespace) -> tuple[Sampling, ...]:
     """Return the samplings that the rows cycle through."""
-    return [Sampling(each, arguments.top_k, arguments.top_p, arguments.min_p) for each in arguments.temperature]
+    return tuple(Sampling(each, arguments.top_k, arguments.top_p, arguments.min_p) for each in arguments.temperature)
 
 
 def _context_length(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import pytest
 from chat_templates import CHATML, chat_tokenizer
 from conftest import tiny_tokenizer
 from datasets import load_from_disk
+from written import writing_of
 
 from data import client
 from data.__main__ import main
@@ -150,7 +151,8 @@ def text_prompts(tokenizer) -> list[Conversation]:
 def fetched(servers, tokenizer, folder, prompts=None, **settings) -> list[dict]:
     settings = {"concurrency": 2, "seed": 7, "progress": False, **settings}
     urls = [each if isinstance(each, str) else each.url for each in servers]
-    return list(fetch_rows(urls, "target", tokenizer, prompts or text_prompts(tokenizer), folder, **settings))
+    prompts = prompts or text_prompts(tokenizer)
+    return list(fetch_rows(urls, "target", tokenizer, prompts, folder, writing_of(settings), **settings))
 
 
 def error_of(server, tokenizer, folder, **settings) -> str:
@@ -182,7 +184,7 @@ def test_completions_become_rows_with_or_without_token_ids(serve, tokenizer, tmp
 
 def test_samplers_are_sent_to_the_server(serve, tokenizer, tmp_path):
     server, sampling = serve(), Sampling(0.7, top_k=5, top_p=0.9, min_p=0.1)
-    fetched([server], tokenizer, tmp_path, sampling=sampling, max_new_tokens=9)
+    fetched([server], tokenizer, tmp_path, samplings=(sampling,), max_new_tokens=9)
     body = server.bodies[-1]
     keys = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "model")
     assert [body[key] for key in keys] == [0.7, 5, 0.9, 0.1, 9, "the-model"]
@@ -233,7 +235,7 @@ def test_requests_run_concurrently_up_to_the_limit(serve, tokenizer, tmp_path, m
 
 def test_a_server_that_does_not_sample_is_an_error_at_a_warm_temperature(serve, tokenizer, tmp_path):
     assert "sample" in error_of(serve(samples=False), tokenizer, tmp_path / "warm")
-    assert fetched([serve(samples=False)], tokenizer, tmp_path / "cold", sampling=Sampling(0.1))
+    assert fetched([serve(samples=False)], tokenizer, tmp_path / "cold", samplings=(Sampling(0.1),))
 
 
 def test_labels_and_a_top_k_of_1_are_no_sign_of_a_server_that_does_not_sample(serve, tokenizer, tmp_path):
@@ -245,15 +247,15 @@ def test_labels_and_a_top_k_of_1_are_no_sign_of_a_server_that_does_not_sample(se
         greedy = body["prompt"] in whole or body["top_k"] == 1
         handler.answer(handler.server, body | {"seed": 0 if greedy else body["seed"]})
 
-    how = {"sampling": Sampling(1.0, top_k=1), "concurrency": 1}
+    how = {"samplings": (Sampling(1.0, top_k=1),), "concurrency": 1}
     assert fetched([serve(reply=label)], tokenizer, tmp_path / "rows", **how)
 
 
 def test_rows_cycle_through_temperatures_and_the_warm_ones_must_sample(serve, tokenizer, tmp_path):
-    server, both = serve(), [Sampling(0.0), Sampling(1.0)]
-    fetched([server], tokenizer, tmp_path / "rows", sampling=both, concurrency=1)
+    server, both = serve(), (Sampling(0.0), Sampling(1.0))
+    fetched([server], tokenizer, tmp_path / "rows", samplings=both, concurrency=1)
     assert [body["temperature"] for body in server.bodies] == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    assert "sample" in error_of(serve(samples=False), tokenizer, tmp_path / "error", sampling=both)
+    assert "sample" in error_of(serve(samples=False), tokenizer, tmp_path / "error", samplings=both)
 
 
 def test_a_server_writes_the_chats_of_self(serve, tmp_path, target_folder):

@@ -6,6 +6,7 @@ import pytest
 from chat_targets import chatty, tiny_llama
 from chat_templates import QWEN3, chat_tokenizer
 from serving_here import serving
+from written import writing_of
 
 from data.client import fetch_rows
 from data.conversations import Answering, Conversation, split_at_answers
@@ -13,6 +14,7 @@ from data.mixture import mixture_of
 from data.onpolicy import generate_rows
 from data.prompts import conversations
 from data.rendering import render
+from data.writing import Writing
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
 from speculator.chat import set_template_variables
 
@@ -45,8 +47,8 @@ def chats_of(file, tokenizer, turns=None) -> list[Conversation]:
 
 
 def rows_of(target, chats, folder, **changes) -> list[dict]:
-    how = {"sampling": Sampling(1.0), "max_new_tokens": 12, "batch_size": 3, "seed": 3, "progress": False, **changes}
-    return list(generate_rows(target, how.pop("drafter", None), chats, folder, **how))
+    how = {"max_new_tokens": 12, "batch_size": 3, "seed": 3, "progress": False, **changes}
+    return list(generate_rows(target, how.pop("drafter", None), chats, folder, writing_of(how), **how))
 
 
 def spans(mask: list[int]) -> list[tuple[int, int]]:
@@ -99,9 +101,9 @@ def test_the_first_turns_alone_are_the_first_answers(target, chats_file, tmp_pat
 def test_a_server_gives_the_rows_of_the_engine_here(target, chats_file, tmp_path):
     chats = chats_of(chats_file, target.tokenizer)
     here = rows_of(target, chats, tmp_path / "here")
-    how = {"sampling": Sampling(1.0), "max_new_tokens": 12, "seed": 3, "progress": False}
+    how, there = Writing(max_new_tokens=12, seed=3), tmp_path / "there"
     with serving(target) as (url, _):
-        there = list(fetch_rows(url, "tiny", target.tokenizer, chats, tmp_path / "there", concurrency=5, **how))
+        there = list(fetch_rows(url, "tiny", target.tokenizer, chats, there, how, concurrency=5, progress=False))
     assert there == here
 
 

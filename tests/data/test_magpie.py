@@ -2,15 +2,17 @@
 
 import json
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
+from written import writing_of
 
 from data.__main__ import main
 from data.chat_turns import UserTurns, is_repetitive, turn_texts
 from data.conversations import Row
 from data.duplicates import NearDuplicates
-from data.magpie import self_rows
+from data.magpie import Asking, self_rows
 from speculator import UserError
 
 
@@ -21,7 +23,9 @@ def model():
 
 def made(target, folder, **changes):
     settings = {"rows": 60, "max_prompt_tokens": 24, "max_new_tokens": 12, "batch_size": 8, "progress": False}
-    return list(self_rows(target, settings.pop("drafter", None), folder, **{**settings, **changes}))
+    settings |= changes
+    asking = Asking(**{field.name: settings.pop(field.name) for field in fields(Asking) if field.name in settings})
+    return list(self_rows(target, settings.pop("drafter", None), folder, asking, writing_of(settings), **settings))
 
 
 def test_rendering_finds_the_text_around_turns():

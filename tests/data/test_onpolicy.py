@@ -15,10 +15,12 @@ from datasets import load_from_disk
 from enumeration import chi_square_p, joint_distribution
 from filelock import FileLock
 from kills import Killed, killed_at
+from written import writing_of
 
 from data import batches, onpolicy
 from data.__main__ import main
 from data.onpolicy import generate_rows
+from data.writing import Writing
 from speculator import Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
 from speculator.decoding.request import rejection_marks
 from speculator.drafters.adaptive import AdaptiveDrafter
@@ -32,8 +34,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 1], [9] * 7, [2, 2], [8, 7, 6]]
 
 def made(target, folder, **changes) -> list[dict]:
     settings = {"max_new_tokens": 12, "batch_size": 2, "progress": False, **changes}
-    drafter = settings.pop("drafter", HeadDrafter(tiny_head()))
-    return list(generate_rows(target, drafter, settings.pop("prompts", PROMPTS), folder, **settings))
+    drafter, prompts = settings.pop("drafter", HeadDrafter(tiny_head())), settings.pop("prompts", PROMPTS)
+    return list(generate_rows(target, drafter, prompts, folder, writing_of(settings), **settings))
 
 
 def test_rows_are_prompts_with_their_own_continuations_in_their_order(target, tmp_path):
@@ -47,7 +49,7 @@ def test_rows_are_prompts_with_their_own_continuations_in_their_order(target, tm
 
 
 def test_rows_take_several_distributions_in_turn(target, tmp_path):
-    rows = made(target, tmp_path / "out", sampling=[Sampling(0.0), Sampling(1.0)], seed=5, batch_size=4)
+    rows = made(target, tmp_path / "out", samplings=(Sampling(0.0), Sampling(1.0)), seed=5, batch_size=4)
     for index, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
         own = Sampling(index % 2, seed=5 + index)
         alone = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).tokens[0]
@@ -55,7 +57,7 @@ def test_rows_take_several_distributions_in_turn(target, tmp_path):
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert [expected["temperature"] for expected in manifest["sampling"]] == [0.0, 1.0]
     with pytest.raises(UserError, match="sampling"):
-        made(target, tmp_path / "out", sampling=Sampling(1.0), seed=5, batch_size=4)
+        made(target, tmp_path / "out", samplings=(Sampling(1.0),), seed=5, batch_size=4)
 
 
 def test_a_row_ends_with_eos_and_keeps_it(target, tmp_path):
@@ -68,7 +70,8 @@ def test_a_row_ends_with_eos_and_keeps_it(target, tmp_path):
 
 
 def test_the_manifest_records_settings_and_speed(target, tmp_path):
-    rows = made(target, tmp_path, sampling=Sampling(0.8, top_k=9), seed=2, batch_size=7)  # a lone batch is clocked too
+    # A lone batch is clocked too.
+    rows = made(target, tmp_path, samplings=(Sampling(0.8, top_k=9),), seed=2, batch_size=7)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["rows"] == len(PROMPTS)
     assert manifest["tokens"] == sum(sum(row["loss_mask"]) for row in rows)
@@ -259,7 +262,7 @@ def test_a_killed_run_resumed_by_two_processes_gives_the_same_rows(command, tmp_
     ("changes", "first"),
     [
         ({"seed": 1}, "seed"),
-        ({"sampling": Sampling(0.5)}, "sampling"),
+        ({"samplings": (Sampling(0.5),)}, "sampling"),
         ({"prompts": [[1], *PROMPTS[1:]]}, "prompts"),
         ({"drafter": HeadDrafter(tiny_head(), 2)}, "drafter"),
     ],
@@ -306,8 +309,7 @@ def p_value_of_text(folder, temperature: float) -> float:
         HeadDrafter(tiny_head()),
         [prompt] * rows,
         folder,
-        sampling=Sampling(temperature),
-        max_new_tokens=3,
+        Writing(samplings=(Sampling(temperature),), max_new_tokens=3),
         batch_size=1024,
         progress=False,
     )

@@ -7,6 +7,7 @@ from serving_here import serving, tiny_head_for, tiny_target
 from data.client import fetch_rows
 from data.conversations import Conversation
 from data.onpolicy import generate_rows
+from data.writing import Writing
 from speculator import HeadDrafter, Sampling
 
 
@@ -19,8 +20,8 @@ def test_a_server_of_ours_gives_the_rows_of_the_engine_here(tmp_path, sampling):
         messages = [{"role": "user", "content": f"What is {i} + 2?"}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         prompts.append(Conversation(ids, messages))
-    how = {"sampling": sampling, "max_new_tokens": 24, "seed": 7, "progress": False}
-    here = generate_rows(target, drafter, [prompt.ids for prompt in prompts], tmp_path / "here", batch_size=5, **how)
+    how, ids = Writing(samplings=(sampling,), max_new_tokens=24, seed=7), [prompt.ids for prompt in prompts]
+    here = generate_rows(target, drafter, ids, tmp_path / "here", how, batch_size=5, progress=False)
     with serving(target, drafter) as (url, _):
-        there = fetch_rows(url, "tiny", tokenizer, prompts, tmp_path / "there", concurrency=6, **how)
+        there = fetch_rows(url, "tiny", tokenizer, prompts, tmp_path / "there", how, concurrency=6, progress=False)
     assert there.to_dict() == here.to_dict()

@@ -5,6 +5,7 @@ import torch
 from conftest import tiny_head
 
 from data.onpolicy import generate_rows
+from data.writing import Writing
 from eval.run import evaluate
 from eval.suites import Suite
 from eval.validation import real_acceptance
@@ -23,7 +24,7 @@ def by_evaluation_while_training(target, folder):
 
 
 def by_generating_own_text(target, folder):
-    generate_rows(target, HeadDrafter(tiny_head()), PROMPTS, folder, max_new_tokens=8, progress=False)
+    generate_rows(target, HeadDrafter(tiny_head()), PROMPTS, folder, Writing(max_new_tokens=8), progress=False)
 
 
 def by_custom_generate(target, folder):

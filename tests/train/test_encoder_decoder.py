@@ -9,6 +9,7 @@ from conftest import shorten_validation, tiny_head, tiny_tokenizer
 from encoder_decoders import VOCAB, random_texts, save_encoder_decoder, tiny_encoder_decoder
 
 from data.onpolicy import generate_rows
+from data.writing import Writing
 from eval.suites import Suite
 from eval.validation import real_acceptance
 from speculator import Sampling, Target, UserError
@@ -59,7 +60,8 @@ def test_each_row_of_a_batch_is_trained_on_with_its_own_source(target, tmp_path)
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
 def test_a_head_learns_to_draft_the_targets_answers(target, tmp_path, architecture):
     prompts = random_texts(5, 9, 7, 12)
-    rows = generate_rows(target, None, prompts, tmp_path / "rows", sampling=Sampling(0.0), max_new_tokens=16)
+    greedy = Writing(samplings=(Sampling(0.0),), max_new_tokens=16)
+    rows = generate_rows(target, None, prompts, tmp_path / "rows", greedy)
     torch.manual_seed(0)
     head = tiny_head(architecture=architecture, vocab_size=VOCAB)
     before = real_acceptance(target, head, Suite("train", prompts), 0, 16)["acceptance_length"]

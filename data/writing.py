@@ -1,0 +1,44 @@
+"""How the target writes text: the settings that every path takes which generates rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from speculator.decoding.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Tokens and strings that end a text."""
+
+    eos_token_ids: list[int]
+    stop_strings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """How the target continues prompts.
+
+    Attributes:
+        samplings: temperature and filters, which the rows cycle through; their seeds are ignored.
+        max_new_tokens: largest number of new tokens. An answer also ends with EOS, which it keeps, or with the context.
+        seed: seed of the first row.
+        ends: stop tokens and strings (default: the target's EOS).
+        mark_rejected: mark the tokens that replaced a rejected draft token. Rows of a server have no marks.
+    """
+
+    samplings: tuple[Sampling, ...] = (Sampling(temperature=1.0),)
+    max_new_tokens: int = 256
+    seed: int = 0
+    ends: Ends | None = None
+    mark_rejected: bool = False
+
+    def sampling(self, row: int, rows: int, answer: int = 0) -> Sampling:
+        """Return the sampling of an answer.
+
+        Args:
+            row: number of the row.
+            rows: number of all rows.
+            answer: number of the answer in its row.
+        """
+        return replace(self.samplings[row % len(self.samplings)], seed=self.seed + answer * rows + row)
