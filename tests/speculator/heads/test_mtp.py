@@ -69,7 +69,7 @@ def gap(drafter: Noted, expected_of) -> float:
 def test_drafts_are_those_of_transformers_layers_run_on_whole_rows(family, layers, shape):
     target, mtp, head = case(family, layers)
     assert head.is_chain == (layers > 1)
-    assert gap(drafted(target, head, shape), lambda text, path: naive(target, mtp, text, path)) < 2e-5
+    assert gap(drafted(target, head, shape), lambda text, path: naive(target, mtp, text, path)) < 1e-4
 
 
 def test_a_chain_reads_later_what_was_accepted_in_steps_without_a_draft():
@@ -78,7 +78,7 @@ def test_a_chain_reads_later_what_was_accepted_in_steps_without_a_draft():
     drafter.every = 3
     made = Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
     assert made == Engine(target, None, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
-    assert gap(drafter, lambda text, path: naive(target, mtp, text, path)) < 2e-5
+    assert gap(drafter, lambda text, path: naive(target, mtp, text, path)) < 1e-4
 
 
 @torch.no_grad()
