@@ -27,6 +27,7 @@ from train.config import HERE, RunConfig
 from train.gpus import place_of
 from train.initialise import new_head
 from train.plan import Plan
+from train.settle import Run
 from train.trainer import Collator, SpeculatorTrainer
 
 _DOCUMENT = 512  # mean tokens of a document
@@ -49,13 +50,14 @@ def measure(config: RunConfig, target: Target, steps: int) -> dict[str, Any]:
     """Train for some micro-batches of stage 1; return tokens/s, MFU, and peak memory, measured and planned."""
     stage = config.stage1
     rows = documents(2 * stage.per_device_train_batch_size, config.data.seq_length, target.vocab_size)
-    head = new_head(config, target, rows)
-    plan = Plan(config, target.config, place_of(HERE, 1))
+    run = Run.of(config, target.config, place_of(HERE, 1))
+    head = new_head(run, target, rows, config.data.seq_length)
+    plan = Plan(run)
     with TemporaryDirectory() as folder:
         trainer = SpeculatorTrainer(
             model=head,
             target=target,
-            token_at_peak=plan.seconds_per_token("stage1") if plan.place.gpu else None,
+            token_at_peak=plan.token_at_peak("stage1"),
             loss=config.loss,
             decode=lambda head: {},
             args=TrainingArguments(

@@ -41,10 +41,11 @@ from speculator.heads import MLPSpeculatorConfig, Speculator
 from speculator.tables import markdown_table
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
-from train.checks import own_sampling
-from train.config import GenerateConfig, HeadOptions, LossConfig, RunConfig
+from train.config import HeadOptions, LossConfig, RunConfig
+from train.gpus import Place
 from train.initialise import new_head
 from train.muon import MuonAndAdamW
+from train.settle import Run
 from train.trainer import Collator, SpeculatorTrainer
 
 SOURCES = ["python-sources"]
@@ -211,7 +212,8 @@ def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator
             )
         )
     shape = HeadOptions(initialise=arm.initialise, **arm.shape)
-    return new_head(RunConfig(speculator=shape, seed=seed), target, rows)
+    run = Run.of(RunConfig(speculator=shape, seed=seed), target.config, Place(1))
+    return new_head(run, target, rows, LENGTH)
 
 
 def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: CachedTarget, head: Speculator) -> Speculator:
@@ -270,7 +272,7 @@ class Study:
             None,
             prompts,
             self.folder / f"own_text_{count}",
-            Writing(samplings=tuple(own_sampling(GenerateConfig())), max_new_tokens=LENGTH - PROMPT_TOKENS),
+            Writing(samplings=(Sampling(0.0), Sampling(1.0)), max_new_tokens=LENGTH - PROMPT_TOKENS),
             batch_size=50,
         )
 

@@ -461,6 +461,14 @@ def shorten_validation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stages, "real_acceptance", functools.partial(stages.real_acceptance, max_new_tokens=16))
 
 
+def settled(config, target=None, place=None):
+    """Settle a run for a target, or for its config (default: an unknown one), without checking its settings."""
+    from train.gpus import Place
+    from train.settle import Run
+
+    return Run.of(config, getattr(target, "config", target), place or Place(1))
+
+
 @pytest.fixture(scope="session")
 def target_folder(tmp_path_factory) -> Path:
     """Folder with a tiny Llama and its tokenizer."""

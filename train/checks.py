@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
 from pyarrow import compute
 from transformers import PreTrainedConfig
 
-from data.magpie import prompt_sampling_of
 from data.mixture import SELF
-from speculator.checkpoints import shipped
+from speculator.checkpoints import head_folder, recognise, shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.heads.recurrent import RecurrentHead
 from speculator.target.sharding import SHARDED
 from speculator.target.training import TrainingTarget
 from speculator.terminal import log
-from train.config import GenerateConfig, RunConfig, StageConfig
-from train.initialise import check_options, head_class, head_config, parameters, start_of
+from train.config import HeadOptions, RunConfig, StageConfig
+from train.initialise import head_class, parameters, start_of
+
+if TYPE_CHECKING:
+    from train.settle import Run
 
 _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token have to be among them
 
 
-def settings(config: RunConfig) -> None:
+def settings(run: Run) -> None:
     """Raise a UserError for settings that are out of range or contradict each other, before anything is loaded."""
+    config = run.config
     head, generate = config.speculator, config.stage2.generate
-    checked = check_options(head)
+    if head.warm_start:
+        recognise(head_folder(head.warm_start, head.warm_start_revision))
     if head.warm_start_revision and not head.warm_start:
         raise UserError("speculator.warm_start_revision needs speculator.warm_start")
     if head.warm_start and head.initialise != "random":
@@ -42,7 +45,7 @@ def settings(config: RunConfig) -> None:
         raise UserError("stage1.max_steps must be at least 1")
     if config.stage2.max_steps:
         _stage("stage2", config.stage2)
-        deepest = checked.max_speculative_tokens
+        deepest = run.head.max_speculative_tokens
         if deepest is not None and generate.num_speculative_tokens > deepest:
             raise UserError(f"stage2.generate.num_speculative_tokens must be in 0..{deepest}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
@@ -51,31 +54,36 @@ def settings(config: RunConfig) -> None:
         raise UserError("shard_optimizer splits AdamW's moments; it needs stage1.optimizer and stage2.optimizer adamw")
     if 0 < config.data.seq_length < head.n_predict + 2:
         raise UserError(f"data.seq_length must be at least {head.n_predict + 2} for n_predict {head.n_predict}")
-    if config.data.mixture.locations.count(SELF) > 1:
+    if run.mixture.locations.count(SELF) > 1:
         raise UserError(f"data.sources names {SELF} twice")
-    own = config.data.self_source
-    prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
     if config.target.server:
         _server(config)
     elif config.target.parallel in SHARDED:
-        check_writes_no_text(
-            config, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map"
-        )
+        check_writes_no_text(run, f"target.parallel {config.target.parallel}", ", or take --target.parallel device_map")
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
         raise UserError(f"loss: at least one of {', '.join(losses)} must be above 0")
-    temperatures: dict[str, Any] = {"eval": config.eval, "data.self_source": own, "stage2.generate": generate}
+    temperatures: dict[str, Any] = {
+        "eval": config.eval,
+        "data.self_source": config.data.self_source,
+        "stage2.generate": generate,
+    }
     for section, values in temperatures.items():
         if not values.temperatures or len(set(values.temperatures)) < len(values.temperatures):
             raise UserError(f"{section}.temperatures must be distinct, and at least one")
-        try:
-            own_sampling(values) if values is generate else [Sampling(each) for each in values.temperatures]
-        except UserError as error:
-            raise UserError(f"{section}.{error}") from None
+    samplings("eval", config.eval.temperatures)
     if not 0 <= config.seed < 2**32:
         raise UserError("seed must be in 0..4294967295")
     if config.eval.max_new_tokens < 2:
         raise UserError("eval.max_new_tokens must be at least 2: the first new token comes from the prefill")
+
+
+def samplings(section: str, temperatures: list[float], **filters: Any) -> tuple[Sampling, ...]:
+    """Return the samplings of a section's temperatures; an error names the section."""
+    try:
+        return tuple(Sampling(temperature, **filters) for temperature in temperatures)
+    except UserError as error:
+        raise UserError(f"{section}.{error}") from None
 
 
 def _server(config: RunConfig) -> None:
@@ -91,9 +99,9 @@ def _server(config: RunConfig) -> None:
     )
 
 
-def check_writes_no_text(config: RunConfig, why: str, instead: str = "") -> None:
+def check_writes_no_text(run: Run, why: str, instead: str = "") -> None:
     """Raise a UserError if a target that is not decoded, for the reason `why`, would write text."""
-    wanted = (f"the source {SELF}", config.data.mixture.names_self), ("stage 2", bool(config.stage2.max_steps))
+    wanted = (f"the source {SELF}", run.mixture.names_self), ("stage 2", bool(run.config.stage2.max_steps))
     for what in (name for name, asked in wanted if asked):
         raise UserError(
             f"{why}: the target trains and writes no text, so there is no {what}; let a server that runs it, such as "
@@ -129,31 +137,39 @@ def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
         raise UserError(f"{name} is an encoder-decoder model, which --plan, --dry_run and target.server don't know")
 
 
-def fits_config(config: RunConfig, target: PreTrainedConfig) -> None:
+def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
+    """Raise a UserError if a target has an encoder, and the architecture of the head knows none."""
+    known = not target.is_encoder_decoder or issubclass(head_class(head), RecurrentHead)
+    refuse(
+        (
+            not known,
+            f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only",
+        ),
+    )
+
+
+def fits_config(run: Run) -> None:
     """Raise a UserError if the target has an encoder, or if a sequence exceeds the context that its config states."""
-    name = config.target.name_or_path
-    check_is_decoder(name, target)
-    text = target.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
+    if run.target is None:
+        return
+    name = run.config.target.name_or_path
+    check_is_decoder(name, run.target)
+    context = getattr(run.text, "max_position_embeddings", None)
     if context is not None:
-        _fits_context(config, name, context - bool(config.target.server))  # see `ServerTarget.context_length`
+        _fits_context(run, name, context - bool(run.config.target.server))  # see `ServerTarget.context_length`
 
 
-def fits_target(config: RunConfig, target: TrainingTarget) -> None:
+def fits_target(run: Run, target: TrainingTarget) -> None:
     """Raise a UserError if the head or a length does not fit the target, or if training it would not fit the memory."""
-    head = config.speculator
-    if target.encoder:
-        refuse(
-            (
-                not issubclass(head_class(head), RecurrentHead),
-                f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only",
-            ),
-            (
-                config.data.mixture.names_self,
-                f"{target.name} can't write the source {SELF}: its encoder needs prompts",
-            ),
-        )
-    head_config(replace(head, draft_vocab_size=0), target.config).starts_from_target(head.initialise == "target")
+    config, head = run.config, run.config.speculator
+    refuse(
+        (run.text is None, f"{target.name} could not be reached when the run began; start again"),
+        (
+            target.encoder and run.mixture.names_self,
+            f"{target.name} can't write the source {SELF}: its encoder needs prompts",
+        ),
+    )
+    run.head.starts_from_target(head.initialise == "target")
     start = start_of(config)
     if start is not None and not head.warm_start:
         shipped(Path(start))
@@ -163,16 +179,17 @@ def fits_target(config: RunConfig, target: TrainingTarget) -> None:
             f"speculator.draft_vocab_size {drafted} is neither 0 nor in {least}..{target.vocab_size}: no fewer than "
             f"the tokens that end a text, no more than {target.name} has"
         )
-    _fits_memory(config, target)
-    _fits_context(config, target.name, target.context_length)
+    _fits_memory(run, target)
+    _fits_context(run, target.name, target.context_length)
 
 
-def _fits_context(config: RunConfig, target: str, context: int) -> None:
+def _fits_context(run: Run, target: str, context: int) -> None:
+    config = run.config
     longest = {
         "data.seq_length": config.data.seq_length,
         "eval.prompt_tokens + eval.max_new_tokens": config.eval.prompt_tokens + config.eval.max_new_tokens,
     }
-    if config.data.mixture.names_self:
+    if run.mixture.names_self:
         own = config.data.self_source
         longest["data.self_source.max_prompt_tokens + data.self_source.max_new_tokens"] = (
             own.max_prompt_tokens + own.max_new_tokens
@@ -180,7 +197,7 @@ def _fits_context(config: RunConfig, target: str, context: int) -> None:
     if config.stage2.max_steps:
         generate = config.stage2.generate
         name, length = "stage2.generate.prompt_tokens", generate.prompt_tokens
-        if config.data.mixture.is_self:
+        if run.mixture.is_self:
             name, length = "data.self_source.max_prompt_tokens", config.data.self_source.max_prompt_tokens
         longest[f"{name} + stage2.generate.max_new_tokens"] = length + generate.max_new_tokens
     for name, length in longest.items():
@@ -189,9 +206,9 @@ def _fits_context(config: RunConfig, target: str, context: int) -> None:
             raise UserError(f"{name} is {length}, but {room or f'{target} has a context of {context}'}")
 
 
-def _fits_memory(config: RunConfig, target: TrainingTarget) -> None:
+def _fits_memory(run: Run, target: TrainingTarget) -> None:
     """Refuse a head that can't be trained on its own: float32 weights, their gradients and Adam's two moments."""
-    weights = parameters(config.speculator, target.config)
+    weights = parameters(run)
     if target.device.type == "cuda":
         where, memory = "this GPU", torch.cuda.get_device_properties(target.device).total_memory
     else:
@@ -203,23 +220,16 @@ def _fits_memory(config: RunConfig, target: TrainingTarget) -> None:
         )
 
 
-def own_sampling(generate: GenerateConfig) -> list[Sampling]:
-    """Sampling settings of stage 2's text; successive prompts use them in turn."""
-    return [Sampling(t, generate.top_k, generate.top_p, generate.min_p) for t in generate.temperatures]
-
-
 def rows(
-    config: RunConfig,
+    run: Run,
     target: TrainingTarget,
     train_rows: datasets.Dataset,
     validation_rows: datasets.Dataset,
-    processes: int,
     prompts: int | None = None,
 ) -> None:
     """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have.
 
     Args:
-        processes: number of the run's processes, which divide each step's rows.
         prompts: number of prompts that stage 2 answers; None: `stage2.generate.max_rows`.
     """
     for made in (train_rows, validation_rows):
@@ -233,16 +243,17 @@ def rows(
             )
     for name, have in (
         ("stage1", len(train_rows)),
-        ("stage2", config.stage2.generate.max_rows if prompts is None else prompts),
+        ("stage2", run.config.stage2.generate.max_rows if prompts is None else prompts),
     ):
-        batch(name, getattr(config, name), have, processes)
-    if len(validation_rows) < processes:
-        raise UserError(f"{len(validation_rows)} validation rows are too few for {processes} processes")
+        batch(run, name, have)
+    if len(validation_rows) < run.processes:
+        raise UserError(f"{len(validation_rows)} validation rows are too few for {run.processes} processes")
 
 
-def batch(name: str, stage: StageConfig, have: int, processes: int) -> None:
+def batch(run: Run, name: str, have: int) -> None:
     """Raise a UserError if `have` rows don't fill one step of a stage on all processes."""
-    need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * processes
+    stage = run.stage(name, have)
+    need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * run.processes
     if stage.max_steps and have < need:
         raise UserError(
             f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch, or "

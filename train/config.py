@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from data.mixture import Mixture, mixture_of
 from eval.tracking import Tracker
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,11 +116,6 @@ class DataConfig:
     """Number of tokenising processes (default: one per core, up to 8); it does not change the rows."""
     self_source: SelfSourceConfig = field(default_factory=SelfSourceConfig)
     """Settings of the source self."""
-
-    @property
-    def mixture(self) -> Mixture:
-        """The sources, parsed."""
-        return mixture_of(self.sources)
 
 
 @dataclass

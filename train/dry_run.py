@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict
-from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -30,12 +30,10 @@ from data.mixture import PYTHON_SOURCES, SELF, Mixture, Source, SourceError
 from data.readers import hub_id
 from data.sources import documents
 from data.tally import Tally
-from speculator.errors import UserError, first_line
-from speculator.target.gguf import read_config
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
 from train.initialise import head_class
-from train.processes import join
+from train.settle import Run
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
@@ -48,26 +46,23 @@ _TEMPLATE = (
 Stage = TypeVar("Stage", bound=StageConfig)
 
 
-def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> None:
-    """Run the config on stand-ins in a temporary folder, and print what was done.
+def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
+    """Run on stand-ins in a temporary folder, and print what was done.
 
     The first rows of local sources are read. The files of the target and its adapter, hub datasets and
     `speculator.warm_start` are not tried, nor is a sharded target.
 
     Args:
-        config: the real run's; all processes of a launch come here.
-        run: what the real run would do.
+        run: the real run; all processes of a launch come here.
+        carry_out: settles and runs the settings of the stand-in.
     """
-    checks.settings(config)
-    for source in config.data.mixture.sources:
+    config, state = run.config, PartialState()
+    for source in run.mixture.sources:
         if Path(source.location).exists():
             _look_at(source, config)
         elif source.location not in (PYTHON_SOURCES, SELF):
             hub_id(source.location)
-    known = known_config(config)
-    if known is not None:
-        checks.fits_config(config, known)
-    state = join()
+    checks.fits_config(run)
     for name in ("stage1", "stage2") if state.is_main_process else ():
         if not (stage := getattr(config, name)).epochs:
             checks.warn_of_warm_up(name, stage)
@@ -77,11 +72,11 @@ def run_on_stand_ins(config: RunConfig, run: Callable[[RunConfig], None]) -> Non
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
-                _make_target(folder / "target", _family(known))
-                for number in range(len(config.data.sources)):
+                _make_target(folder / "target", _family(run.target))
+                for number in range(len(run.mixture.sources)):
                     _make_source(folder / f"source{number}", number, state.num_processes)
             state.wait_for_everyone()
-            run(_shrunk(config, folder, state.num_processes))
+            carry_out(_shrunk(run, folder))
         state.wait_for_everyone()
         if state.is_main_process:
             print("\n".join(_done(config, folder / "run")))
@@ -106,22 +101,6 @@ def _cache_in(folder: Path) -> Iterator[None]:
         del os.environ["SPECULATOR_CACHE"]
         if before is not None:
             os.environ["SPECULATOR_CACHE"] = before
-
-
-def known_config(config: RunConfig, local_files_only: bool = True) -> PreTrainedConfig | None:
-    """Read the target's config if it is on this machine, or on the hub; None without one."""
-    target = config.target
-    try:
-        return read_config(
-            target.name_or_path,
-            target.trust_remote_code,
-            revision=target.revision,
-            local_files_only=local_files_only,
-        )
-    except (OSError, ValueError):
-        return None
-    except StrictDataclassError as error:
-        raise UserError(f"the config of {target.name_or_path}: {first_line(error)}") from None
 
 
 def _family(target: PreTrainedConfig | None) -> str:
@@ -176,10 +155,11 @@ def _make_source(folder: Path, number: int, processes: int) -> None:
     DatasetDict(splits).save_to_disk(str(folder))
 
 
-def _shrunk(config: RunConfig, folder: Path, processes: int) -> RunConfig:
+def _shrunk(run: Run, folder: Path) -> RunConfig:
+    config, processes = run.config, run.processes
     stand_ins = [
         str(folder / f"source{number}") + (f"@{source.weight}" if source.weight else "")
-        for number, source in enumerate(config.data.mixture.sources)
+        for number, source in enumerate(run.mixture.sources)
     ]
     # A row of L tokens has labels for N positions from L = N + 2 on.
     length = max(_LENGTH, config.speculator.n_predict + 2)

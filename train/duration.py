@@ -14,7 +14,6 @@ from speculator.target.training import TrainingTarget
 from train.config import StageConfig
 from train.inputs import Inputs, sizes_of
 from train.plan import GeneratedText, generated_texts
-from train.sizes import with_steps
 
 _FORWARD = 1 / 3
 """Share of a training step that an evaluation of the same rows takes: no backward pass."""
@@ -36,7 +35,6 @@ def expected_parts(
     text: GeneratedText | None,
     step: float,
     decode: Callable[[int], float],
-    processes: int = 1,
 ) -> dict[str, float]:
     """Return the seconds of each part of a run, evaluations included.
 
@@ -47,8 +45,8 @@ def expected_parts(
         step: seconds of an optimiser step of stage 1.
         decode: returns the seconds of a plain decoding step with so many rows.
     """
-    config = inputs.config
-    stage1, stage2, settings = config.stage1, config.stage2, config.eval
+    run, processes, settings = inputs.run, inputs.run.processes, inputs.run.config.eval
+    stage1 = run.stage("stage1", len(inputs.train_rows))
     warm = len(settings.temperatures)
     row = step / _rows_per_step(stage1)
     prompts = ceil(len(inputs.suites["validation"].prompts) / processes)
@@ -61,7 +59,7 @@ def expected_parts(
     if text is not None:
         batches = ceil(text.rows / text.batch_size / processes)
         parts["text for stage 2"] = batches * text.new * text.answers * decode(min(text.batch_size, text.rows))
-        parts["stage 2"] = training(with_steps(stage2, text.packed_rows(config.data.seq_length), processes))
+        parts["stage 2"] = training(run.stage("stage2", text.packed_rows(inputs.length)))
     report = warm * len(inputs.suites["held-out"].prompts) * _DECODERS * settings.max_new_tokens * decode(1)
     tuning = _TUNING + 2 * settings.tune_prompts * settings.max_new_tokens * decode(1) if settings.tune_prompts else 0
     parts["tuning and measuring"] = tuning + report
@@ -72,7 +70,7 @@ def _rows_per_step(stage: StageConfig) -> int:
     return stage.per_device_train_batch_size * stage.gradient_accumulation_steps
 
 
-def line(inputs: Inputs, target: TrainingTarget, step: float, processes: int = 1) -> str:
+def line(inputs: Inputs, target: TrainingTarget, step: float) -> str:
     """Return what a run takes, by part, and the flag that shortens the longest.
 
     On a GPU decoding is not timed: its graphs take longer to capture than the text to write.
@@ -86,12 +84,12 @@ def line(inputs: Inputs, target: TrainingTarget, step: float, processes: int = 1
         return timed.get(rows, 0.0)
 
     prompts = inputs.own_prompts and sizes_of(inputs.own_prompts)
-    text = generated_texts(inputs.config, target.config, prompts).get("generating")
+    text = generated_texts(inputs.run, inputs.length, prompts).get("generating")
     if text is not None and prompts:
         text = replace(text, rows=len(prompts))
     if text is not None and target.encoder:
-        text = replace(text, mean=inputs.config.data.seq_length)  # each text is a row
-    parts = expected_parts(inputs, text, step, decode, processes)
+        text = replace(text, mean=inputs.length)  # each text is a row
+    parts = expected_parts(inputs, text, step, decode)
     if not texts:
         parts = {name: seconds for name, seconds in parts.items() if name.startswith("stage")}
     longest = max(parts, key=lambda name: parts[name])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from speculator.checkpoints import head_folder, load_any, recognise
 from speculator.checkpoints.loading import bind
@@ -23,6 +24,9 @@ from speculator.target.training import TrainingTarget
 from train.config import HeadOptions, RunConfig
 from train.sizes import longest
 from train.vocabulary import count_tokens, most_frequent, unused_token
+
+if TYPE_CHECKING:
+    from train.settle import Run
 
 _SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
 """Config fields of every architecture that `HeadOptions` names."""
@@ -70,45 +74,42 @@ def start_of(config: RunConfig) -> str | Path | None:
     return None
 
 
-def new_head(config: RunConfig, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
-    """Create the configured head with float32 weights, whatever the target's dtype.
+def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: int) -> Speculator:
+    """Create the run's head with float32 weights, whatever the target's dtype.
 
     Args:
         rows: training rows; their most frequent tokens become the draft vocabulary, if one is configured.
+        length: number of tokens in a training row.
     """
-    options = config.speculator
-    about: dict[str, Any] = {
-        "base_model_name_or_path": config.target.name_or_path,
-        "base_model_adapter": config.target.adapter,
-        "base_model_fingerprint": target.fingerprint,
-        "trained_length": 0 if target.encoder else config.data.seq_length,  # pairs may be much shorter
-        "training_data": config.data.sources,
-    }
+    config, options, made = run.config, run.config.speculator, copy.deepcopy(run.head)
+    made.base_model_name_or_path = config.target.name_or_path
+    made.base_model_adapter = config.target.adapter
+    made.base_model_fingerprint = target.fingerprint
+    made.trained_length = 0 if target.encoder else length  # pairs may be much shorter
+    made.training_data = config.data.sources
     where = start_of(config)
     start = None if where is None else load_any(where)
     if start is not None:
         # Binding fills in options, and drops an embedding that is the target's: the new head follows what is left.
         stored = {name: getattr(start.config, name) for name in options.options}
         bind(start, target, str(where))
-        own = {
-            name: getattr(start.config, name) if value == stored[name] else value
-            for name, value in options.options.items()
-        }
-        options = dataclasses.replace(options, options=own)
-        longest_before = start.config.trained_length or 0
-        about["trained_length"] = max(about["trained_length"], longest_before)
+        for name, value in options.options.items():
+            if value == stored[name] and (bound := getattr(start.config, name)) is not None:
+                setattr(made, name, bound)
+        made.trained_length = max(made.trained_length, start.config.trained_length or 0)
     # Whatever has drawn random numbers before, a resumed run starts from the same head.
     torch.manual_seed(config.seed)
-    if target.tokenizer and start is None and "mask_token_id" in head_class(options).config_class.own_options():
+    chosen = options.options.get("mask_token_id") is not None
+    if target.tokenizer and start is None and "mask_token_id" in made.own_options() and not chosen:
         counts = count_tokens(rows, target.vocab_size, with_loss=False)
-        about["mask_token_id"] = unused_token(target.tokenizer, counts, target.eos_token_ids)
-    head = head_class(options)(head_config(options, target.config, **about))
+        made.mask_token_id = unused_token(target.tokenizer, counts, target.eos_token_ids)
+    head = head_class(options)(made)
     if head.draft_tokens is not None:
         counts = count_tokens(rows, target.vocab_size)
         head.draft_tokens.copy_(most_frequent(counts, len(head.draft_tokens), target.eos_token_ids))
     if start is not None:
         copy_weights(head, start, options, where)
-    elif head.config.starts_from_target(options.initialise == "target"):
+    elif made.starts_from_target(options.initialise == "target"):
         head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
     return for_rows(head, target, rows) if target.encoder else bind(head, target)
 
@@ -129,10 +130,10 @@ def head_class(options: HeadOptions) -> type[Speculator]:
     return ARCHITECTURES[options.architecture]
 
 
-def head_config(options: HeadOptions, target: PreTrainedConfig, **more: Any) -> SpeculatorConfig:
+def head_config(options: HeadOptions, target: PreTrainedConfig) -> SpeculatorConfig:
     """Build the head's config; options that are 0 or null take the value of the target's text config.
 
-    `more` are further fields of the config. Raises a UserError that names the flag of a wrong option.
+    Raises a UserError that names the flag of a wrong option.
     """
     config_class = head_class(options).config_class
     given = {name: value for name in _SHARED_OPTIONS if (value := getattr(options, name))}
@@ -145,7 +146,7 @@ def head_config(options: HeadOptions, target: PreTrainedConfig, **more: Any) -> 
             )
     chosen = {name: value for name, value in options.options.items() if value is not None}
     try:
-        return config_class.for_target(target, **{**more, **given, **chosen})
+        return config_class.for_target(target, **{**given, **chosen})
     except (UserError, ValueError, TypeError, StrictDataclassError) as error:
         flags = {name: f"--speculator.options.{name}" for name in own}
         flags |= {name: f"--speculator.{name}" for name in _SHARED_OPTIONS}
@@ -153,28 +154,20 @@ def head_config(options: HeadOptions, target: PreTrainedConfig, **more: Any) -> 
         raise UserError(f"{next(named, '--speculator')}: {error}") from None
 
 
-def check_options(options: HeadOptions) -> SpeculatorConfig:
-    """Refuse options that no target could make valid, before the target is loaded.
-
-    Returns the config of the head for some target.
-    """
-    if options.warm_start:
-        recognise(head_folder(options.warm_start, options.warm_start_revision))
-    # Larger than any target, so that only values which no target could have are refused.
-    stand_in = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
-    return head_config(dataclasses.replace(options, draft_vocab_size=0), stand_in)
-
-
 def _nearest(name: str, known: Any) -> str:
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
 
 
-def parameters(options: HeadOptions, target: PreTrainedConfig) -> int:
-    """Count the weights of the configured head without allocating it."""
+def without_memory(run: Run) -> Speculator:
+    """Return the run's head on the meta device, which allocates no weights."""
     with torch.device("meta"):
-        head = head_class(options)(head_config(options, target))
-    return sum(parameter.numel() for parameter in head.parameters())
+        return head_class(run.config.speculator)(copy.deepcopy(run.head))
+
+
+def parameters(run: Run) -> int:
+    """Count the weights of the run's head."""
+    return sum(parameter.numel() for parameter in without_memory(run).parameters())
 
 
 def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, where: str | Path | None) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 
 import datasets
-from accelerate import PartialState
 
 from data.conversations import Conversation
+from data.mixture import Mixture
 from data.prepare import token_rows
 from data.prompts import PromptLimits, conversations
 from data.rendering import Pairs
@@ -26,12 +25,12 @@ from speculator.target.training import TrainingTarget
 from speculator.terminal import loading, log
 from train import checks
 from train.checkpoint import reporting_full_disk
-from train.config import RunConfig
 from train.folder import prompts_fingerprint, rows_fingerprint
 from train.own_text import with_self_written
-from train.plan import refuse_too_large
+from train.plan import Plan
 from train.server_command import needed_of_server
-from train.sizes import Prompt, count_of_tokens, length_of_chats, log_sizes, with_shorter_rows, with_steps
+from train.settle import Run
+from train.sizes import Prompt, count_of_tokens, length_of_chats, shortened
 
 _PROMPTS_PER_TEXT = 4
 
@@ -41,17 +40,21 @@ class Inputs:
     """What a run trains and is measured on.
 
     Attributes:
-        config: the run's, with the steps of its stages and the row length settled.
+        run: the run that they were read for.
+        length: number of tokens in a row.
         train_rows, validation_rows: packed rows.
         suites: "validation" prompts are decoded at each evaluation, "held-out" ones are in the report.
         own_prompts: prompts that the target continues for stage 2; None: it writes them too, or there is no stage 2.
+        plan: `Run.plan`, for these rows and prompts.
     """
 
-    config: RunConfig
+    run: Run
+    length: int
     train_rows: datasets.Dataset
     validation_rows: datasets.Dataset
     suites: dict[str, Suite]
     own_prompts: list[Conversation] | None
+    plan: Plan | None
 
     def fingerprints(self, target: TrainingTarget) -> dict[str, str]:
         """Return fingerprints of "target", and of rows and prompts by split; a resumed run must have the same."""
@@ -60,42 +63,27 @@ class Inputs:
         return found | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in self.suites.items()}
 
 
-def read_inputs(asked: RunConfig, target: TrainingTarget, shorten: bool) -> Inputs:
-    """Read all inputs and check them; nothing is written into the run's folder.
-
-    Args:
-        asked: the config as the user gave it.
-        shorten: see `train.run.run`.
-    """
-    state = PartialState()
-    checks.fits_target(asked, target)
+def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
+    """Read all inputs and check them; nothing is written into the run's folder."""
+    config = run.config
+    checks.fits_target(run, target)
     if isinstance(target, ServerTarget):
-        target.check(*needed_of_server(asked, target.config, target.context_length), state.num_processes)
-    config, read = asked, with_self_written(asked, target)
-    if shorten and not target.encoder:  # whose rows are as long as their documents
-        whole = rows(read, target, "train", report=False)
-        read = with_shorter_rows(read, count_of_tokens(whole), length_of_chats(whole))
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_length=read.data.seq_length))
-    train_rows, validation_rows = rows(read, target, "train"), rows(read, target, "validation")
+        target.check(*needed_of_server(run, target.context_length), run.processes)
+    mixture, length = with_self_written(run, target), config.data.seq_length
+    if run.shortens and not target.encoder:  # whose rows are as long as their documents
+        whole = rows(run, target, mixture, length, "train", report=False)
+        length = shortened(length, count_of_tokens(whole), length_of_chats(whole))
+    train_rows, validation_rows = (rows(run, target, mixture, length, split) for split in ("train", "validation"))
     suites = {
-        "validation": prompts_of(read, target, "validation", config.eval.validation_prompts),
-        "held-out": prompts_of(read, target, "held-out", config.eval.max_prompts),
+        "validation": prompts_of(run, target, mixture, "validation", config.eval.validation_prompts),
+        "held-out": prompts_of(run, target, mixture, "held-out", config.eval.max_prompts),
     }
-    continues = config.stage2.max_steps and not config.data.mixture.is_self
-    own_prompts = own_prompts_of(read, target) if continues else None
-    count = None if own_prompts is None else len(own_prompts)
-    steps = partial(with_steps, processes=state.num_processes)
-    config = dataclasses.replace(config, stage1=steps(config.stage1, len(train_rows)))
-    # Stage 2 gets its final number of steps when its text is there; this one is for the checks.
-    stage2 = steps(config.stage2, config.stage2.generate.max_rows if count is None else count)
-    checks.rows(
-        dataclasses.replace(config, stage2=stage2), target, train_rows, validation_rows, state.num_processes, count
-    )
-    if own_prompts is not None:  # what the plan at the start could only estimate
-        refuse_too_large(config, state.num_processes, sizes_of(own_prompts))
-    if state.is_main_process:
-        log_sizes("stage1", asked, config, train_rows)
-    return Inputs(config, train_rows, validation_rows, suites, own_prompts)
+    own_prompts = own_prompts_of(run, target, mixture, length) if run.continues else None
+    checks.rows(run, target, train_rows, validation_rows, None if own_prompts is None else len(own_prompts))
+    plan = run.plan and run.plan.knowing(length, own_prompts and sizes_of(own_prompts))
+    if plan is not None:  # what the plan at the start could only estimate
+        plan.refuse_too_large()
+    return Inputs(run, length, train_rows, validation_rows, suites, own_prompts, plan)
 
 
 def sizes_of(prompts: list[Conversation]) -> list[Prompt]:
@@ -103,8 +91,9 @@ def sizes_of(prompts: list[Conversation]) -> list[Prompt]:
     return [Prompt(each.size, 1 + len(each.later)) for each in prompts]
 
 
-def load_target(config: RunConfig) -> TrainingTarget:
-    """Load the configured target: a `Target`, its training half if it can't be decoded, or one that servers run."""
+def load_target(run: Run) -> TrainingTarget:
+    """Load the run's target: a `Target`, its training half if it can't be decoded, or one that servers run."""
+    config = run.config
     given = dataclasses.asdict(config.target)
     variables, urls, name = given.pop("chat_template_kwargs"), given.pop("server"), given.pop("name_or_path")
     target: ServerTarget | InProcessTarget
@@ -124,18 +113,20 @@ def load_target(config: RunConfig) -> TrainingTarget:
     except UserError as error:
         if target.encoder:  # no server drafts for it either
             raise
-        checks.check_writes_no_text(config, str(error))
+        checks.check_writes_no_text(run, str(error))
         log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
         return target
 
 
-def rows(config: RunConfig, target: TrainingTarget, split: str, report: bool = True) -> datasets.Dataset:
+def rows(
+    run: Run, target: TrainingTarget, mixture: Mixture, length: int, split: str, report: bool = True
+) -> datasets.Dataset:
     """Return the packed rows of one split, see `token_rows`; of validation only as many as are evaluated."""
-    length, encoder = config.data.seq_length, target.encoder
+    config, encoder = run.config, target.encoder
     pairs = Pairs(encoder.prefix, min(encoder.longest, length)) if encoder else None
     with reporting_full_disk(cache_folder()):
         return token_rows(
-            config.data.mixture,
+            mixture,
             split,
             target.tokenizer,
             length,
@@ -148,12 +139,13 @@ def rows(config: RunConfig, target: TrainingTarget, split: str, report: bool = T
         )
 
 
-def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int) -> Suite:
+def prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, split: str, count: int) -> Suite:
     """Return the prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
+    config = run.config
     # Bad rows were reported when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
-        config.data.mixture,
+        mixture,
         target.tokenizer,
         config.eval.prompt_tokens,
         count,
@@ -162,24 +154,24 @@ def prompts_of(config: RunConfig, target: TrainingTarget, split: str, count: int
         tally=tally,
     )
     if split == "held-out":
-        tally.warn(f"prompts of the {split} split of {config.data.mixture}")
+        tally.warn(f"prompts of the {split} split of {mixture}")
     return suite
 
 
-def own_prompts_of(config: RunConfig, target: TrainingTarget) -> list[Conversation]:
+def own_prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, length: int) -> list[Conversation]:
     """Return the prompts and chats of the training split that the target will answer for stage 2."""
-    settings = config.stage2.generate
+    config, settings = run.config, run.config.stage2.generate
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     found, _ = conversations(
-        config.data.mixture,
+        mixture,
         "train",
         target.tokenizer,
         settings.prompt_tokens,
         settings.max_rows,
         turns=None if settings.turns == "all" else settings.turns,
         per_text=_PROMPTS_PER_TEXT,
-        limits=PromptLimits.of(target, settings.max_new_tokens, config.data.seq_length),
+        limits=PromptLimits.of(target, settings.max_new_tokens, length),
         tally=tally,
     )
-    tally.warn(f"prompts of stage 2, the train split of {config.data.mixture}")
+    tally.warn(f"prompts of stage 2, the train split of {mixture}")
     return found

@@ -6,10 +6,12 @@ that were calibrated on an H100 (docs/lab/h100.md). The allocator and CUDA itsel
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,20 +21,20 @@ from data.mixture import SELF
 from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
-from speculator.heads import ARCHITECTURES
 from speculator.tables import gigabytes, markdown_table
-from speculator.target.gguf import read_config
 from speculator.target.kv_cache import BUCKETS
 from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.sharding import divided
-from train import checks
-from train.config import HERE, RunConfig, StageConfig
-from train.gpus import Place, place_of
-from train.initialise import head_config
+from train.checks import check_is_decoder
+from train.config import StageConfig
+from train.initialise import without_memory
 from train.losses import chunk_tokens
 from train.muon import muon_weights
 from train.sharded_adam import largest_share
-from train.sizes import Prompt, expected_prompts, expected_rows, with_steps
+from train.sizes import Prompt, expected_prompts, expected_rows
+
+if TYPE_CHECKING:
+    from train.settle import Run
 
 _USUAL_MFU = 0.33
 """Share of the peak that recipes reached on an H100: 29 to 38%."""
@@ -70,38 +72,32 @@ class GeneratedText:
         return ceil(self.rows * self.mean / length)
 
 
-def context_of(target: PreTrainedConfig | None) -> int | None:
-    """Return the target's context length, if its config is known and states it."""
-    return getattr(target.get_text_config(), "max_position_embeddings", None) if target else None
-
-
-def generated_texts(
-    config: RunConfig, target: PreTrainedConfig | None, prompts: Sequence[Prompt] | None
-) -> dict[str, GeneratedText]:
+def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> dict[str, GeneratedText]:
     """Return what the target generates, by phase: "self" before training, "generating" between the stages.
 
     Args:
-        target: the target's config, whose context limits the rows; None: unknown.
+        length: number of tokens in a training row of stage 1.
         prompts: those of stage 2, or an estimate; None: unknown, so all are as long as `stage2.generate.prompt_tokens`.
     """
-    found, own, generate, context = {}, config.data.self_source, config.stage2.generate, context_of(target)
+    config, context = run.config, getattr(run.text, "max_position_embeddings", None)
+    found, own, generate = {}, config.data.self_source, config.stage2.generate
     chat = own.max_prompt_tokens + own.max_new_tokens
 
     def capped(length: int) -> int:
         return min(length, context or length)
 
-    if config.data.mixture.names_self:
-        length = capped(own.turns * chat)
-        found[SELF] = GeneratedText(own.max_rows, own.batch_size, length, length, 1, length)
+    if run.mixture.names_self:
+        written = capped(own.turns * chat)
+        found[SELF] = GeneratedText(own.max_rows, own.batch_size, written, written, 1, written)
     if config.stage2.max_steps:
         depth = generate.num_speculative_tokens or config.speculator.n_predict
-        if config.data.mixture.is_self:
-            length = capped(own.turns * (own.max_prompt_tokens + generate.max_new_tokens))
-            sizes, new, answers = [length], length, 1.0
+        if run.mixture.is_self:
+            new = capped(own.turns * (own.max_prompt_tokens + generate.max_new_tokens))
+            sizes, answers = [new], 1.0
         else:
             prompts = prompts or [Prompt(generate.prompt_tokens)]
             # A chat is answered until it is longer than rows of stage 1.
-            most = max(config.data.seq_length, generate.prompt_tokens) + generate.max_new_tokens
+            most = max(length, generate.prompt_tokens) + generate.max_new_tokens
             sizes = [capped(min(most, each.tokens + each.answers * generate.max_new_tokens)) for each in prompts]
             new = min(generate.max_new_tokens, max(sizes))
             answers = sum(each.answers for each in prompts) / len(prompts)
@@ -111,29 +107,13 @@ def generated_texts(
     return found
 
 
-def target_config(config: RunConfig) -> PreTrainedConfig:
-    """Read the target's config from a folder, a GGUF file or the hub."""
-    target = config.target
-    try:
-        read = read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
-        checks.check_is_decoder(target.name_or_path, read)
-        return read
-    except UserError:
-        raise
-    except Exception as error:  # a damaged file fails anywhere in the libraries that read it
-        raise UserError(f"target {target.name_or_path!r}: its config can't be read: {first_line(error)}") from None
-
-
 class Plan:
     """Estimated memory and time of one run; `str(plan)` is what `--plan` prints.
 
     Phases are named "self" and "generating" (the target generates text), "stage1" and "stage2" (the head is trained).
 
     Args:
-        config: the run's.
-        target: the target's config; its weights are not read.
-        place: the processes and their devices.
-        prompts: those of stage 2; None: they are estimated.
+        run: the run; its target's config must be known.
 
     Attributes:
         weights, active: number of the target's weights, and of those that a token is multiplied by.
@@ -147,21 +127,22 @@ class Plan:
         UserError: the target's family, or a target over several devices of one process, can't be planned.
     """
 
-    def __init__(
-        self, config: RunConfig, target: PreTrainedConfig, place: Place, prompts: Sequence[Prompt] | None = None
-    ):
-        if config.target.parallel == "device_map":
+    def __init__(self, run: Run):
+        self.run, self.config, self.head, self.place, target = run, run.config, run.head, run.place, run.target
+        assert target is not None
+        check_is_decoder(self.config.target.name_or_path, target)
+        if self.config.target.parallel == "device_map":
             raise UserError("target.parallel device_map can't be planned")
-        self.config, self.place, self.text = config, place, target.get_text_config()
-        self.served = bool(config.target.server)  # its layers run elsewhere, and so does the writing of text
-        sharded = config.target.parallel != "none"
-        self.shards = divided(place.processes, config.target.parallel_size) if sharded else 1
-        self.head = head_config(config.speculator, self.text)
+        self.text = target.get_text_config()
+        self.served = bool(self.config.target.server)  # its layers run elsewhere, and so does the writing of text
+        sharded = self.config.target.parallel != "none"
+        self.shards = divided(run.processes, self.config.target.parallel_size) if sharded else 1
         try:
             with torch.device("meta"):
-                model = auto_class(target).from_config(target, trust_remote_code=config.target.trust_remote_code)
+                trusted = self.config.target.trust_remote_code
+                model = auto_class(target).from_config(target, trust_remote_code=trusted)
                 drop_vision_tower(model)
-                head = ARCHITECTURES[config.speculator.architecture](self.head)
+            head = without_memory(run)
         except Exception as error:  # whatever the family's code needs
             raise UserError(f"{self.text.model_type} can't be planned: {first_line(error)}") from None
         self.dtype = self._dtype(target)
@@ -174,18 +155,31 @@ class Plan:
         # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
         self.head_module = head
-        continues = bool(config.stage2.max_steps) and not config.data.mixture.is_self
-        prompts = prompts or (expected_prompts(config) if continues else None)
-        self.guessed = continues and prompts is None
-        self.generated = generated_texts(config, target, prompts)
+        self._expect(self.config.data.seq_length, expected_prompts(run) if run.continues else None)
+
+    def knowing(self, length: int, prompts: Sequence[Prompt] | None) -> Plan:
+        """Return the plan of the same run with what its data decide.
+
+        Args:
+            length: number of tokens in a training row of stage 1.
+            prompts: those of stage 2; None: there are none.
+        """
+        known = copy.copy(self)
+        known._expect(length, prompts)
+        return known
+
+    def _expect(self, length: int, prompts: Sequence[Prompt] | None) -> None:
+        self._length = length
+        self.guessed = self.run.continues and prompts is None
+        self.generated = generated_texts(self.run, length, prompts)
         generated = self.generated.get("generating")
-        rows = {"stage1": expected_rows(config), "stage2": None}
+        rows = {"stage1": expected_rows(self.run, length), "stage2": None}
         if generated:
             rows["stage2"] = generated.packed_rows(self.length("stage2"))
         self.stages: dict[str, StageConfig] = {
-            name: with_steps(stage, rows[name] or 0, place.processes) if stage.epochs and rows[name] else stage
-            for name in ("stage1", "stage2")
-            if (stage := getattr(config, name)).max_steps
+            name: self.run.stage(name, count) if count else stage
+            for name, count in rows.items()
+            if (stage := getattr(self.config, name)).max_steps
         }
         self.unknown = [name for name, stage in self.stages.items() if stage.epochs and not rows[name]]
 
@@ -198,8 +192,9 @@ class Plan:
 
     def length(self, stage: str) -> int:
         """Return the number of tokens in each training row of a stage."""
-        length = self.config.data.seq_length
-        return length if stage == "stage1" else max(length, self.generated["generating"].length)  # texts are packed
+        if stage == "stage1":
+            return self._length
+        return max(self._length, self.generated["generating"].length)  # texts are packed
 
     # ---- memory
 
@@ -303,6 +298,10 @@ class Plan:
             counts[name] = rows * self.length(name) * self.place.processes
         return {name: counts[name] for name in (SELF, "stage1", "generating", "stage2") if name in counts}
 
+    def token_at_peak(self, name: str) -> float | None:
+        """Return `seconds_per_token` of a stage, for the MFU; None if the GPU's peak is unknown."""
+        return self.seconds_per_token(name) if self.place.gpu else None
+
     def seconds_per_token(self, name: str) -> float:
         """Return the seconds that a token of a stage takes at the GPU's peak. MFU is this over the measured time.
 
@@ -396,36 +395,3 @@ def _time(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
-
-
-def plan(config: RunConfig, processes: int) -> Plan:
-    """Estimate what a run needs on the devices that `config.plan` names (default: those of this machine)."""
-    return Plan(config, target_config(config), place_of(config.plan or HERE, processes))
-
-
-def refuse_too_large(config: RunConfig, processes: int, prompts: Sequence[Prompt] | None = None) -> None:
-    """Raise a UserError for a run that can't fit this machine's GPUs; one that can't be planned passes.
-
-    Args:
-        prompts: see `Plan`.
-    """
-    place = place_of(HERE, processes)
-    if place.memory is None:
-        return
-    try:
-        made = Plan(config, target_config(config), place, prompts)
-    except UserError:
-        return
-    made.refuse_too_large()
-
-
-def token_at_peak(config: RunConfig, name: str, processes: int) -> float | None:
-    """Return the seconds that a token of stage `name` takes at the peak of this machine's GPU, for the MFU.
-
-    None if the GPU is unknown or the run can't be planned; see `Plan.seconds_per_token`.
-    """
-    place = place_of(HERE, processes)
-    try:
-        return Plan(config, target_config(config), place).seconds_per_token(name) if place.gpu else None
-    except UserError:
-        return None

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import shutil
 import time
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,14 +33,15 @@ from speculator.terminal import log, phase, quiet_libraries, working
 from train import checks, duration, interrupts, processes
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
-from train.dry_run import known_config, run_on_stand_ins
+from train.dry_run import run_on_stand_ins
 from train.finish import is_finished, measure, summary
 from train.folder import check_same_run, locked, write_record
 from train.initialise import for_rows, new_head
 from train.inputs import Inputs, load_target, read_inputs
 from train.own_text import generate_own_text, held_out, packed
-from train.plan import plan, refuse_too_large
-from train.sizes import log_sizes, with_sizes_of_target, with_steps
+from train.plan import Plan
+from train.settle import settle
+from train.sizes import log_sizes
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _POLL_SECONDS = 1.0
@@ -64,22 +65,19 @@ def main(config: RunConfig) -> int:
     """Plan, dry-run or run a config, and return the exit code. Wrong input is one line on stderr and code 2."""
 
     def work() -> None:
-        settled = config
-        if not config.data.seq_length or config.speculator.draft_vocab_size:
-            settled = with_sizes_of_target(config, known_config(config, local_files_only=config.dry_run))
+        state = processes.join()
         if config.plan:
-            state = processes.join()
-            checks.settings(settled)
+            planned = Plan(settle(config, state.num_processes, needs_target=True))
             if state.is_main_process:
-                print(plan(settled, state.num_processes))
+                print(planned)
             state.wait_for_everyone()
             return
         with processes.one_process_reports(), reporting_full_disk(Path(config.output_dir)):
             if config.dry_run:
-                run_on_stand_ins(settled, run)
+                run_on_stand_ins(settle(config, state.num_processes), run)
             else:
                 interrupts.print_when_interrupted(f"the same command resumes the run in {config.output_dir}")
-                run(settled, shorten=not config.data.seq_length)
+                run(config)
 
     try:
         with working("train.py"):
@@ -92,23 +90,19 @@ def main(config: RunConfig) -> int:
     return code
 
 
-def run(config: RunConfig, shorten: bool = False) -> None:
-    """Run everything.
-
-    Args:
-        shorten: the row length is the target's, so little text may have shorter rows.
-    """
-    folder = Path(config.output_dir)
+def run(asked: RunConfig) -> None:
+    """Settle a run and carry it out."""
     state = processes.join()
     # Everything that can be refused is, from cheap to dear, before the folder is created.
-    checks.settings(config)
+    settled = settle(asked, state.num_processes)
+    config, folder = settled.config, settled.folder
     tracking.check(config.report_to)
     if state.is_main_process:
         check_same_run(folder, config, state.num_processes)
     state.wait_for_everyone()
     if is_finished(config) and not config.overwrite_output_dir:
-        if state.is_main_process and not (folder / "speculator" / CARD).exists():
-            write_card(folder / "speculator")  # the run was killed just before
+        if state.is_main_process and not (settled.head_folder / CARD).exists():
+            write_card(settled.head_folder)  # the run was killed just before
         another = "another --output_dir starts another run, --overwrite_output_dir replaces this one"
         state.print(f"{folder} is done; {another}")
         state.print(summary(config))
@@ -121,14 +115,17 @@ def run(config: RunConfig, shorten: bool = False) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it in its first product
         torch.use_deterministic_algorithms(True, warn_only=True)
-    refuse_too_large(config, state.num_processes)
+    if settled.plan is not None:
+        settled.plan.refuse_too_large()
     announce(config, _LOAD)
-    target = load_target(config)
+    target = load_target(settled)
     with closing(target) if isinstance(target, ServerTarget) else nullcontext():
         announce(config, _PREPARE)
-        inputs = read_inputs(config, target, shorten)
+        inputs = read_inputs(settled, target)
+        if state.is_main_process:
+            log_sizes(settled, "stage1", inputs.train_rows, inputs.length)
         # Stage 1 pops the head, so that it does not outlive the stage.
-        heads = [new_head(inputs.config, target, inputs.train_rows)]
+        heads = [new_head(settled, target, inputs.train_rows, inputs.length)]
         with locked(folder) if state.is_main_process else nullcontext():
             if state.is_main_process:
                 write_record(folder, config, state.num_processes, inputs.fingerprints(target))
@@ -142,31 +139,24 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
     Args:
         heads: holds the head to start from.
     """
-    state, config = PartialState(), inputs.config
-    folder = Path(config.output_dir)
-    head_folder = folder / "speculator"
+    state, run, config = PartialState(), inputs.run, inputs.run.config
+    folder, head_folder = run.folder, run.head_folder
     if not is_published(head_folder):
-        measured_on = inputs.validation_rows, inputs.suites["validation"]
         announce(config, _STAGE1)
         # A stage that is finished returns its head at once, so a resumed run comes to where it was killed by the same
         # path.
-        outlook = partial(duration.line, inputs, target, processes=state.num_processes)
-        best = train_stage("stage1", config, target, heads.pop, inputs.train_rows, *measured_on, outlook)
+        best = train_stage("stage1", target, heads.pop, inputs, partial(duration.line, inputs, target))
         gc.collect()  # a trainer and its callbacks hold each other
         if config.stage2.max_steps:
             announce(config, _GENERATE)
-            own_text = generate_own_text(config, target, best, inputs.own_prompts)
-            rows, held = held_out(config, own_text if target.encoder else packed(config, own_text))
-            measured_on = held or inputs.validation_rows, inputs.suites["validation"]
-            stage2 = with_steps(config.stage2, len(rows), state.num_processes)
-            asked, config = config, dataclasses.replace(config, stage2=stage2)
+            own_text = generate_own_text(run, target, best, inputs.own_prompts, inputs.length)
+            rows, held = held_out(run, own_text if target.encoder else packed(run, own_text, inputs.length))
             if state.is_main_process:
-                log_sizes("stage2", asked, config, rows)
-            checks.batch("stage2", config.stage2, len(rows), state.num_processes)
+                log_sizes(run, "stage2", rows, config.data.seq_length)
+            checks.batch(run, "stage2", len(rows))
             announce(config, _STAGE2)
-            best = train_stage(
-                "stage2", config, target, lambda: for_rows(load_any(best), target, own_text), rows, *measured_on
-            )
+            inputs = replace(inputs, train_rows=rows, validation_rows=held or inputs.validation_rows)
+            best = train_stage("stage2", target, lambda: for_rows(load_any(best), target, own_text), inputs)
         if state.is_main_process:
             publish(load_any(best), head_folder)
             if (best / FORECAST_FILE).exists():
@@ -178,7 +168,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             time.sleep(_POLL_SECONDS)
         return
     if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
-        start_tracking(config, "stage2" if config.stage2.max_steps else "stage1")
+        start_tracking(inputs, "stage2" if config.stage2.max_steps else "stage1")
     if isinstance(target, Target):
         measure(config, target, inputs.suites)
         if config.report_to != "wandb":  # its run is open and has got the report

@@ -15,7 +15,7 @@ from train.command_line import parse
 from train.config import RunConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from train.settle import Run
 
 # Libraries that take seconds are imported where they are used, so that a mistyped flag shows at once.
 _STORAGE = "/dev/shm/speculator"
@@ -41,23 +41,20 @@ def split(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     return own, settings, argv[at + 1 :]
 
 
-def needed_of_server(config: RunConfig, target: PreTrainedConfig, context: int) -> tuple[tuple[int, ...], int]:
+def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
     """Return the auxiliary layers that the run's head reads, and the tokens of the longest document that it sends.
 
     Args:
-        target: the target's text config.
         context: tokens of the longest text that a server reads, one below the target's context length.
     """
-    from train.initialise import head_config
-
-    head = head_config(config.speculator, target)
+    config = run.config
     longest = config.data.seq_length
-    if config.data.mixture.names_self:
+    if run.mixture.names_self:
         own = config.data.self_source
         longest = max(longest, own.turns * (own.max_prompt_tokens + own.max_new_tokens))
     if config.stage2.max_steps:
         longest = max(longest, config.data.seq_length) + config.stage2.generate.max_new_tokens
-    return tuple(getattr(head, "aux_layers", None) or ()), min(longest, context)
+    return tuple(getattr(run.head, "aux_layers", None) or ()), min(longest, context)
 
 
 def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: str, more: Sequence[str]) -> str:
@@ -94,10 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     own, settings, more = split(list(sys.argv[1:] if argv is None else argv))
     config = parse(settings)
-    return run_command("speculator server-command", lambda: run(config, own.check, own.storage, more))
+    return run_command("speculator server-command", lambda: print_line(config, own.check, own.storage, more))
 
 
-def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
+def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
     """Print the line, or with `check` send a text to every server of the config.
 
     Args:
@@ -107,20 +104,19 @@ def run(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> No
     from speculator.target.server import ServerTarget
     from train import checks
     from train.inputs import load_target
-    from train.plan import target_config
-    from train.sizes import with_sizes_of_target
+    from train.settle import settle
 
-    whole = target_config(config)
-    text, config = whole.get_text_config(), with_sizes_of_target(config, whole)
-    checks.settings(config)
-    checks.fits_config(config, whole)
-    aux_layers, longest = needed_of_server(config, text, context_length(text, config.target.name_or_path) - 1)
+    run = settle(config, processes=1, needs_target=True)
+    text = run.text
+    assert text is not None
+    checks.fits_config(run)
+    aux_layers, longest = needed_of_server(run, context_length(text, config.target.name_or_path) - 1)
     layers = (*aux_layers, text.num_hidden_layers)
     if not check:
         print(serve_line(config, layers, longest, storage, more))
         return
     refuse((not config.target.server, "--check needs --target.server URL"))
-    target = load_target(config)
+    target = load_target(run)
     assert isinstance(target, ServerTarget)
     with closing(target):
         target.check(aux_layers, longest)

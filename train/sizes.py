@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from math import ceil, sqrt
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import pyarrow
@@ -27,6 +27,9 @@ from speculator.target.server import split
 from speculator.terminal import log
 from train.config import GenerateConfig, RunConfig, StageConfig
 
+if TYPE_CHECKING:
+    from train.settle import Run
+
 _LONGEST = 4096
 """Tokens of a row if the run names none; few chats are longer."""
 _SHORTEST, _LEAST_ROWS = 256, 64
@@ -37,15 +40,14 @@ _LEAST_STEPS = 50
 """Steps of an epoch, at least."""
 
 
-def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> RunConfig:
+def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None) -> RunConfig:
     """Fill in the row length, which is that of a warm start's training if there is one.
 
     A draft vocabulary that the target's own does not exceed is left out.
 
     Args:
-        target: the target's config; None if it is unknown.
+        text: the target's text config; None if it is unknown.
     """
-    text = target.get_text_config() if target else None
     data, head = config.data, config.speculator
     if not data.seq_length:
         most = _LONGEST
@@ -59,16 +61,15 @@ def with_sizes_of_target(config: RunConfig, target: PreTrainedConfig | None) -> 
     return replace(config, data=data, speculator=head)
 
 
-def with_shorter_rows(config: RunConfig, tokens: int, whole: int = 0) -> RunConfig:
-    """Halve the row length until the training tokens make at least 64 rows, or rows are shorter than 512 tokens.
+def shortened(length: int, tokens: int, whole: int = 0) -> int:
+    """Halve a row length until the training tokens make at least 64 rows, or rows are shorter than 512 tokens.
 
     Args:
         whole: length of rows that cut few chats; rows stay at least as long.
     """
-    length = config.data.seq_length
     while length >= max(2 * _SHORTEST, 2 * whole) and tokens < _LEAST_ROWS * length:
         length //= 2
-    return replace(config, data=replace(config.data, seq_length=length))
+    return length
 
 
 def length_of_chats(packed: datasets.Dataset) -> int:
@@ -104,13 +105,17 @@ def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
     )
 
 
-def expected_rows(config: RunConfig) -> int | None:
+def expected_rows(run: Run, length: int) -> int | None:
     """Estimate the training rows of stage 1 before anything is read: 4 bytes of text per token.
 
     Of data on the hub only `data.max_tokens` is known; None without it.
+
+    Args:
+        length: number of tokens in a row.
     """
+    config = run.config
     tokens, own, most = 0.0, config.data.self_source, config.data.max_tokens
-    for source in config.data.mixture.sources:
+    for source in run.mixture.sources:
         if source.location == SELF:
             tokens += own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
         elif os.path.exists(source.location):
@@ -120,7 +125,7 @@ def expected_rows(config: RunConfig) -> int | None:
             return None
         else:
             tokens = most
-    return ceil(min(tokens, most or tokens) / (config.data.seq_length or _LONGEST))
+    return ceil(min(tokens, most or tokens) / length)
 
 
 def _bytes_of_text(place: Path) -> int:
@@ -151,13 +156,13 @@ class Prompt:
     answers: int = 1
 
 
-def expected_prompts(config: RunConfig) -> list[Prompt] | None:
+def expected_prompts(run: Run) -> list[Prompt] | None:
     """Estimate the prompts of stage 2 by the first documents of each source, at 4 characters per token.
 
     None if a source is on the hub or can't be read.
     """
-    own, generate, found = config.data.self_source, config.stage2.generate, list[Prompt]()
-    for source in config.data.mixture.sources:
+    own, generate, found = run.config.data.self_source, run.config.stage2.generate, list[Prompt]()
+    for source in run.mixture.sources:
         if source.location == SELF:
             found.append(Prompt(own.turns * own.max_prompt_tokens, own.turns))
             continue
@@ -193,15 +198,16 @@ def longest(rows: datasets.Dataset) -> int:
     return max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
 
 
-def log_sizes(name: str, asked: RunConfig, config: RunConfig, rows: datasets.Dataset) -> None:
+def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
     """Print the size of a stage, and what was adapted to it.
 
     Args:
         name: "stage1" or "stage2".
+        length: number of tokens in a row, or the run's own where the stage follows another.
     """
-    before, stage = getattr(asked, name), getattr(config, name)
+    before, stage = getattr(run.config, name), run.stage(name, len(rows))
     batch, was = (each.per_device_train_batch_size * each.gradient_accumulation_steps for each in (stage, before))
-    notes = [f"rows of {config.data.seq_length} tokens"] * (config.data.seq_length != asked.data.seq_length)
+    notes = [f"rows of {length} tokens"] * (length != run.config.data.seq_length)
     rates = f"{stage.learning_rate:.2g}, not {before.learning_rate:.2g}, by the square root"
     notes += [f"batches of {batch}, not {was}, and a learning rate of {rates}"] * (batch != was)
     little = f"; this is little text, so {' and '.join(notes)}" if notes else ""

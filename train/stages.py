@@ -20,7 +20,6 @@ from accelerate import PartialState
 
 from eval import tracking
 from eval.serving import write_forecast
-from eval.suites import Suite
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
@@ -32,8 +31,8 @@ from speculator.target.server import ServerTarget
 from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 from train import checkpoint, checks, interrupts
-from train.config import RunConfig, StageConfig
-from train.plan import token_at_peak
+from train.config import StageConfig
+from train.inputs import Inputs
 from train.sizes import longest
 from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
@@ -45,12 +44,9 @@ _WANDB_ID = re.compile(rb"[0-9a-f]{8}")
 
 def train_stage(
     name: str,
-    config: RunConfig,
     target: TrainingTarget,
     start: Callable[[], Speculator],
-    train_rows: datasets.Dataset,
-    validation_rows: datasets.Dataset,
-    suite: Suite,
+    inputs: Inputs,
     outlook: Callable[[float], str] | None = None,
 ) -> Path:  # of the best head
     """Train a head on all processes of the run; a finished stage returns its head at once.
@@ -58,15 +54,17 @@ def train_stage(
     Args:
         name: "stage1" or "stage2": section of the config, and folder of the stage.
         start: returns the head that the stage starts from, in float32.
-        validation_rows: rows whose forecast of the acceptance length chooses the best checkpoint.
-        suite: prompts to decode at each evaluation, for the acceptance length. A target that only trains decodes none.
+        inputs: the stage's rows and prompts. The forecast of the acceptance length of its validation rows chooses the
+            best checkpoint, and the prompts "validation" are decoded, if the target can.
         outlook: see `train.progress.ProgressLine`.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
     """
-    settings: StageConfig = getattr(config, name)
-    folder = Path(config.output_dir) / name
+    run, config = inputs.run, inputs.run.config
+    train_rows, validation_rows = inputs.train_rows, inputs.validation_rows
+    settings, suite = run.stage(name, len(train_rows)), inputs.suites["validation"]
+    folder = run.folder / name
     best_head = folder / "speculator"
     if is_published(best_head):
         return best_head
@@ -100,7 +98,7 @@ def train_stage(
     trainer = SpeculatorTrainer(
         model=head,
         target=target,
-        token_at_peak=token_at_peak(config, name, state.num_processes),
+        token_at_peak=inputs.plan.token_at_peak(name) if inputs.plan else None,
         loss=config.loss,
         decode=decode,
         keep=settings.save_total_limit,
@@ -111,7 +109,7 @@ def train_stage(
         muon=settings.optimizer == "muon",
         args=arguments(
             output_dir=str(folder),
-            run_name=f"{Path(config.output_dir).name} {name}",
+            run_name=f"{run.folder.name} {name}",
             report_to=config.report_to,
             seed=config.seed,
             per_device_eval_batch_size=batch,
@@ -147,7 +145,7 @@ def train_stage(
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
     if not ends(done.get("global_step", 0), done.get("best_global_step")):
         if state.is_main_process and config.report_to == "wandb":
-            start_tracking(config, name)
+            start_tracking(inputs, name)
         with interrupts.saving():
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         done = {"global_step": trainer.state.global_step, "log_history": trainer.state.log_history}
@@ -225,24 +223,27 @@ def publish(head: Speculator, folder: Path) -> None:
         write_manifest(scratch)
 
 
-def start_tracking(config: RunConfig, name: str) -> None:
+def start_tracking(inputs: Inputs, name: str) -> None:
     """Start a wandb run for a stage, in one group with the others; offline without a key.
 
     Its id is kept, so that a resumed stage continues it. It stays open until the next stage begins, so the last stage's
     run also gets the final report.
     """
     tracking.stop()
-    folder = Path(config.output_dir) / name
+    run = inputs.run
+    folder = run.folder / name
     record = folder / "wandb_id"
     if not (record.is_file() and _WANDB_ID.fullmatch(record.read_bytes())):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(record, secrets.token_hex(4))
-    run = Path(config.output_dir).name
+    settings = dataclasses.asdict(run.config)
+    settings["data"]["seq_length"] = inputs.length
+    settings[name] = dataclasses.asdict(run.stage(name, len(inputs.train_rows)))
     tracking.start(
-        Path(os.environ.get("WANDB_DIR", config.output_dir)),
-        group=os.environ.get("WANDB_RUN_GROUP", run),
-        name=f"{run} {name}",
+        Path(os.environ.get("WANDB_DIR", run.folder)),
+        group=os.environ.get("WANDB_RUN_GROUP", run.folder.name),
+        name=f"{run.folder.name} {name}",
         id=read_text(record),
         resume="allow",
-        config=dataclasses.asdict(config),
+        config=settings,
     )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat_templates import chat_tokenizer
-from conftest import tiny_tokenizer
+from conftest import settled, tiny_tokenizer
 from datasets import Dataset, DatasetDict
 
 from data.mixture import SourceError, mixture_of
@@ -159,7 +159,8 @@ def test_a_run_prints_what_became_of_the_rows_of_stage_2(tmp_path, capfd):
     config = RunConfig()
     config.data.sources, config.stage2.generate.max_rows = [source], 999
     target = SimpleNamespace(tokenizer=chat_tokenizer("llama3"), name="tiny", context_length=512, encoder=None)
-    count = len(own_prompts_of(config, target))
+    run = settled(config)
+    count = len(own_prompts_of(run, target, run.mixture, 256))
     line = re.search(r"prompts of stage 2, .*: (\d+) rows read, (\d+) used(.*)", capfd.readouterr().err)
     assert int(line[2]) == count > 200
     assert (line[3] == "") == (line[1] == line[2])

@@ -19,7 +19,7 @@ from speculator.checkpoints.layout import base_config
 from speculator.files import MANIFEST, write_manifest
 from speculator.target.fingerprint import same_target, similar_target
 from train.config import RunConfig
-from train.dry_run import known_config
+from train.settle import known_config
 
 
 @pytest.fixture

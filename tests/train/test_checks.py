@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from conftest import settled
 from datasets import Dataset
 from mtp_models import config_of, model_of
 from transformers import T5Config
@@ -36,7 +37,7 @@ from train.initialise import new_head, parameters
 )
 def test_a_wrong_setting_is_named_before_anything_is_loaded(flags, key):
     with pytest.raises(UserError, match=key):
-        checks.settings(parse(flags))
+        checks.settings(settled(parse(flags)))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,8 @@ def test_a_number_out_of_its_fields_range_is_named(flags, capsys):
 
 
 def test_an_attention_head_may_draft_deeper_than_it_is_trained():
-    checks.settings(parse(["--speculator.architecture", "eagle3", "--stage2.generate.num_speculative_tokens", "9"]))
+    flags = ["--speculator.architecture", "eagle3", "--stage2.generate.num_speculative_tokens", "9"]
+    checks.settings(settled(parse(flags)))
 
 
 OTHERWISE = ["--speculator.initialise", "random", "--data.seq_length", "100000000"]
@@ -77,19 +79,19 @@ OTHERWISE += ["--stage2.max_steps", "0", "--eval.tune_prompts", "0"]
     ],
 )
 def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target, flags):
-    config = parse([*flags, *OTHERWISE])
-    checks.settings(config)
+    run = settled(parse([*flags, *OTHERWISE]), target)
+    checks.settings(run)
     with pytest.raises(UserError, match=r"a head of [\d,]{15,} weights needs [\d,]{5,} GB to train"):
-        checks.fits_target(config, target)
+        checks.fits_target(run, target)
 
 
 def test_a_target_without_the_layer_to_start_from_is_refused_before_its_text_is_read(target, tmp_path):
     model_of(config_of("glm4_moe")).save_pretrained(tmp_path)
     flags = ["--speculator.architecture", "mtp", "--speculator.initialise", "target", "--stage2.max_steps", "0"]
-    config = parse([*flags, "--eval.tune_prompts", "0", "--target.name_or_path", str(tmp_path)])
-    checks.settings(config)
+    run = settled(parse([*flags, "--eval.tune_prompts", "0", "--target.name_or_path", str(tmp_path)]), target)
+    checks.settings(run)
     with pytest.raises(UserError, match="promises 1 MTP layers, and its files hold 0"):
-        checks.fits_target(config, target)
+        checks.fits_target(run, target)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -102,24 +104,23 @@ def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_p
     options = {"mlp": ["{}", "{tie_weights: false}"], "eagle3": ["{aux_layers: [0, 1]}"]}
     options["dspark"] = options["eagle3"]
     for own in options.get(architecture, ["{}"]):
-        config = parse([*flags, "--speculator.options", own])
+        run = settled(parse([*flags, "--speculator.options", own]), target)
         rows = Dataset.from_dict({"input_ids": [[0, 1]]})
-        made = new_head(config, target, rows).num_parameters()
-        assert parameters(config.speculator, target.config) == made
+        assert parameters(run) == new_head(run, target, rows, length=2).num_parameters()
 
 
 def test_rows_with_a_token_that_the_target_lacks_are_refused(target):
     config = parse([])
-    config = replace(config, stage1=replace(config.stage1, per_device_train_batch_size=1))
+    run = settled(replace(config, stage1=replace(config.stage1, per_device_train_batch_size=1)), target)
     rows, beyond = (
         Dataset.from_dict({"input_ids": [[0, 1, token]] * 400}) for token in (target.vocab_size - 1, target.vocab_size)
     )
-    checks.rows(config, target, rows, rows, 1)
+    checks.rows(run, target, rows, rows)
     for pair in ((rows, beyond), (beyond, rows)):
         with pytest.raises(UserError, match=f"hold token {target.vocab_size}"):
-            checks.rows(config, target, *pair, 1)
+            checks.rows(run, target, *pair)
 
 
 def test_heads_for_encoder_decoder_targets_are_refused():
     with pytest.raises(UserError, match="encoder-decoder"):
-        checks.fits_config(parse([]), T5Config())
+        checks.fits_config(settled(parse(["--speculator.architecture", "mlp"]), T5Config()))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_block_head, tiny_head
+from conftest import settled, tiny_block_head, tiny_head
 from datasets import Dataset
 
 from data.mixture import mixture_of
@@ -116,8 +116,7 @@ def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(
     assert config.loss.d_pace == 0.5
     assert parse([*flags, "--loss.d_pace", "1"]).loss.d_pace == 1
     assert with_sizes_of_target(config, target.config).data.seq_length == 96
-    config.data.seq_length = 32
-    made = new_head(config, target, Dataset.from_list([{"input_ids": [1, 2, 3]}]))
+    made = new_head(settled(config, target), target, Dataset.from_list([{"input_ids": [1, 2, 3]}]), length=32)
     assert not made.config.own_embedding
     assert made.config.trained_length == 96
     assert torch.equal(made.fc.weight, head.fc.weight)

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import RECURRENT, shorten_validation
+from conftest import RECURRENT, settled, shorten_validation
 from transformers import LlamaConfig, Qwen3Config
 
 from speculator.errors import UserError
 from train import checks, run
 from train.command_line import parse
-from train.dry_run import known_config, run_on_stand_ins
+from train.dry_run import run_on_stand_ins
 from train.folder import check_same_run, write_record
 from train.run import run as run_all
-from train.sizes import with_sizes_of_target
+from train.settle import known_config, settle
 
 ROOT = Path(__file__).parents[2]
 LONG = (
@@ -65,12 +65,12 @@ class SeenError(Exception):
 
 def dry_run(recipe: Path, *flags: str) -> None:
     config = parse(["--config", str(recipe), "--dry_run", *flags])
-    run_on_stand_ins(with_sizes_of_target(config, known_config(config)), run_all)
+    run_on_stand_ins(settle(config, processes=1), run_all)
 
 
 @pytest.mark.parametrize("recipe", LONG)
 def test_a_recipe_passes_the_checks_of_its_settings(recipe):
-    checks.settings(parse(["--config", str(ROOT / "configs" / f"{recipe}.yaml")]))
+    checks.settings(settled(parse(["--config", str(ROOT / "configs" / f"{recipe}.yaml")])))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -91,7 +91,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
     shorten_validation(monkeypatch)
     trained, train_stage = [], run.train_stage
 
-    def watched(name, config, target, start, *rest):
+    def watched(name, target, start, *rest):
         if name == "stage2":
             assert [head() for head in trained] == [None]
             raise SeenError
@@ -101,7 +101,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
             trained.append(weakref.ref(head))
             return head
 
-        return train_stage(name, config, target, noted, *rest)
+        return train_stage(name, target, noted, *rest)
 
     monkeypatch.setattr(run, "train_stage", watched)
     with pytest.raises(SeenError):
@@ -125,7 +125,7 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
         seen.append((config, (Path(config.target.name_or_path) / "config.json").read_text()))
         run_all(config)
 
-    run_on_stand_ins(given, run)
+    run_on_stand_ins(settle(given, processes=1), run)
     ((config, target),) = seen
     assert '"model_type": "qwen3"' in target
     assert config.speculator == replace(given.speculator, inner_dim=config.speculator.inner_dim)
@@ -147,7 +147,7 @@ def test_a_dry_run_stands_a_llama_in_for_a_target_with_recurrent_layers(family, 
         raise SeenError
 
     with pytest.raises(SeenError):
-        run_on_stand_ins(given, run)
+        run_on_stand_ins(settle(given, processes=1), run)
     assert seen[0]["model_type"] == "llama"
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import tiny_block_head, tiny_head, tiny_model
+from conftest import settled, tiny_block_head, tiny_head, tiny_model
 from torch.optim.lr_scheduler import LambdaLR
 
 from speculator import Target
@@ -77,4 +77,4 @@ def test_a_loaded_state_goes_on_with_the_schedule():
 
 def test_it_is_not_sharded():
     with pytest.raises(UserError, match="shard_optimizer"):
-        checks.settings(parse(["--shard_optimizer", "true", "--stage2.optimizer", "muon"]))
+        checks.settings(settled(parse(["--shard_optimizer", "true", "--stage2.optimizer", "muon"])))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chat_targets import chatty, save, tiny_llama
-from conftest import shorten_validation, tiny_head
+from conftest import settled, shorten_validation, tiny_head
 from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from kills import killed_at
@@ -24,6 +24,7 @@ from train.dry_run import run_on_stand_ins
 from train.inputs import rows
 from train.own_text import folder_of, with_self_written
 from train.run import run as run_all
+from train.settle import settle
 
 SIZES = {
     "data.seq_length": 16,
@@ -94,7 +95,8 @@ def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": f"{i} the quick brown fox " * 20}) + "\n" for i in range(200)))
     config = config_of(chat_folder, tmp_path / "run", **{"data.sources": f"[self@0.5, {other}@0.5]"})
-    packed = rows(with_self_written(config, target), target, "train")
+    run = settled(config, target)
+    packed = rows(run, target, with_self_written(run, target), 16, "train")
     own = sum("fox" not in target.tokenizer.decode(row["input_ids"]) for row in packed)
     assert 0.3 < own / len(packed) < 0.7
 
@@ -102,18 +104,23 @@ def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
 def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, target, tmp_path):
     config = config_of(chat_folder, tmp_path / "run")
     others = [{"seed": 1}, {"data.self_source.max_rows": 99}, {"data.self_source.temperatures": "[0.0, 1.0]"}]
-    folders = {folder_of(config_of(chat_folder, tmp_path / "run", **other), target) for other in [{}, *others]}
+    folders = {
+        folder_of(settled(config_of(chat_folder, tmp_path / "run", **other), target), target) for other in [{}, *others]
+    }
     assert len(folders) == 4
-    assert folder_of(config_of(chat_folder, tmp_path / "elsewhere", **{"data.seq_length": 8}), target) in folders
-    assert folder_of(config, target) in folders
+    assert (
+        folder_of(settled(config_of(chat_folder, tmp_path / "elsewhere", **{"data.seq_length": 8}), target), target)
+        in folders
+    )
+    assert folder_of(settled(config, target), target) in folders
 
 
 def test_text_of_stage_2_is_packed_in_the_same_rows_each_time(chat_folder, tmp_path):
-    config = config_of(chat_folder, tmp_path, **{"data.seq_length": 64, "stage2.max_steps": 1})
+    run = settled(config_of(chat_folder, tmp_path, **{"data.seq_length": 64, "stage2.max_steps": 1}))
     texts = [{"input_ids": [i] * (9 + i % 40), "loss_mask": [0] * 5 + [1] * (4 + i % 40)} for i in range(100)]
     texts.append({"input_ids": [101] * 70, "loss_mask": [0] + [1] * 69})  # longer than rows of stage 1
-    rows = own_text.packed(config, Dataset.from_list(texts))
-    again = own_text.packed(config, Dataset.from_list(texts))
+    rows = own_text.packed(run, Dataset.from_list(texts), 64)
+    again = own_text.packed(run, Dataset.from_list(texts), 64)
     assert list(rows) == list(again)
     sizes = list(map(len, rows["input_ids"]))
     assert max(sizes) == 70
@@ -121,16 +128,16 @@ def test_text_of_stage_2_is_packed_in_the_same_rows_each_time(chat_folder, tmp_p
     whole = [list(group) for row in rows["input_ids"] for _, group in groupby(row)]
     assert sorted(whole) == sorted(text["input_ids"] for text in texts)
     few = Dataset.from_list(texts[:3])  # two rows would be no more than a batch, but these make one
-    assert own_text.packed(config, few) is few
+    assert own_text.packed(run, few, 64) is few
 
 
 def test_the_checkpoint_of_stage_2_is_chosen_by_rows_that_the_target_wrote(chat_folder, tmp_path):
-    config = config_of(chat_folder, tmp_path, **{"stage2.max_steps": 1, "eval.validation_rows": 4})
+    run = settled(config_of(chat_folder, tmp_path, **{"stage2.max_steps": 1, "eval.validation_rows": 4}))
     rows = Dataset.from_list([{"input_ids": [i]} for i in range(100)])
-    trained, held = own_text.held_out(config, rows)
+    trained, held = own_text.held_out(run, rows)
     assert [row["input_ids"] for row in (*trained, *held)] == [[i] for i in range(100)]
     assert len(held) == 4
-    few, none = own_text.held_out(config, rows.select(range(19)))
+    few, none = own_text.held_out(run, rows.select(range(19)))
     assert (len(few), none) == (19, None)
 
 
@@ -161,29 +168,32 @@ def test_wrong_input_is_known_before_the_target_writes(chat_folder, tmp_path, mo
 
 def test_a_second_launch_does_not_write_as_well(chat_folder, target, tmp_path):
     config = config_of(chat_folder, tmp_path / "run")
-    folder = folder_of(config, target)
+    folder = folder_of(settled(config, target), target)
     folder.parent.mkdir()
     with FileLock(f"{folder}.lock"), pytest.raises(UserError, match="another run is writing these chats"):
-        with_self_written(config, target)
+        with_self_written(settled(config, target), target)
     assert not folder.exists()
 
 
 def test_a_dry_run_writes_nothing(chat_folder, tmp_path, capsys):
-    run_on_stand_ins(config_of(chat_folder, tmp_path / "run"), run_all)
+    run_on_stand_ins(settle(config_of(chat_folder, tmp_path / "run"), processes=1), run_all)
     assert "stage1 on stand-ins" in capsys.readouterr().out
     assert not cache_folder().exists()
 
 
 def test_chats_resume_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
     config = config_of(chat_folder, tmp_path / "run")
-    whole = list(load_from_disk(str(Path(with_self_written(config, target).data.sources[0]) / "rows")))
+    whole = list(load_from_disk(str(Path(with_self_written(settled(config, target), target).locations[0]) / "rows")))
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "again"))
     with killed_at(magpie, "generate_rows", call=1):
-        with_self_written(config, target)
+        with_self_written(settled(config, target), target)
     made, generate = [], magpie.generate_rows
     monkeypatch.setattr(magpie, "generate_rows", lambda *a, **how: made.append(how["title"]) or generate(*a, **how))
-    assert not (folder_of(config, target) / "manifest.json").exists()
-    assert list(load_from_disk(str(Path(with_self_written(config, target).data.sources[0]) / "rows"))) == whole
+    assert not (folder_of(settled(config, target), target) / "manifest.json").exists()
+    assert (
+        list(load_from_disk(str(Path(with_self_written(settled(config, target), target).locations[0]) / "rows")))
+        == whole
+    )
     assert made == ["prompts", "answers"]
 
 
@@ -193,7 +203,7 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
     config = config_of(chat_folder, tmp_path / "run", **changes)
     run_all(config)
     manifest = json.loads((tmp_path / "run" / "generated" / "manifest.json").read_text())
-    first = json.loads((folder_of(config, target) / "manifest.json").read_text())
+    first = json.loads((folder_of(settled(config, target), target) / "manifest.json").read_text())
     assert manifest["before"] == {key: first[key] for key in ("rows", "tokens", "seconds")}
     assert "2 tokens" in manifest["drafter"]
     second = load_from_disk(str(tmp_path / "run" / "generated" / "rows"))
@@ -203,7 +213,7 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
         assert not any(mark > learnt for mark, learnt in zip(row["rejected"], row["loss_mask"], strict=True))
     asked = [
         {tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows}
-        for rows in (load_from_disk(str(folder_of(config, target) / "rows")), second)
+        for rows in (load_from_disk(str(folder_of(settled(config, target), target) / "rows")), second)
     ]
     assert not asked[0] & asked[1]
 
@@ -212,10 +222,10 @@ def test_stage_2_drafts_adaptively_unless_a_length_is_given(chat_folder, target,
     drafters = []
     monkeypatch.setattr(own_text, "load_head", lambda *_: tiny_head())
     monkeypatch.setattr(own_text, "load_drafter", lambda *_, **how: how)
-    monkeypatch.setattr(own_text, "fresh_rows", lambda config, target, drafter, folder: drafters.append(drafter))
+    monkeypatch.setattr(own_text, "fresh_rows", lambda run, target, drafter, folder: drafters.append(drafter))
     for length in (0, 2):
         config = config_of(chat_folder, tmp_path / "run", **{"stage2.generate.num_speculative_tokens": length})
-        own_text.generate_own_text(config, target, tmp_path / "head", None)
+        own_text.generate_own_text(settled(config), target, tmp_path / "head", None, 16)
     assert drafters[0]["batch_size"] == config.stage2.generate.batch_size
     assert (drafters[1].name, drafters[1].nodes) == ("head", 2)
 

@@ -5,19 +5,20 @@ import json
 import pytest
 import torch
 import yaml
-from conftest import CONFIGS, RECURRENT, tiny_model
+from conftest import CONFIGS, RECURRENT, settled, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES
 from speculator.target.in_process import InProcessTarget
-from train import plan as planning
 from train import run
+from train import settle as settling
 from train.command_line import parse
 from train.gpus import GPUS, Place, gpu_named, place_of
 from train.initialise import head_config
 from train.plan import Plan
+from train.settle import settle
 from train.sharded_adam import largest_share
 from train.sizes import Prompt
 
@@ -49,18 +50,18 @@ SMOLLM = LlamaConfig(
 )
 def test_memory_is_within_15_percent_of_what_an_h100_measured(recipe, target, measured, flags):
     """The figures of docs/lab/h100.md, in GB."""
-    made = Plan(parse(["--config", f"configs/{recipe}.yaml", *flags]), target, H100)
+    made = Plan(settled(parse(["--config", f"configs/{recipe}.yaml", *flags]), target, H100))
     assert sum(made.memory()["stage1"].values()) / 1e9 == pytest.approx(measured, rel=0.15)
 
 
 def test_generating_is_within_15_percent_of_what_an_h100_measured():
-    made = Plan(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100)
+    made = Plan(settled(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100))
     assert sum(made.memory()["generating"].values()) / 1e9 == pytest.approx(24.8, rel=0.15)
 
 
 def test_mfu_is_close_to_that_of_counted_operations():
     """docs/lab/h100.md: 12,211 tokens/s are 32% of the peak."""
-    made = Plan(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100)
+    made = Plan(settled(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100))
     assert 12_211 * made.seconds_per_token("stage1") == pytest.approx(0.32, abs=0.03)
     # Of the target's two untied matrices, the embedding is not multiplied by, and the other one is once.
     attention = 2 * 32 * 4096 * made.length("stage1")
@@ -72,7 +73,7 @@ def test_mfu_is_close_to_that_of_counted_operations():
 @pytest.mark.parametrize("family", CONFIGS | RECURRENT)
 def test_every_family_is_counted_without_its_weights(family):
     config = parse(["--stage2.max_steps", "0"])
-    made = Plan(config, (CONFIGS | RECURRENT)[family], Place(1))
+    made = Plan(settled(config, (CONFIGS | RECURRENT)[family]))
     assert made.weights == sum(weight.numel() for weight in tiny_model(family).parameters())
     assert made.memory()["stage1"]
 
@@ -100,9 +101,13 @@ def test_operations_of_a_head_are_those_that_torch_counts(architecture, options)
 
 
 def test_a_token_is_multiplied_by_the_experts_that_it_is_sent_to():
-    made = Plan(parse(["--stage2.max_steps", "0"]), CONFIGS["mixtral"], Place(1))
+    made = Plan(settled(parse(["--stage2.max_steps", "0"]), CONFIGS["mixtral"]))
     experts = 2 * 4 * 3 * 32 * 64  # layers, experts, matrices
     assert made.active == made.weights - experts / 2 - made.table
+
+
+def planned(config) -> Plan:
+    return Plan(settle(config, processes=1, needs_target=True))
 
 
 def config_of(folder, *flags):
@@ -132,31 +137,33 @@ def test_the_command_prints_a_plan_and_takes_no_folder(target_folder, tmp_path, 
 
 
 def test_a_plan_is_for_the_gpus_that_are_named(target_folder):
-    made = planning.plan(config_of(target_folder, "--plan", "64xh100"), processes=1)
+    made = planned(config_of(target_folder, "--plan", "64xh100"))
     assert (made.place.processes, made.place.name, made.place.memory) == (64, "H100", 80 * 10**9)
     assert "| fits | yes |" in str(made)
-    one = planning.plan(config_of(target_folder, "--plan", "H100"), processes=1)
+    one = planned(config_of(target_folder, "--plan", "H100"))
     assert one.tokens()["stage1"] * 64 == made.tokens()["stage1"]
     assert made.memory() == one.memory()  # gradients are reduced where they are
 
 
 def test_a_sharded_target_takes_less_of_each_process(target_folder):
-    def planned(*flags):
-        return planning.plan(config_of(target_folder, "--plan", "2xH100", *flags), processes=1)
+    def made_with(*flags):
+        return planned(config_of(target_folder, "--plan", "2xH100", *flags))
 
-    whole, tp, fsdp = (planned("--target.parallel", parallel) for parallel in ("none", "tp", "fsdp"))
+    whole, tp, fsdp = (made_with("--target.parallel", parallel) for parallel in ("none", "tp", "fsdp"))
     part = "target's weights"
     for made in (tp, fsdp):
         matrix = whole.table * whole.size // (2 if made is tp else 1)  # the output matrix is whole
         assert made.memory()["stage1"][part] == whole.memory()["stage1"][part] // 2 + matrix
         assert "1/2 of the target" in str(made)
-    moments = planned("--shard_optimizer", "true").memory()["stage1"]["moments"]
+    moments = made_with("--shard_optimizer", "true").memory()["stage1"]["moments"]
     assert whole.memory()["stage1"]["moments"] / 2 <= moments < whole.memory()["stage1"]["moments"]
 
 
 def test_a_process_holds_only_two_matrices_of_a_target_in_servers():
     flags = ["--config", "configs/llama-3.1-8b-instruct-eagle3.yaml", "--plan", "8xH100"]
-    here, served = (Plan(parse([*flags, *more]), LLAMA, H100) for more in ([], ["--target.server", "http://a:8000"]))
+    here, served = (
+        Plan(settled(parse([*flags, *more]), LLAMA, H100)) for more in ([], ["--target.server", "http://a:8000"])
+    )
     assert served.memory()["stage1"]["target's weights"] == 2 * 128_256 * 4096 * 2
     assert set(served.memory()) <= {"stage1", "stage2"}
     saved = here.seconds_per_token("stage1") - served.seconds_per_token("stage1")
@@ -167,9 +174,7 @@ def test_a_process_holds_only_two_matrices_of_a_target_in_servers():
 
 def test_muon_keeps_one_moment_of_the_matrices_inside_a_head(target_folder):
     def moments(*flags: str) -> int:
-        return planning.plan(config_of(target_folder, "--plan", "H100", *flags), processes=1).memory()["stage1"][
-            "moments"
-        ]
+        return planned(config_of(target_folder, "--plan", "H100", *flags)).memory()["stage1"]["moments"]
 
     whole, muon = moments(), moments("--stage1.optimizer", "muon")
     assert whole / 2 < muon < whole
@@ -186,13 +191,13 @@ def test_the_fullest_process_counts_when_moments_are_shared_as_whole_tensors():
 )
 def test_shards_that_cannot_be_are_refused(target_folder, flags, message):
     with pytest.raises(UserError, match=message):
-        planning.plan(config_of(target_folder, "--plan", "8xH100", "--target.parallel", *flags), processes=1)
+        planned(config_of(target_folder, "--plan", "8xH100", "--target.parallel", *flags))
 
 
 @pytest.mark.parametrize("name", ["8xh1000", "0xH100", "8xA100,4xH100", "x", "MyGPU"])
 def test_an_unknown_gpu_is_refused(name, target_folder):
     with pytest.raises(UserError, match=f"--plan {name}"):
-        planning.plan(config_of(target_folder, "--plan", name), processes=1)
+        planned(config_of(target_folder, "--plan", name))
 
 
 def test_gpus_are_known_by_their_own_names():
@@ -202,7 +207,7 @@ def test_gpus_are_known_by_their_own_names():
 
 def test_a_target_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="config"):
-        planning.plan(config_of(tmp_path, "--plan"), processes=1)
+        planned(config_of(tmp_path, "--plan"))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +224,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
     flags, setting, target_folder, tmp_path, monkeypatch
 ):
     def place(memory):
-        monkeypatch.setattr(planning, "place_of", lambda *_: Place(1, "a GPU", memory))
+        monkeypatch.setattr(settling, "place_of", lambda *_: Place(1, "a GPU", memory))
 
     def load(*_, **__):
         raise UserError("loads")
@@ -238,7 +243,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
 
 def test_tokens_are_those_of_the_settings(target_folder):
     config = parse(["--config", "configs/quickstart.yaml"])
-    made = Plan(config, AutoConfig.from_pretrained(target_folder, max_position_embeddings=512), Place(2))
+    made = Plan(settled(config, AutoConfig.from_pretrained(target_folder, max_position_embeddings=512), Place(2)))
     assert made.tokens() == {"stage1": 2400 * 2 * 256, "stage2": 800 * 2 * 256, "generating": 400 * 192}
 
 
@@ -248,11 +253,11 @@ def test_all_that_a_target_writes_itself_counts_up_to_its_context(target_folder)
     own = "--stage2.generate.max_rows 20 --stage2.generate.max_new_tokens 7"
     config = parse(["--config", "configs/quickstart.yaml", "--data.sources", "[self]", *sizes.split(), *own.split()])
     target = AutoConfig.from_pretrained(target_folder)
-    tokens = Plan(config, target, Place(1)).tokens()
+    tokens = Plan(settled(config, target)).tokens()
     assert list(tokens) == ["self", "stage1", "generating", "stage2"]
     assert (tokens["self"], tokens["generating"]) == (10 * 2 * (3 + 5), 20 * 2 * (3 + 7))
     config.data.self_source.turns = 500
-    assert Plan(config, target, Place(1)).tokens()["self"] == 10 * target.max_position_embeddings
+    assert Plan(settled(config, target)).tokens()["self"] == 10 * target.max_position_embeddings
 
 
 def test_chats_are_planned_with_the_prompts_that_they_have(tmp_path):
@@ -262,24 +267,22 @@ def test_chats_are_planned_with_the_prompts_that_they_have(tmp_path):
     turns = [{"role": role, "content": "x" * 4000} for _ in range(2) for role in ("user", "assistant")]
     file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(30)))
     flags = ["--config", "configs/eagle3.yaml", "--data.seq_length", "4096", "--target.name_or_path", "x"]
-    chats = Plan(parse([*flags, "--data.sources", f"[{file}]"]), target, H100)
+    chats = Plan(settled(parse([*flags, "--data.sources", f"[{file}]"]), target, H100))
     assert chats.generated["generating"].length == 2 * (1000 + 256)
     assert chats.tokens()["generating"] == 4000 * 2 * 256
     assert chats.length("stage2") == 4096
     assert not chats.guessed
-    unknown = Plan(parse([*flags, "--data.sources", "[org/chats]"]), target, H100)
+    unknown = Plan(settled(parse([*flags, "--data.sources", "[org/chats]"]), target, H100))
     assert unknown.generated["generating"].length == 64 + 256
     assert "the prompts are not known yet" in str(unknown)
-    counted = Plan(parse([*flags, "--data.sources", "[org/chats]"]), target, H100, [Prompt(9000, 3), Prompt(100)])
+    counted = unknown.knowing(4096, [Prompt(9000, 3), Prompt(100)])
     assert counted.generated["generating"].length == 4096 + 256
     assert counted.length("stage2") == 4096 + 256
     parts = [sum(made.memory()["generating"].values()) for made in (unknown, chats, counted)]
     assert parts == sorted(parts)
 
 
-def test_the_peak_is_known_for_known_gpus_only(target_folder, monkeypatch):
-    config = config_of(target_folder)
-    monkeypatch.setattr(planning, "place_of", lambda *_: Place(1, "another", 10**12))
-    assert planning.token_at_peak(config, "stage1", 1) is None
-    monkeypatch.setattr(planning, "place_of", lambda *_: Place(1, "H100", 10**12, GPUS["H100"]))
-    assert planning.token_at_peak(config, "stage1", 1) > 0
+def test_the_peak_is_known_for_known_gpus_only(target_folder):
+    config, target = config_of(target_folder), AutoConfig.from_pretrained(target_folder)
+    assert Plan(settled(config, target, Place(1, "another", 10**12))).token_at_peak("stage1") is None
+    assert Plan(settled(config, target, Place(1, "H100", 10**12, GPUS["H100"]))).token_at_peak("stage1") > 0

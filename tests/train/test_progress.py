@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import settled
 
 from eval.validation import NEW_TOKENS
 from train import duration, progress, timing
@@ -69,7 +70,8 @@ def inputs(own_prompts) -> SimpleNamespace:
     settings = replace(config.eval, max_new_tokens=5, tune_prompts=2)
     config = replace(config, stage1=stage1, stage2=stage2, eval=settings)
     suites = {"validation": SimpleNamespace(prompts=[[1]] * 3), "held-out": SimpleNamespace(prompts=[[1]] * 4)}
-    return SimpleNamespace(config=config, validation_rows=[0] * 6, suites=suites, own_prompts=own_prompts)
+    lists = {"train_rows": [0] * 9, "validation_rows": [0] * 6}
+    return SimpleNamespace(run=settled(config), length=256, **lists, suites=suites, own_prompts=own_prompts)
 
 
 def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
@@ -88,7 +90,7 @@ def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
     few = replace(text, rows=5, answers=2)
     assert duration.expected_parts(inputs(None), few, 6.0, lambda rows: rows / 10)["text for stage 2"] == 20 * 0.5
     run = inputs(None)
-    run.config.stage2.epochs, run.config.data.seq_length = 5, 160  # 64 texts of 40 tokens fill 16 rows
+    run.run.config.stage2.epochs, run.length = 5, 160  # 64 texts of 40 tokens fill 16 rows
     assert duration.expected_parts(run, text, 6.0, lambda rows: rows / 10)["stage 2"] == 5 * 16 * 3 + 4 * check
 
     said, now = [], [0.0]

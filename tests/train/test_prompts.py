@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from chat_templates import CHATML
+from conftest import settled
 
 from eval.suites import load_suite
 from speculator.errors import UserError
@@ -54,7 +55,8 @@ def config_of(target, source, output, *flags):
 def test_prompts_of_a_run_are_those_of_a_suite_of_its_chats(chat_target, tmp_path, capsys):
     target, source = Target.load(str(chat_target)), chats(tmp_path / "chats.jsonl", long=False)
     config = config_of(chat_target, source, tmp_path / "run")
-    suite = prompts_of(config, target, "held-out", 99)
+    run = settled(config, target)
+    suite = prompts_of(run, target, run.mixture, "held-out", 99)
     assert "held-out): " in capsys.readouterr().err
     assert suite.chat
     assert suite.left_out > 0
@@ -63,7 +65,7 @@ def test_prompts_of_a_run_are_those_of_a_suite_of_its_chats(chat_target, tmp_pat
     assert len(suite.prompts) > 5
     assert all(prompt in whole.prompts for prompt in suite.prompts)
     assert all(target.tokenizer.decode(prompt).count("<|im_start|>assistant") == 2 for prompt in suite.prompts)
-    own = own_prompts_of(config, target)
+    own = own_prompts_of(run, target, run.mixture, length=96)
     error = capsys.readouterr().err
     skipped = int(re.search(r"\(train\): (\d+) prompts are skipped", error)[1])
     read, used = map(int, re.search(r"prompts of stage 2, .*: (\d+) rows read, (\d+) used, ", error).groups())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny_head
+from conftest import settled, tiny_head
 from datasets import Dataset
 from transformers import TrainingArguments
 
@@ -10,6 +10,7 @@ from eval.suites import Suite
 from speculator.heads.training import IGNORE
 from train import stages
 from train.config import LossConfig, RunConfig, Stage2Config, StageConfig
+from train.inputs import Inputs
 from train.sizes import with_steps
 from train.trainer import Collator, SpeculatorTrainer
 
@@ -60,6 +61,11 @@ class Begun(BaseException):
     """Training would begin here."""
 
 
+def settled_and_read(config, target, rows):
+    run = settled(config, target)
+    return target, tiny_head, Inputs(run, 8, rows, rows, {"validation": Suite("text", [[1, 2]])}, None, None)
+
+
 @pytest.mark.parametrize(("stage", "weight"), [("stage1", None), ("stage2", 3.0)])
 def test_stage_1_has_no_token_weights_unless_configured(target, tmp_path, monkeypatch, stage, weight):
     def begin(*, data_collator, **_):
@@ -69,7 +75,7 @@ def test_stage_1_has_no_token_weights_unless_configured(target, tmp_path, monkey
     config = RunConfig(output_dir=str(tmp_path), report_to="none", stage2=Stage2Config(rejected_token_weight=3.0))
     rows = Dataset.from_list(ROWS)
     with pytest.raises(Begun) as stopped:
-        stages.train_stage(stage, config, target, tiny_head, rows, rows, Suite("text", [[1, 2]]))
+        stages.train_stage(stage, *settled_and_read(config, target, rows))
     assert stopped.value.args == (weight,)
 
 
@@ -84,5 +90,5 @@ def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs,
     config = RunConfig(output_dir=str(tmp_path), report_to="none", stage1=settings)
     rows = Dataset.from_list(ROWS)
     with pytest.raises(Begun):
-        stages.train_stage("stage1", config, target, tiny_head, rows, rows, Suite("text", [[1, 2]]))
+        stages.train_stage("stage1", *settled_and_read(config, target, rows))
     assert ("stage1.warmup_steps (50) exceeds the 2 steps" in capsys.readouterr().err) == (epochs == 1)

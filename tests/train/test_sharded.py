@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import RECURRENT_RUNS, tiny_model
+from conftest import RECURRENT_RUNS, settled, tiny_model
 from forked import finish, launch
 from make_believe_gpu import gpu
 from safetensors.torch import load_file
@@ -78,7 +78,7 @@ def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kin
             config = parse([])
             config.target = TargetConfig(str(folder), dtype="float64", parallel=parallel)
             config.target.parallel_size = int(size or 0)
-            planned = Plan(config, AutoConfig.from_pretrained(folder), Place(processes))
+            planned = Plan(settled(config, AutoConfig.from_pretrained(folder), Place(processes)))
             again = (
                 planned.table * planned.size / planned.shards if parallel == "fsdp" else 0
             )  # the whole matrix's shard

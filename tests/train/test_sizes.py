@@ -4,6 +4,7 @@ import gzip
 from dataclasses import replace
 
 import pytest
+from conftest import settled
 from datasets import Dataset
 from transformers import AutoConfig, LlamaConfig
 
@@ -11,7 +12,7 @@ from speculator import UserError
 from train.command_line import parse
 from train.config import HeadOptions, StageConfig
 from train.initialise import head_config
-from train.sizes import expected_rows, length_of_chats, with_shorter_rows, with_sizes_of_target, with_steps
+from train.sizes import expected_rows, length_of_chats, shortened, with_sizes_of_target, with_steps
 
 RECIPES = ("eagle3", "dspark", "mlp")
 
@@ -88,16 +89,19 @@ def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, ba
 
 @pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
 def test_little_text_has_shorter_rows(tokens, length):
-    config = with_sizes_of_target(parse(["--config", "configs/eagle3.yaml"]), None)
-    assert with_shorter_rows(config, tokens).data.seq_length == length
+    assert shortened(4096, tokens) == length
+
+
+def rows_of(run) -> int | None:
+    return expected_rows(run, run.config.data.seq_length)
 
 
 def test_the_size_of_local_data_is_estimated(tmp_path):
     (tmp_path / "a.jsonl").write_text("x" * 40_960)
     config = parse(["--data.sources", f"[{tmp_path}]", "--data.seq_length", "1024"])
-    assert expected_rows(replace(config, data=replace(config.data, max_tokens=None))) == 9
-    assert expected_rows(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[org/name]"])) is None
-    assert expected_rows(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[self]"])) == 500
+    assert rows_of(settled(replace(config, data=replace(config.data, max_tokens=None)))) == 9
+    assert rows_of(settled(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[org/name]"]))) is None
+    assert rows_of(settled(parse(["--config", "configs/eagle3.yaml", "--data.sources", "[self]"]))) == 500
 
 
 def test_packed_files_count_by_their_text_and_a_limit_counts_for_any_source(tmp_path):
@@ -109,16 +113,15 @@ def test_packed_files_count_by_their_text_and_a_limit_counts_for_any_source(tmp_
         tmp_path / "a.parquet"
     )
     plain, packed, parquet = (
-        expected_rows(parse(["--data.sources", f"[{tmp_path / name}]", "--data.max_tokens", "10000000"]))
+        rows_of(settled(parse(["--data.sources", f"[{tmp_path / name}]", "--data.max_tokens", "10000000"])))
         for name in ("plain.txt", "a.txt.gz", "a.parquet")
     )
     assert plain == packed == pytest.approx(parquet, rel=0.1)
     limit = ["--config", "configs/eagle3.yaml", "--data.sources", "[org/name]", "--data.max_tokens", "30000"]
-    assert expected_rows(parse([*limit, "--data.seq_length", "1000"])) == 30
+    assert rows_of(settled(parse([*limit, "--data.seq_length", "1000"]))) == 30
 
 
 def test_short_rows_for_little_text_keep_chats_whole():
-    config = with_sizes_of_target(parse(["--config", "configs/eagle3.yaml"]), None)
     masks = [[0] * 100 + [1] * 800, [1] * 3000, [0, 1] * 450, [0] * 10 + [1] * 1990]
     row = {
         "loss_mask": [loss for mask in masks for loss in mask],
@@ -127,7 +130,7 @@ def test_short_rows_for_little_text_keep_chats_whole():
     short = {"loss_mask": [0, *[1] * 899] * 20, "document_ids": [i for i in range(20) for _ in range(900)]}
     assert length_of_chats([row, short]) == 900
     assert length_of_chats([row]) == 2000
-    assert with_shorter_rows(config, 20_000, 900).data.seq_length == 1024
+    assert shortened(4096, 20_000, 900) == 1024
 
 
 def test_steps_and_epochs_exclude_each_other(capsys):

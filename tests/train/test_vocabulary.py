@@ -5,7 +5,7 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
-from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
+from conftest import VOCAB, settled, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig
 
 from speculator import Target, UserError
@@ -15,8 +15,9 @@ from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train import checks
 from train.command_line import parse
 from train.config import HeadOptions, RunConfig
-from train.initialise import check_options, for_rows, new_head, parameters, with_settings_of_start
-from train.plan import plan
+from train.initialise import for_rows, new_head, parameters, with_settings_of_start
+from train.plan import Plan
+from train.settle import settle
 from train.vocabulary import count_tokens, most_frequent, unused_token
 
 ROWS = datasets.Dataset.from_list(
@@ -48,16 +49,16 @@ def target() -> Target:
 
 
 def config(**shape) -> RunConfig:
-    return settled(n_predict=2, draft_vocab_size=3, **shape)
+    return completed(n_predict=2, draft_vocab_size=3, **shape)
 
 
-def settled(**given) -> RunConfig:
+def completed(**given) -> RunConfig:
     return with_settings_of_start(RunConfig(speculator=HeadOptions(**given)), given)
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
 def test_a_head_starts_from_the_rows_of_the_targets_matrix(target, architecture):
-    head = new_head(config(architecture=architecture, initialise="target"), target, ROWS)
+    head = new_head(settled(config(architecture=architecture, initialise="target"), target), target, ROWS, 6)
     assert head.draft_tokens.tolist() == [2, 7, 9]
     rows = target.model.get_output_embeddings().weight[[2, 7, 9]]
     torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
@@ -67,7 +68,7 @@ ATTENTION = {"architecture": "eagle3", "options": {"aux_layers": [0, 1]}}
 
 
 def test_eagle3_starts_from_the_targets_output_and_shares_its_embedding(target):
-    head = new_head(config(**ATTENTION), target, ROWS)
+    head = new_head(settled(config(**ATTENTION), target), target, ROWS, 6)
     assert head.draft_tokens.tolist() == [2, 7, 9]
     assert torch.equal(head.lm_head.weight, target.model.get_output_embeddings().weight[[2, 7, 9]])
     assert head.embedding_weight.data_ptr() == target.model.get_input_embeddings().weight.data_ptr()
@@ -77,12 +78,15 @@ def test_eagle3_starts_from_the_targets_output_and_shares_its_embedding(target):
 
 @pytest.mark.parametrize("kind", [{}, ATTENTION], ids=["mlp", "eagle3"])
 def test_a_warm_start_keeps_the_draft_vocabulary(target, tmp_path, kind):
-    first = new_head(config(**kind), target, ROWS)
+    first = new_head(settled(config(**kind), target), target, ROWS, 6)
     first.save_pretrained(tmp_path)
     for rows in (ROWS, ROWS.select([0])):  # the second would make other tokens the most frequent ones
-        again = new_head(config(**kind, warm_start=str(tmp_path)), target, rows)
+        again = new_head(settled(config(**kind, warm_start=str(tmp_path)), target), target, rows, 6)
         assert all(torch.equal(again.state_dict()[name], value) for name, value in first.state_dict().items())
-    assert new_head(config(), target, ROWS.select([0])).draft_tokens.tolist() != first.draft_tokens.tolist()
+    assert (
+        new_head(settled(config(), target), target, ROWS.select([0]), 6).draft_tokens.tolist()
+        != first.draft_tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,21 +99,23 @@ def test_a_warm_start_keeps_the_draft_vocabulary(target, tmp_path, kind):
     ],
 )
 def test_a_warm_start_from_another_shape_raises(target, tmp_path, shape, message):
-    new_head(config(), target, ROWS).save_pretrained(tmp_path)
+    new_head(settled(config(), target), target, ROWS, 6).save_pretrained(tmp_path)
     settings = {"n_predict": 2, "draft_vocab_size": 3, "warm_start": str(tmp_path)} | shape
     with pytest.raises(UserError, match=message):
-        new_head(settled(**settings), target, ROWS)
+        new_head(settled(completed(**settings), target), target, ROWS, 6)
 
 
 def test_a_missing_warm_start_is_found_before_the_target_is_loaded(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
-        check_options(HeadOptions(warm_start=str(tmp_path / "nowhere")))
+        checks.settings(settled(RunConfig(speculator=HeadOptions(warm_start=str(tmp_path / "nowhere")))))
 
 
 def test_a_warm_start_from_ibms_layout_copies_its_weights(target, tmp_path):
-    head = new_head(RunConfig(speculator=HeadOptions(n_predict=2)), target, ROWS)
+    head = new_head(settled(RunConfig(speculator=HeadOptions(n_predict=2)), target), target, ROWS, 6)
     save(head, tmp_path / "ibm", layout_of("ibm", head))
-    again = new_head(replace(settled(n_predict=2, warm_start=str(tmp_path / "ibm")), seed=1), target, ROWS)
+    again = new_head(
+        settled(replace(completed(n_predict=2, warm_start=str(tmp_path / "ibm")), seed=1), target), target, ROWS, 6
+    )
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.dtype == torch.float32
 
@@ -127,18 +133,18 @@ def test_a_warm_start_from_a_servers_layout_keeps_unset_options(target, tmp_path
     shape |= {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}, "fc_norm": False, "n_predict": 7}
     head = bind(Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, **shape)), target)
     save(head, tmp_path / "head", layout_of(layout, head))
-    again = new_head(config(warm_start=str(tmp_path / "head")), target, ROWS)
+    again = new_head(settled(config(warm_start=str(tmp_path / "head")), target), target, ROWS, 6)
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.config.rope_parameters["rope_theta"] == 77.0
     assert (again.n_predict, again.config.num_attention_heads, again.config.attention_bias) == (2, 2, True)
     assert again.config.fc_norm is False
     other = {"architecture": "eagle3", "options": {"aux_layers": [0, 1], "fc_norm": True}}
     with pytest.raises(UserError, match="fc_norm"):
-        new_head(config(**other, warm_start=str(tmp_path / "head")), target, ROWS)
+        new_head(settled(config(**other, warm_start=str(tmp_path / "head")), target), target, ROWS, 6)
     with pytest.raises(UserError, match="2 layers"):
-        new_head(config(architecture="eagle3", options={"aux_layers": [1, 5]}), target, ROWS)
+        new_head(settled(config(architecture="eagle3", options={"aux_layers": [1, 5]}), target), target, ROWS, 6)
     with pytest.raises(UserError, match="2 layers"):
-        new_head(config(architecture="eagle3"), target, ROWS)
+        new_head(settled(config(architecture="eagle3"), target), target, ROWS, 6)
 
 
 @pytest.mark.parametrize("layers", [2, 6])
@@ -151,17 +157,22 @@ def test_a_warm_start_is_checked_and_counted_as_it_is_trained(tmp_path, layers):
     text.save_pretrained(tmp_path / "target")
     given = ["--target.name_or_path", str(tmp_path / "target"), "--speculator.warm_start", str(tmp_path / "head")]
     found = parse([*given, "--plan"])
-    checks.settings(found)
-    assert parameters(found.speculator, text) == head.num_parameters()
-    assert plan(found, 1).trained == sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
+    run = settle(found, processes=1)
+    assert parameters(run) == head.num_parameters()
+    assert Plan(run).trained == sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 
 @pytest.mark.parametrize("flag", ["--speculator.architecture=mlp", "--speculator.draft_vocab_size=0"])
 def test_a_flag_that_contradicts_a_warm_start_is_an_error_even_with_its_default_value(target, tmp_path, flag, capsys):
     shape = ATTENTION if "architecture" in flag else {}
-    new_head(config(**shape), target, ROWS).save_pretrained(tmp_path)
+    new_head(settled(config(**shape), target), target, ROWS, 6).save_pretrained(tmp_path)
     with pytest.raises((SystemExit, UserError)) as refusal:
-        new_head(parse(["--target.name_or_path=x", "--speculator.warm_start", str(tmp_path), flag]), target, ROWS)
+        new_head(
+            settled(parse(["--target.name_or_path=x", "--speculator.warm_start", str(tmp_path), flag]), target),
+            target,
+            ROWS,
+            6,
+        )
     assert flag[2:].partition("=")[0].removeprefix("speculator.") in capsys.readouterr().err + str(refusal.value)
 
 

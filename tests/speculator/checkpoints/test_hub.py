@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from conftest import tiny_head, tiny_model
+from conftest import settled, tiny_head, tiny_model
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 
@@ -77,7 +77,7 @@ def test_a_run_starts_from_a_head_of_the_hub(hub):
     assert config.speculator.n_predict == hub.head.config.n_predict
     assert set(hub.asked) == {("org/name", "v2")}
     with pytest.raises(UserError, match="warm_start_revision needs"):
-        settings(RunConfig(speculator=HeadOptions(warm_start_revision="v2")))
+        settings(settled(RunConfig(speculator=HeadOptions(warm_start_revision="v2"))))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import tiny_head, tiny_model
+from conftest import settled, tiny_head, tiny_model
 from datasets import Dataset
 from torch import nn
 
@@ -124,7 +124,9 @@ def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(
 ):
     sizes = {"n_predict": n_predict, "draft_vocab_size": draft_vocab_size}
     options = HeadOptions(architecture="toy", options={"anchors": 4}, **sizes)
-    head = new_head(RunConfig(speculator=options), target, Dataset.from_list([{"input_ids": list(range(32))}]))
+    head = new_head(
+        settled(RunConfig(speculator=options), target), target, Dataset.from_list([{"input_ids": list(range(32))}]), 32
+    )
     assert (head.config.anchors, head.config.emb_dim) == (4, target.hidden_size)
     before = head.linears[-1].weight.clone()
     trainer = trainer_of(head, target, tmp_path / "run")
@@ -178,7 +180,7 @@ def test_an_unknown_architecture_or_option_fails_in_one_line_with_the_nearest_va
         (HeadOptions(architecture="toy", initialise="target"), "initialise"),
     ):
         with pytest.raises(UserError, match=near):
-            new_head(RunConfig(speculator=options), target, Dataset.from_list([]))
+            new_head(settled(RunConfig(speculator=options), target), target, Dataset.from_list([]), 32)
 
 
 def test_every_epoch_has_new_seeds_and_every_evaluation_the_same(registered, target, tmp_path, monkeypatch):
@@ -191,7 +193,8 @@ def test_every_epoch_has_new_seeds_and_every_evaluation_the_same(registered, tar
         return chosen(self, *given)
 
     monkeypatch.setattr(LinearConfig, "training_targets", noted)
-    head = new_head(RunConfig(speculator=HeadOptions(architecture="toy", n_predict=1)), target, None)
+    options = HeadOptions(architecture="toy", n_predict=1)
+    head = new_head(settled(RunConfig(speculator=options), target), target, None, 32)
     trainer = trainer_of(head, target, tmp_path)
     trainer.args.max_steps = 8
     trainer.train()

@@ -20,7 +20,7 @@ from speculator.target import gguf_header
 from speculator.target.gguf import end_tokens, metadata, read_tokenizer
 from speculator.target.gguf_splits import SPLITS, set_split
 from train.command_line import parse
-from train.dry_run import known_config
+from train.settle import known_config
 
 gguf = pytest.importorskip("gguf")
 

@@ -1,0 +1,174 @@
+"""The door of a run: everything that it decides before its target is loaded, decided once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import LlamaConfig, PreTrainedConfig
+
+from data.magpie import Asking, prompt_sampling_of
+from data.mixture import Mixture, mixture_of
+from data.writing import Writing
+from speculator.errors import UserError, first_line
+from speculator.heads import SpeculatorConfig
+from speculator.target.gguf import read_config
+from train import checks
+from train.config import HERE, RunConfig, StageConfig
+from train.gpus import Place, place_of
+from train.initialise import head_config
+from train.plan import Plan
+from train.sizes import with_sizes_of_target, with_steps
+
+_ANY_TARGET = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
+"""Larger than any target, so that a head for it refuses only what no target allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run decides before its target is loaded.
+
+    Attributes:
+        config: the settings, with the row length and the draft vocabulary that the target allows.
+        place: the processes and their devices.
+        target: the target's config; None if it can't be read.
+        shortens: the settings name no row length, so little text may have shorter rows.
+        mixture: the sources.
+        head: config of the head; one for `_ANY_TARGET` if the target's config can't be read.
+        asking, self_writing: how the target writes the source `self`: user turns, and answers.
+        own_writing: how the target writes the text of stage 2.
+    """
+
+    config: RunConfig
+    place: Place
+    target: PreTrainedConfig | None
+    shortens: bool
+    mixture: Mixture
+    head: SpeculatorConfig
+    asking: Asking
+    self_writing: Writing
+    own_writing: Writing
+
+    @classmethod
+    def of(cls, asked: RunConfig, target: PreTrainedConfig | None, place: Place) -> Run:
+        """Decide what follows from the settings and the target's config; raises a UserError for what can't be."""
+        text = _text_config(target)
+        config = with_sizes_of_target(asked, text)
+        own, generate = config.data.self_source, config.stage2.generate
+        if target is not None:
+            checks.has_head_for(target, config.speculator)
+        asking = prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
+        filters = {"top_k": generate.top_k, "top_p": generate.top_p, "min_p": generate.min_p}
+        return cls(
+            config=config,
+            place=place,
+            target=target,
+            shortens=not asked.data.seq_length,
+            mixture=mixture_of(config.data.sources),
+            head=head_config(config.speculator, text if hasattr(text, "vocab_size") else _ANY_TARGET),
+            asking=Asking(rows=own.max_rows, turns=own.turns, sampling=asking, max_prompt_tokens=own.max_prompt_tokens),
+            self_writing=Writing(
+                samplings=checks.samplings("data.self_source", own.temperatures),
+                max_new_tokens=own.max_new_tokens,
+                seed=config.seed,
+            ),
+            own_writing=Writing(
+                samplings=checks.samplings("stage2.generate", generate.temperatures, **filters),
+                max_new_tokens=generate.max_new_tokens,
+                seed=config.seed,
+                mark_rejected=config.stage2.rejected_token_weight is not None,
+            ),
+        )
+
+    @property
+    def text(self) -> PreTrainedConfig | None:
+        """The part of the target's config that is about the text that it writes, as in `TrainingTarget.config`."""
+        return _text_config(self.target)
+
+    @property
+    def processes(self) -> int:
+        """Number of the run's processes."""
+        return self.place.processes
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """Memory and time that the run needs; None for devices of unknown memory, or if the run can't be planned."""
+        if self.target is None or self.place.memory is None:
+            return None
+        try:
+            return Plan(self)
+        except UserError:
+            return None
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.output_dir)
+
+    @property
+    def head_folder(self) -> Path:
+        """The folder of the best head."""
+        return self.folder / "speculator"
+
+    @property
+    def continues(self) -> bool:
+        """Whether the target continues prompts from the data for stage 2, so does not write them itself."""
+        return bool(self.config.stage2.max_steps) and not self.mixture.is_self
+
+    def stage(self, name: str, rows: int) -> StageConfig:
+        """Return the settings of "stage1" or "stage2" for so many rows, which decide its steps if it has epochs."""
+        return with_steps(getattr(self.config, name), rows, self.processes)
+
+
+def settle(config: RunConfig, processes: int, needs_target: bool = False) -> Run:
+    """Read the target's config and settle a run.
+
+    Args:
+        processes: number of the run's processes.
+        needs_target: the target's config must be readable; else loading the target says what is wrong with it.
+
+    Raises:
+        UserError: a setting is out of range, contradicts another one, or does not fit the target.
+    """
+    if config.dry_run and not needs_target:
+        target = known_config(config)
+    else:
+        try:
+            target = target_config(config)
+        except UserError:
+            if needs_target:
+                raise
+            target = None
+    run = Run.of(config, target, place_of(config.plan or HERE, processes))
+    checks.settings(run)
+    return run
+
+
+def _text_config(target: PreTrainedConfig | None) -> PreTrainedConfig | None:
+    return target and target.get_text_config(decoder=target.is_encoder_decoder or None)
+
+
+def target_config(config: RunConfig) -> PreTrainedConfig:
+    """Read the target's config from a folder, a GGUF file or the hub; raises a UserError if it can't be read."""
+    target = config.target
+    try:
+        return read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file fails anywhere in the libraries that read it
+        raise UserError(f"target {target.name_or_path!r}: its config can't be read: {first_line(error)}") from None
+
+
+def known_config(config: RunConfig) -> PreTrainedConfig | None:
+    """Read the target's config if it is on this machine; None without one."""
+    target = config.target
+    try:
+        return read_config(
+            target.name_or_path, target.trust_remote_code, revision=target.revision, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
+    except StrictDataclassError as error:
+        raise UserError(f"the config of {target.name_or_path}: {first_line(error)}") from None
