@@ -309,6 +309,9 @@ LLAMA3 = {
 DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
 """What makes a block drafter a DFlash head."""
 
+DFLASH2 = {**DFLASH, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 4}
+"""What makes a block drafter a DFlash 2 head, in small."""
+
 
 def write_tuning(folder: Path, n_predict: int = 3, **changes: Any) -> None:
     """Write a `decoding.json` as if measured here in float32, with the given keys replaced."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from conftest import (
     DFLASH,
+    DFLASH2,
     VOCAB,
     ScriptedLookup,
     alternating_drafter,
@@ -50,6 +51,7 @@ HEADS: dict[str, Callable[[Target], Speculator]] = {
     "mtp": tiny_mtp_head,
     "pruned_block": lambda target: tiny_block_head(target, draft_tokens=DRAFT_TOKENS),
     "dflash": lambda target: tiny_block_head(target, **DFLASH),
+    "dflash2": lambda target: tiny_block_head(target, **DFLASH2),
 }
 
 

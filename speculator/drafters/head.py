@@ -31,7 +31,7 @@ class HeadDrafter(Drafter):
         deepest = config.max_speculative_tokens
         if deepest is not None and shape.levels > deepest:
             raise UserError(f"num_speculative_tokens {shape.levels} is not in 1..{deepest}, what the head can draft")
-        # With more children, some would be tokens outside the draft vocabulary.
-        if shape.width > config.output_size:
-            raise UserError(f"{shape.width} children of a token: the head drafts from {config.output_size} tokens only")
+        # With more children, some would be tokens that the head can't draft.
+        if shape.width > config.candidates:
+            raise UserError(f"{shape.width} children of a token: the head drafts from {config.candidates} tokens only")
         super().reshape(shape)

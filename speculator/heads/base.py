@@ -54,6 +54,9 @@ class SpeculatorConfig(PreTrainedConfig):
     training_data: list[str] | None = None
     target_options: ClassVar[tuple[str, ...]] = ()
     """Names of the fields whose values fit one target only, such as numbers of its layers."""
+    extensions: ClassVar[tuple[str, ...]] = ()
+    """Names of the fields that may differ from those of the head in a warm start: they add parts that change nothing at
+    first, or weigh nothing."""
     ships_with_target: ClassVar[bool] = False
     """Targets may have such a head in their own folder, from which `speculator.initialise target` reads it."""
 
@@ -78,6 +81,11 @@ class SpeculatorConfig(PreTrainedConfig):
     def max_speculative_tokens(self) -> int | None:
         """Depth of the deepest draft that the head can make; None: no limit."""
         return self.n_predict
+
+    @property
+    def candidates(self) -> int:
+        """Number of tokens that can follow any token of a draft."""
+        return self.output_size
 
     @property
     def cached_values(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -41,6 +42,9 @@ class DSparkSpeculatorConfig(AttentionConfig):
         is_causal: a slot attends to the slots before it only; else to all.
         sliding_window: number of positions up to its own that a slot attends to, in every layer; None for all.
         confidence_head: predict the chance that each drafted token is accepted.
+        conv_group_size: channels that share a dynamic kernel of the convolutions of DFlash 2; 0 for no convolutions.
+        selector_rank: rank of the selector of DFlash 2; 0 for no selector.
+        selector_top_k: candidates of each slot among which the selector chooses.
         mask_token_id: a token that text never contains; -1 for the last one of the vocabulary.
         anchors: blocks that are trained in each row, drawn anew in every epoch.
     """
@@ -54,14 +58,21 @@ class DSparkSpeculatorConfig(AttentionConfig):
     is_causal: bool = False
     sliding_window: int | None = None
     confidence_head: bool = True
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 16
     mask_token_id: int = -1
     anchors: int = 512
     target_options: ClassVar[tuple[str, ...]] = (*AttentionConfig.target_options, "mask_token_id")
+    extensions: ClassVar[tuple[str, ...]] = ("conv_group_size", "selector_rank", "selector_top_k")
 
     def __post_init__(self, **kwargs):
-        for name, least in (("num_hidden_layers", 1), ("markov_rank", 0), ("anchors", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        least = {"num_hidden_layers": 1, "markov_rank": 0, "anchors": 1, "conv_group_size": 0, "selector_rank": 0}
+        for name, bound in {**least, "selector_top_k": 1}.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, not {getattr(self, name)}")
+        if self.is_dflash2:
+            self._check_dflash2()
         if self.mask_token_id == -1:
             self.mask_token_id = self.vocab_size - 1
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -69,6 +80,30 @@ class DSparkSpeculatorConfig(AttentionConfig):
         if self.sliding_window is not None and self.sliding_window < self.block_size:
             raise ValueError(f"sliding_window {self.sliding_window} is shorter than a block of {self.block_size}")
         super().__post_init__(**kwargs)
+
+    def _check_dflash2(self) -> None:
+        """Raise a ValueError unless all else is as DFlash 2 has it."""
+        group = self.conv_group_size
+        if group and (group & (group - 1) or self.emb_dim % group):
+            raise ValueError(f"conv_group_size must be a power of two that divides {self.emb_dim}, not {group}")
+        if self.selector_rank and self.selector_top_k > self.vocab_size:
+            raise ValueError(f"selector_top_k {self.selector_top_k} is more than the vocabulary of {self.vocab_size}")
+        needed = {"markov_rank": 0, "sample_from_anchor": False, "is_causal": False, "confidence_head": False}
+        for name, value in {**needed, "draft_vocab_size": None}.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} must be {json.dumps(value)} with conv_group_size or selector_rank (DFlash 2), "
+                    f"not {json.dumps(getattr(self, name))}"
+                )
+
+    @property
+    def is_dflash2(self) -> bool:
+        """Whether it has a part of DFlash 2: convolutions, a selector, or both."""
+        return bool(self.conv_group_size or self.selector_rank)
+
+    @property
+    def candidates(self) -> int:
+        return self.selector_top_k if self.selector_rank else super().candidates
 
     @property
     def block_size(self) -> int:
@@ -100,6 +135,8 @@ class DSparkSpeculatorConfig(AttentionConfig):
             "the anchor's slot drafts" if self.sample_from_anchor else "the anchor's slot drafts nothing",
             *(name for name in ("is_causal", "confidence_head") if getattr(self, name)),
             *([f"sliding window {self.sliding_window}"] if self.sliding_window else []),
+            *([f"convolutions in groups of {self.conv_group_size}"] if self.conv_group_size else []),
+            *([f"selector of rank {self.selector_rank} over {self.selector_top_k}"] if self.selector_rank else []),
             f"mask {self.mask_token_id}",
         ]
         return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""The drafting form of block drafters: one pass over a block, then a bias per token."""
+"""The drafting form of block drafters: one pass over a block, then what the token before changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DSparkSource(CachedSource):
 
     def __init__(self, head: DSparkSpeculator):
         self.head = head
-        self.independent = head.markov_head is None
+        self.independent = head.markov_head is None and head.candidate_selector is None
         self._levels = 0  # deepest draft so far
         self._spare = head.config.block_size  # positions that a step may write after a row's text
 
@@ -87,17 +87,19 @@ class DSparkSource(CachedSource):
         rope = head.rope(positions, head.dtype)
         h = head.block(pending)
         for index, layer in enumerate(head.layers):
-            query, keys, values = layer.enter(h, rope)
-            cache.write(index, keys, values, positions)
-            attended = attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
-            h = layer.leave(h, attended)
-        # All levels at once; `next` only adds the bias of the token before.
+
+            def attended(query: Tensor, keys: Tensor, values: Tensor, index: int = index) -> Tensor:
+                cache.write(index, keys, values, positions)
+                return attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
+
+            h = layer(h, rope, attended)
+        # All levels at once; `next` only adds what the token before changes.
         self._slots = head.drafting_slots(h)[:, : self._levels]  # [B, levels, D]
         self._logits = head.output_logits(self._slots)  # [B, levels, V_d]
-        return self._biased(0, pending[:, None])
+        return self._after(0, pending[:, None])
 
     def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._biased(level, tokens)
+        return self._after(level, tokens)
 
     @torch.no_grad()
     def confidence(self, level: int, tokens: Tensor) -> Tensor | None:
@@ -106,10 +108,9 @@ class DSparkSource(CachedSource):
         return self.head.confidence_logits(self._slots[:, level], tokens).sigmoid()
 
     @torch.no_grad()
-    def _biased(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
+    def _after(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
         """Return the logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
-        # Slots don't depend on drafted tokens, so all tokens of a level share one row of logits: [B, 1, V_d].
-        logits = self._logits[:, level : level + 1].expand(-1, tokens.shape[1], -1)
-        if self.head.markov_head is not None:
-            logits = logits + self.head.markov_head(tokens)
-        return self.head.to_full_vocabulary(logits)
+        # Slots don't depend on drafted tokens, so all tokens of a level share one slot: [B, 1, D] and [B, 1, V_d].
+        slot = slice(level, level + 1)
+        logits = self.head.conditioned(self._slots[:, slot], self._logits[:, slot], tokens)
+        return logits.expand(-1, tokens.shape[1], -1)

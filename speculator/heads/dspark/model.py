@@ -1,5 +1,7 @@
 """DSpark (arXiv 2607.05147): a block of tokens drafted in one pass, and a bias by the token before each.
 
+DFlash (2602.06036) is a DSpark head without the bias. DFlash 2 adds the parts in `dflash2.py` to DFlash.
+
 With a the position of an anchor (the newest token of the text) and G the number of drafted tokens:
 
     c[t] = rms(fc(cat(aux_hidden at t)); hidden_norm)       for the positions t < a of the text
@@ -24,6 +26,7 @@ This file has the training form, blocks at many anchors of a text. `drafting.py`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -32,8 +35,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from speculator.device import send
+from speculator.errors import refuse
 from speculator.heads.attention import MLP, Attention, AttentionHead, Norm, Rope, attend, default_aux_layers, narrowed
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
+from speculator.heads.dspark.dflash2 import CandidateSelector, Convolution
 from speculator.heads.dspark.drafting import DSparkSource
 from speculator.heads.target_matrices import HeadOnTargetMatrices
 from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, TrainingBatch, step_metrics
@@ -48,7 +53,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 
 class Layer(nn.Module):
-    """A layer of Qwen 3, in the parts before and after attention."""
+    """A layer of Qwen 3, with a convolution around attention and around the MLP if `conv_group_size` is set."""
 
     def __init__(self, config: DSparkSpeculatorConfig):
         super().__init__()
@@ -56,15 +61,26 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.emb_dim, config.rms_norm_eps)
         self.self_attn = Attention(config, config.emb_dim, bias=False, qk_norm=True)
         self.mlp = MLP(config)
+        self.attention_conv = Convolution(config) if config.conv_group_size else None
+        self.mlp_conv = Convolution(config) if config.conv_group_size else None
 
-    def enter(self, h: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries [..., H, d], keys and values [..., K, d] of the slots' states [..., D]."""
-        y = narrowed(self.input_layernorm(h))
-        return self.self_attn.query(y, rope), *self.self_attn.key_value(y, rope)
+    def forward(
+        self,
+        h: Tensor,  # [..., block_size, D] the states of blocks
+        rope: tuple[Tensor, Tensor],
+        attended: Callable[[Tensor, Tensor, Tensor], Tensor],  # queries, keys and values of the slots -> [..., H, d]
+    ) -> Tensor:  # [..., block_size, D]
+        def attention(y: Tensor) -> Tensor:
+            query, (keys, values) = self.self_attn.query(y, rope), self.self_attn.key_value(y, rope)
+            return self.self_attn.o_proj(attended(query, keys, values).flatten(-2))
 
-    def leave(self, h: Tensor, attended: Tensor) -> Tensor:  # [..., D], [..., H, d] -> [..., D]
-        h = h + self.self_attn.o_proj(attended.flatten(-2))
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h = h + convolved(self.attention_conv, narrowed(self.input_layernorm(h)), attention)
+        return h + convolved(self.mlp_conv, narrowed(self.post_attention_layernorm(h)), self.mlp)
+
+
+def convolved(convolution: Convolution | None, y: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a sublayer to its normed input [..., block_size, D], inside the convolution if there is one."""
+    return sublayer(y) if convolution is None else convolution(y, sublayer)
 
 
 def cut_rows(matrix: nn.Linear, rows: Tensor) -> nn.Linear:
@@ -101,6 +117,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     layers: Any  # of `Layer`
     markov_head: Any
     confidence_head: Any
+    candidate_selector: Any
 
     def __init__(self, config: DSparkSpeculatorConfig):
         super().__init__(config)
@@ -111,6 +128,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         self.norm = Norm(size, config.rms_norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.rope = Rope(config)
         self.post_init()
 
@@ -119,9 +137,17 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         super()._init_weights(module)
         if isinstance(module, MarkovHead):
             nn.init.zeros_(module.markov_w2.weight)
+        elif isinstance(module, Convolution):  # the identity
+            module.base_kernel[:, 0], module.base_kernel[:, 1] = 1, 0
+            nn.init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, CandidateSelector):  # scores are the slots' logits
+            nn.init.normal_(module.predecessor_codebook)
+            nn.init.zeros_(module.successor_codebook)
 
     def token_matrices(self) -> list[Tensor]:
         own = [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
+        if self.candidate_selector is not None:
+            own += [self.candidate_selector.predecessor_codebook, self.candidate_selector.successor_codebook]
         return [*super().token_matrices(), *own]
 
     def weights_per_token(self, length: int) -> int:
@@ -129,9 +155,12 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         layers = sum(part.weight.numel() for part in self.layers.modules() if isinstance(part, nn.Linear))
         for layer in self.layers:
             text += layer.self_attn.k_proj.weight.numel() + layer.self_attn.v_proj.weight.numel()
-        # The output matrix has no gradient: two products instead of three.
-        output = self.config.output_size * (2 * self.config.emb_dim // 3 + self.config.markov_rank)
-        return text + round(self.config.slots_per_token(length) * (layers + output))
+        # The output matrix has no gradient: two products instead of three. Candidates take one more.
+        products = 2 if self.candidate_selector is None else 3
+        output = self.config.output_size * (products * self.config.emb_dim // 3 + self.config.markov_rank)
+        output += self.config.selector_rank * self.config.emb_dim
+        predicting = self.n_predict / self.config.block_size  # the others of a block's slots have no logits
+        return text + round(self.config.slots_per_token(length) * (layers + predicting * output))
 
     def drafting_source(self) -> DSparkSource:
         return DSparkSource(self)
@@ -146,6 +175,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     @torch.no_grad()
     def draft_from(self, tokens: Tensor) -> None:  # [V_d] ascending, among those that it drafts from
         """Draft from these tokens only, such as the most frequent ones (2502.14856); the head must be bound again."""
+        refuse((self.config.is_dflash2, "a DFlash 2 head drafts from the whole vocabulary"))
         if self.markov_head is not None:
             drafted = tokens if self.draft_tokens is None else draft_ids(tokens, self.draft_tokens)
             self.markov_head.markov_w2 = cut_rows(self.markov_head.markov_w2, drafted)
@@ -179,6 +209,20 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         if self.markov_head is not None:
             features = torch.cat([features, self.markov_head.markov_w1(tokens)], -1)
         return self.confidence_head.proj(features)[..., 0]
+
+    def conditioned(self, features: Tensor, logits: Tensor, before: Tensor) -> Tensor:  # -> [..., V]
+        """Return the logits of the token after each of `before`.
+
+        Args:
+            features: [..., D] final states of the slots that draft these tokens.
+            logits: [..., V_d] those of the slots alone.
+            before: [...] the token before each drafted one.
+        """
+        if self.markov_head is not None:
+            logits = logits + self.markov_head(before)
+        elif self.candidate_selector is not None:
+            logits = self.candidate_selector(features, logits, before)
+        return self.to_full_vocabulary(logits)
 
     def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
         """Select the slots that predict tokens, and apply the last norm."""
@@ -245,7 +289,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         count, size = len(anchors), self.config.block_size
         text_positions = torch.arange(span.start, span.stop, device=tokens.device)
         # Query rows are (block, slot) pairs, block by block. For 2 blocks of 3 slots: slots 0 1 2 0 1 2, blocks 0 0 0 1
-        # 1 1.
+        # 1 1. Layers take them as [C, size].
         slots = torch.arange(size, device=tokens.device).repeat(count)
         blocks = torch.arange(count, device=tokens.device).repeat_interleave(size)
         # Slot j of the block at anchor a stands for position a + j: for a = 7 the slots have the rope of 7, 8, 9.
@@ -259,16 +303,23 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         if self.config.is_causal:
             seen_block &= slots[:, None] >= slots
         seen = torch.cat([seen_text, seen_block], 1)[None]  # [1, C * size, T + C * size]
-        rope = self.rope(positions, self.dtype)
-        h = self.block(tokens[anchors]).flatten(0, 1)  # [C * size, D]
+        rope = self.rope(positions.view(count, size), self.dtype)
+        h = self.block(tokens[anchors])  # [C, size, D]
         for layer, (text_keys, text_values) in zip(self.layers, text, strict=True):
-            query, key, value = layer.enter(h, rope)
-            # One softmax over text and block: the mask has the columns of the text first, then those of all blocks of
-            # the chunk.
-            keys = torch.cat([text_keys[span], key]).transpose(0, 1)[None]
-            values = torch.cat([text_values[span], value]).transpose(0, 1)[None]
-            h = layer.leave(h, attend(query[None], keys, values, seen)[0])
-        return self.drafting_slots(h.unflatten(0, (count, size)))
+
+            def attended(
+                query: Tensor, key: Tensor, value: Tensor, before: KeyValue = (text_keys[span], text_values[span])
+            ) -> Tensor:
+                # One softmax over text and block: the mask has the columns of the text first, then those of all blocks
+                # of the chunk.
+                keys, values = (
+                    torch.cat([x, own.flatten(0, 1)]).transpose(0, 1)[None]
+                    for x, own in zip(before, (key, value), strict=True)
+                )
+                return attend(query.flatten(0, 1)[None], keys, values, seen)[0].unflatten(0, (count, size))
+
+            h = layer(h, rope, attended)
+        return self.drafting_slots(h)
 
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
         """Return the objective and the metrics of each slot."""
@@ -315,32 +366,44 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         paced = Drafts(live[None], labels.shape, reach)
         measured = loss([terms], ids, batch.hidden.flatten(0, 1), weights[None], self.draft_tokens, predictors, paced)
 
-        def by_slot(x: Tensor) -> Tensor:  # [1, K] -> [G, n]
+        def by_slot(x: Tensor) -> Tensor:  # [K] -> [G, n]
             # From labels in the order of their predictors back to [G, n], so that prefix products run over one block's
             # tokens.
-            return x.new_zeros(labels.numel()).index_copy(0, live, x[0]).view(labels.shape).T
+            return x.new_zeros(labels.numel()).index_copy(0, live, x).view(labels.shape).T
 
-        overlap = None if measured.overlap is None else by_slot(measured.overlap)
+        objective, own_metrics = measured.objective, {}
+        hits, overlap = measured.hits[0], None if measured.overlap is None else by_slot(measured.overlap[0])
+        if self.candidate_selector is not None:
+            selected = self.candidate_selector.measure(features, self.output_logits, before, ids[0])
+            objective = objective + (selected.loss * weights).sum()
+            recalled = by_slot(selected.recalled).sum(1)
+            own_metrics = {
+                "slot_accuracy": (by_slot(hits).sum(1), count),
+                "candidate_recall": (recalled, count),
+                "selector_accuracy": (by_slot(selected.hits).sum(1), recalled),
+                "selector_loss": (by_slot(selected.loss.detach()).sum(1), recalled),
+            }
+            # A draft is what the selector chooses; the loss knows the overlap of the slots alone.
+            hits, overlap = selected.hits, None
+        if self.confidence_head is not None:
+            # The confidence head learns the chance of acceptance: min(p, q) summed, where the loss has computed it, or
+            # 0 and 1 by the likeliest token. No gradient flows back through that aim.
+            accepted = (measured.hits if measured.overlap is None else measured.overlap)[0]
+            error = nn.functional.binary_cross_entropy_with_logits(
+                self.confidence_logits(features, before), accepted.to(features.dtype), reduction="none"
+            )
+            own_metrics["confidence_loss"] = (by_slot(error.detach()).sum(1), count)
+            objective = objective + (error * weights).sum()
         drafts, row_of = send(labels[:, 0] != IGNORE, device), send(rows, device)
         metrics = step_metrics(
-            by_slot(measured.loss),
-            by_slot(measured.hits),
+            by_slot(measured.loss[0]),
+            by_slot(hits),
             overlap,
             count,
             drafts,
             lambda x: x.new_zeros(len(batch.input_ids)).index_add(0, row_of, x),
         )
-        objective = measured.objective
-        if self.confidence_head is not None:
-            # The confidence head learns the chance of acceptance: min(p, q) summed, where the loss has computed it, or
-            # 0 and 1 by the likeliest token. No gradient flows back through that aim.
-            accepted = measured.hits if measured.overlap is None else measured.overlap
-            error = nn.functional.binary_cross_entropy_with_logits(
-                self.confidence_logits(features, before), accepted[0].to(features.dtype), reduction="none"
-            )
-            metrics["confidence_loss"] = (by_slot(error.detach()[None]).sum(1), count)
-            objective = objective + (error * weights).sum()
-        return {"objective": (objective, count.sum()), **metrics}
+        return {"objective": (objective, count.sum()), **metrics, **own_metrics}
 
     # --- export
 
@@ -354,8 +417,8 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     ) -> Tensor:  # [B, S, G, V]
         """Compute the teacher-forced logits of the block at every anchor 1..S, with the target's two matrices.
 
-        Entry [b, t, k] predicts tokens[b, t + 2 + k] from the states up to t, tokens[b, t + 1] and, with a Markov head,
-        tokens[b, t + 1 + k].
+        Entry [b, t, k] predicts tokens[b, t + 2 + k] from the states up to t, tokens[b, t + 1] and, with a Markov head
+        or a selector, tokens[b, t + 1 + k].
         """
         with self.sharing(embedding, output):
             count, length = states.shape[:2]
@@ -365,10 +428,8 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
             rows = torch.arange(count).repeat_interleave(length)
             features = self.blocks(padded, tokens, rows, anchors, torch.zeros_like(anchors))
             positions = (anchors[:, None] + torch.arange(self.n_predict)).clamp_max(tokens.shape[1] - 1)
-            logits = self.output_logits(features)
-            if self.markov_head is not None:
-                logits = logits + self.markov_head(tokens[rows[:, None], positions])
-            return self.to_full_vocabulary(logits).unflatten(0, (count, length))
+            logits = self.conditioned(features, self.output_logits(features), tokens[rows[:, None], positions])
+            return logits.unflatten(0, (count, length))
 
     def probe(self) -> tuple[Tensor, ...]:
         aux_hidden, tokens, matrix = super().probe()

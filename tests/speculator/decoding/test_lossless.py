@@ -31,7 +31,7 @@ SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
 NAMES = [
     "none",
     *(f"{source}-{shape}" for source in ("head", "model") for shape in SHAPES),
-    *(f"{source}-{shape}" for source in HEADS if source != "head" for shape in ("chain", "tree")),
+    *(f"{source}-{shape}" for source in HEADS if source not in ("head", "dflash2") for shape in ("chain", "tree")),
     *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ("candidates", "fixed-tree")),
     "block-cautious-chain",
     "dflash-greedy-chain",
@@ -57,6 +57,7 @@ GREEDY = [
     "block-chain",
     "block-tree",
     "dflash-tree",
+    "dflash2-tree",
     "model-chain",
     "model-tree",
     "ngram",

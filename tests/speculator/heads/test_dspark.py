@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DFLASH
+from conftest import DFLASH, DFLASH2
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -47,10 +47,10 @@ def trained(made, states, tokens, documents, anchors) -> torch.Tensor:  # [A, G,
     rows = torch.zeros(len(anchors), dtype=torch.long)
     features = made.blocks(states, tokens, rows, anchors, document_starts(documents)[rows, anchors])
     logits = made.target_output(features)
+    before = tokens[0, anchors[:, None] + torch.arange(made.n_predict)]
     if made.markov_head is not None:
-        places = anchors[:, None] + torch.arange(made.n_predict)
-        logits = logits + made.markov_head.markov_w2(made.markov_head.markov_w1(tokens[0, places]))
-    return logits
+        logits = logits + made.markov_head.markov_w2(made.markov_head.markov_w1(before))
+    return logits if made.candidate_selector is None else made.candidate_selector(features, logits, before)
 
 
 def test_the_output_matrix_of_the_target_is_not_copied():
@@ -69,6 +69,8 @@ SHAPES = {
     "window": {"sliding_window": 6},
     "DFlash with a window": {**DFLASH, "sliding_window": 4},
     "causal window": {"is_causal": True, "sliding_window": 5},
+    "DFlash 2": DFLASH2,
+    "DFlash 2 with a window": {**DFLASH2, "sliding_window": 4},
 }
 
 
@@ -90,7 +92,7 @@ def test_a_draft_has_the_logits_of_training(shape, chunks):
     anchors, documents = torch.tensor([4, anchor]), torch.zeros_like(tokens)
     expected = trained(made, states, tokens, documents, anchors)[1]
     torch.testing.assert_close(torch.cat(found, 1)[0], expected, atol=1e-10, rtol=0)
-    assert source.independent == (made.markov_head is None)
+    assert source.independent == (shape.startswith("DFlash with") or shape == "dflash")
     if made.confidence_head is not None:
         rows = torch.zeros(2, dtype=torch.long)
         features = made.blocks(states, tokens, rows, anchors, document_starts(documents)[rows, anchors])[1]
@@ -291,16 +293,18 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one(alpha
         torch.testing.assert_close(mine, theirs.grad)
 
 
-def test_the_operations_of_a_training_row_are_counted():
+@pytest.mark.parametrize("shape", ["dspark", "DFlash 2"])
+def test_the_operations_of_a_training_row_are_counted(shape):
     """Against torch's own count of the products in a forward pass, without the attention's."""
-    made, (tokens, states) = head(anchors=8), text()
+    made, (tokens, states) = head(**SHAPES[shape], anchors=8), text()
     anchors = torch.arange(8, 16)
     with FlopCounterMode(display=False) as counter:
         rows = torch.zeros(8, dtype=torch.long)
         features = made.blocks(states, tokens, rows, anchors, rows)
-        made.markov_head.markov_w2(torch.randn(24, 4, dtype=torch.float64))
-        made.output_logits(features)
+        logits = made.output_logits(features)
+        made.conditioned(features, logits, torch.zeros(8, 3, dtype=torch.long))
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "mm" in str(operation))
-    frozen = 2 * features.numel() // D * V * D // 3  # no gradient: two products of three
+    # The output matrix has no gradient: two products of three; a third one finds a selector's candidates.
+    frozen = 0 if made.candidate_selector else 2 * features.numel() // D * V * D // 3
     assert 2 * L * made.weights_per_token(L) == pytest.approx(products - frozen, rel=0.02)
