@@ -7,7 +7,7 @@ from pathlib import Path
 from speculator.checkpoints import files
 from speculator.checkpoints.arctic import ARCTIC
 from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
-from speculator.checkpoints.block_drafters import DFLASH, DSPARK, SPECULATORS_BLOCK
+from speculator.checkpoints.block_drafters import DFLASH, DFLASH2, DSPARK, SPECULATORS_BLOCK
 from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.gguf_file import GGUF
 from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
@@ -41,7 +41,7 @@ __all__ = [
 
 SERVER_LAYOUTS = (
     *(IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS),
-    *(SPECULATORS_BLOCK, DSPARK, DFLASH, TRANSFORMERS, *GGUF, MTP),
+    *(SPECULATORS_BLOCK, DSPARK, DFLASH, DFLASH2, TRANSFORMERS, *GGUF, MTP),
 )
 FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
 

@@ -4,7 +4,8 @@ Embedding and output matrix are the target's and not stored, but for the rows of
 `lm_head`, with d2t and t2d as in `eagle3`. The auxiliary layers, the mask and the block size are written twice, in
 `dflash_config` and at top level, because servers look in different places. A layer is named by its output there: k - 1
 for the k layers before a hidden state. The `speculators` library (0.9.0) has the same tensors and another config.json,
-whose auxiliary layers are k. For a target of 28 layers and `aux_layers` 2 14 25 the servers' ids are 1 13 24.
+whose auxiliary layers are k. For a target of 28 layers and `aux_layers` 2 14 25 the servers' ids are 1 13 24. The
+`dflash2` layout is `dflash` with the sizes of DFlash 2's parts in `dflash_config`.
 """
 
 from __future__ import annotations
@@ -44,11 +45,19 @@ KEPT = {
     "is_causal": bool,
     "sliding_window": int,
     "confidence_head": bool,
+    "conv_group_size": int,
+    "selector_rank": int,
+    "selector_top_k": int,
 }
 OUTPUT = "lm_head.weight"
 _NESTED = "dflash_config"
 _LAYERS = "target_layer_ids"
 _PREFIX = "model."
+_TAPS = 2
+"""Slots that a convolution of this library mixes; the key is `conv_kernel_size`."""
+_DFLASH2 = ("conv_group_size", "selector_rank", "selector_top_k")
+_NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": 0}
+"""Keys of DFlash 2 that change embeddings or logits, and the values with which they change nothing."""
 
 
 def qwen3(config: DSparkSpeculatorConfig) -> dict[str, Any]:
@@ -101,7 +110,23 @@ def own_fields(config: DSparkSpeculatorConfig) -> dict[str, Any]:
 
 def dspark_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json in the `dspark` layout."""
+    refuse((config.is_dflash2, f"dspark has no {parts_of(config)}: use dflash2"))
     return {"architectures": [DSPARK.architecture], **common_fields(config, dtype), **own_fields(config)}
+
+
+def dflash2_parts(config: DSparkSpeculatorConfig) -> dict[str, Any]:
+    """Return the sizes of DFlash 2's parts by their keys; raise a UserError for a head without one of them."""
+    refuse(
+        (not config.conv_group_size, "servers run DFlash 2 with convolutions only, and this head has none"),
+        (not config.selector_rank, "servers run DFlash 2 with a selector only, and this head has none"),
+    )
+    return {"conv_kernel_size": _TAPS, **{name: getattr(config, name) for name in _DFLASH2}}
+
+
+def dflash2_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+    """Return the content of config.json in the `dflash2` layout."""
+    made = {"architectures": [DFLASH2.architecture], **common_fields(config, dtype)}
+    return {**made, _NESTED: {**made[_NESTED], **dflash2_parts(config)}}
 
 
 def dflash_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
@@ -110,14 +135,28 @@ def dflash_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
         (config.markov_rank, f"dflash has no Markov head, and this head has one of rank {config.markov_rank}"),
         (config.confidence_head, "dflash has no confidence head, and this head has one"),
         (config.sample_from_anchor, "dflash drafts nothing in the anchor's slot, and this head drafts its first token"),
+        (config.is_dflash2, f"dflash has no {parts_of(config)}: use dflash2"),
     )
     return {"architectures": [DFLASH.architecture], **common_fields(config, dtype)}
 
 
+def parts_of(config: DSparkSpeculatorConfig) -> str:
+    """Name the parts of DFlash 2 that a head has, for messages."""
+    found = ["convolutions"] * bool(config.conv_group_size) + ["selector"] * bool(config.selector_rank)
+    return " and no ".join(found)
+
+
 def kind_of(config: DSparkSpeculatorConfig) -> str:
-    """Return "dflash" for a head that the dflash layout can store, else "dspark"."""
+    """Return the layout that fits a head: "dflash2" for one with a part of DFlash 2, "dflash" or "dspark"."""
+    if config.is_dflash2:
+        return "dflash2"
     dspark = config.markov_rank or config.confidence_head or config.sample_from_anchor
     return "dspark" if dspark else "dflash"
+
+
+def method_of(kind: str) -> str:
+    """Return the servers' name of the method for a layout; to them DFlash 2 is DFlash with another architecture."""
+    return "dspark" if kind == "dspark" else "dflash"
 
 
 def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
@@ -125,8 +164,11 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, 
     full = config.sliding_window is None
     refuse((config.is_causal and full, "the speculators layout has no causal blocks with full attention: use dspark"))
     kind = kind_of(config)
+    own = own_fields(config) if kind == "dspark" else {"sample_from_anchor": False}
+    if kind == "dflash2":
+        own |= dflash2_parts(config)
     return {
-        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
+        "architectures": [_SPECULATORS[kind]],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         "dtype": dtype,
@@ -134,7 +176,7 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, 
         "draft_vocab_size": config.output_size,
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
-        **(own_fields(config) if kind == "dspark" else {"sample_from_anchor": False}),
+        **own,
         "sliding_window_non_causal": not config.is_causal,
         "target_hidden_size": None,
         "aux_hidden_state_layer_ids": config.aux_layers,
@@ -158,14 +200,14 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
     for name in (_LAYERS, "mask_token_id", "block_size"):
         refuse((nested.get(name) is None, f"{file}: {name} is missing"))
     layers, shape = read_layers(read, file, "qwen3")
-    dflash = "DFlash" in read["architectures"][0]
+    dflash, dflash2 = (word in read["architectures"][0] for word in ("DFlash", "DFlash2"))
     from_anchor = False if dflash else read.get("sample_from_anchor", None if foreign else True)
     rank = 0 if dflash else read.get("markov_rank", 0)
     confidence = bool(read.get("enable_confidence_head", False))
     kind, types = read.get("markov_head_type", "vanilla"), set(read.get("layer_types") or ())
     sliding = "sliding_attention" in types or nested.get("use_swa", False)
     # Absent keys: in servers, layers with a window are causal, and with use_swa they are not.
-    causal = not read.get("sliding_window_non_causal", False) if foreign else "sliding_attention" in types
+    causal = not read.get("sliding_window_non_causal", dflash2) if foreign else "sliding_attention" in types
     refuse(
         (layers.attention_bias, f"{file}: attention_bias must be false"),
         (kind != "vanilla", f"{file}: markov_head_type is {kind!r}; must be 'vanilla'"),
@@ -178,6 +220,17 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
         (
             confidence and rank and read.get("confidence_head_with_markov") is False,
             f"{file}: confidence_head_with_markov must be true",
+        ),
+        (
+            dflash2 and nested.get("conv_kernel_size") != _TAPS,
+            f"{file}: conv_kernel_size is {nested.get('conv_kernel_size')}; must be {_TAPS}",
+        ),
+        *(
+            (
+                dflash2 and nested.get(name) not in (value, None),
+                f"{file}: {name} is {nested.get(name)}; must be {value}",
+            )
+            for name, value in _NEUTRAL.items()
         ),
     )
     return {
@@ -192,6 +245,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
         "sliding_window": nested.get("swa_window_size", read.get("sliding_window")) if sliding else None,
         "is_causal": read.get("is_causal", nested.get("causal", sliding and causal)),
         "confidence_head": confidence,
+        **({name: nested[name] for name in _DFLASH2} if dflash2 else {}),
         **{name: read.get(name) for name in ("base_model_name_or_path", "trained_length", "training_data")},
     }
 
@@ -230,7 +284,7 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
 def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load the `speculators` layout."""
     kind = kind_of(config)
-    model = "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
+    model = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}[kind]
     window = ", which counts the sliding window from a block's anchor" if config.sliding_window else ""
     return [
         Server(f"speculators {VERSION}", True, f"{model}.from_pretrained({json.dumps(folder)})" + window),
@@ -239,22 +293,25 @@ def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Ser
 
 
 def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
-    """Return `Layout.servers` of the flat layout of this name, "dspark" or "dflash".
+    """Return `Layout.servers` of the flat layout of this name: "dspark", "dflash" or "dflash2".
 
     It lists vLLM, SGLang and llama.cpp, each with its command, or with what it lacks for the head.
     """
 
     def listed(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
         base = config.base_model_name_or_path
-        options = {"model": folder, "method": name, "num_speculative_tokens": config.n_predict}
+        method = method_of(name)
+        options = {"model": folder, "method": method, "num_speculative_tokens": config.n_predict}
         # SGLang counts the slots of a block, the anchor's included, and vLLM the drafted tokens.
         slots = config.n_predict + 1
-        head = ("--speculative-draft-model-path", folder, "--speculative-algorithm", name.upper())
+        head = ("--speculative-draft-model-path", folder, "--speculative-algorithm", method.upper())
         sglang = ("sglang", "serve", "--model-path", BASE, *head, "--speculative-num-draft-tokens", str(slots))
         convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
         refused = llama_cpp.refusal(base)
         rope = (config.rope_parameters or {}).get("rope_type", "default")
         window = ["tested sliding window"] * (config.sliding_window is not None)
+        top_k = config.selector_top_k if config.selector_rank else 0
+        narrow = [f"selector over {top_k} tokens at hidden size {config.emb_dim}"] * (config.emb_dim < top_k**2 + top_k)
         cut = ["draft vocabulary"] * (config.draft_vocab_size is not None)
         no_markov = ["DSpark head of Markov rank 0"] * (name == "dspark" and not config.markov_rank)
         plain_rope = [f"{rope} rope and takes the plain one"] * (rope != "default")
@@ -277,8 +334,8 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
             if refused
             else server(
                 llama_cpp.NAME,
-                plain_rope + (cut if name == "dflash" else []),
-                f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-{name} --spec-draft-n-max "
+                plain_rope + narrow + (cut if name == "dflash" else []),
+                f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max "
                 f"{config.n_predict}",
             ),
         ]
@@ -286,6 +343,8 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
     return listed
 
 
+_SPECULATORS = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel"}
+"""Architectures that the `speculators` library writes, by its name of the algorithm."""
 _SHARED: dict[str, Any] = {
     "head": DSparkSpeculator,
     "translate": translate,
@@ -299,7 +358,7 @@ SPECULATORS_BLOCK = Layout(
     architecture="DSparkSpeculator",
     fields=speculators_fields,
     servers=speculators_servers,
-    also=("DFlashSpeculator", "DSparkDraftModel", "DFlashDraftModel"),
+    also=("DFlashSpeculator", "DSparkDraftModel", "DFlashDraftModel", "DFlash2DraftModel", "DFlash2Speculator"),
     mark="speculators_model_type",
     **_SHARED,
 )
@@ -316,5 +375,12 @@ DFLASH = Layout(
     architecture="DFlashDraftModel",
     fields=dflash_fields,
     servers=servers("dflash"),
+    **_SHARED,
+)
+DFLASH2 = Layout(
+    name="dflash2",
+    architecture="DFlash2DraftModel",
+    fields=dflash2_fields,
+    servers=servers("dflash2"),
     **_SHARED,
 )

@@ -1,4 +1,4 @@
-"""GGUF files of EAGLE-3, DSpark and DFlash heads, as llama.cpp reads them: keys and tensors are its converter's.
+"""GGUF files of EAGLE-3 heads and block drafters, as llama.cpp reads them: keys and tensors are its converter's.
 
 The vocabulary is copied from the target's GGUF file, so no tokenizer has to be recognised. No command reads the file as
 a head: it lacks what llama.cpp does not ask for.
@@ -42,6 +42,8 @@ _PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "hidden_norm": "attn_norm_2",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
 _OTHERS = {
     "fc": "fc",
@@ -52,7 +54,15 @@ _OTHERS = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
 }
+_WHOLE = {
+    "attention_conv.base_kernel": "attn_conv_base",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+"""Tensors whose names don't end in weight or bias, as named here and in llama.cpp."""
 
 
 def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> dict[str, Any]:
@@ -107,8 +117,13 @@ def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Return the GGUF metadata of a DSpark or DFlash head. To llama.cpp a head with a Markov head is DSpark."""
-    dspark = block_drafters.kind_of(config) == "dspark"
+    """Return the GGUF metadata of a block drafter.
+
+    To llama.cpp a head with a Markov head is DSpark, and one with a selector is DFlash 2.
+    """
+    kind = block_drafters.kind_of(config)
+    dspark, parts = kind == "dspark", block_drafters.dflash2_parts(config) if kind == "dflash2" else {}
+    lattice = config.selector_top_k * (config.selector_top_k + 1)
     cut = config.draft_vocab_size is not None
     refuse(
         (
@@ -116,8 +131,13 @@ def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
             "gguf: llama.cpp takes a head without Markov head for DFlash; this is none",
         ),
         (cut and not dspark, "gguf: llama.cpp refuses a DFlash head with a draft vocabulary"),
+        (
+            parts and config.emb_dim < lattice,
+            f"gguf: llama.cpp runs a selector over {config.selector_top_k} tokens for targets of hidden size {lattice} "
+            f"or more, not {config.emb_dim}",
+        ),
     )
-    own: dict[str, Any] = {"block_size": config.block_size, "attention.causal": config.is_causal}
+    own: dict[str, Any] = {"block_size": config.block_size, "attention.causal": config.is_causal, **parts}
     if config.sliding_window is not None:
         windows = [True] * config.num_hidden_layers
         own |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": windows}
@@ -129,14 +149,18 @@ def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 def _name(name: str) -> str:
     """Return llama.cpp's name of a tensor, given its name in the flat layout."""
-    part, _, kind = name.rpartition(".")
-    if found := re.fullmatch(r"layers\.(\d+)\.(.+)", part):
-        return f"blk.{found[1]}.{_PARTS[found[2]]}.{kind}"
-    return f"{_OTHERS[part]}.{kind}"
+
+    def renamed(name: str, parts: dict[str, str]) -> str:
+        part, _, kind = name.rpartition(".")
+        return _WHOLE[name] if name in _WHOLE else f"{parts[part]}.{kind}"
+
+    if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
+        return f"blk.{found[1]}.{renamed(found[2], _PARTS)}"
+    return renamed(name, _OTHERS)
 
 
 def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
-    """Return a head's tensors by llama.cpp's names: norms and biases in float32, the draft vocabulary as token ids.
+    """Return a head's tensors by llama.cpp's names: all but matrices in float32, the draft vocabulary as token ids.
 
     Args:
         packed: the tensors by their names in the flat layout.
@@ -151,7 +175,7 @@ def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str
             # Ours pairs dimensions i and i + d/2 of a head, theirs 2i and 2i + 1: 0 1 2 3 become 0 2 1 3.
             halves = tensor.reshape(count, 2, -1, tensor.shape[-1])
             tensor = halves.transpose(1, 2).reshape(tensor.shape)
-        made[_name(name)] = tensor.float() if tensor.ndim == 1 or "_norm." in _name(name) else tensor
+        made[_name(name)] = tensor.float() if tensor.ndim != 2 or "_norm." in _name(name) else tensor
     rope = config.rope_parameters
     if rope["rope_type"] == "llama3":  # stored as what divides the plain frequencies
         plain = rope["rope_theta"] ** -(torch.arange(0, config.head_dim, 2).float() / config.head_dim)
@@ -240,7 +264,7 @@ def servers(config: AttentionConfig, folder: str) -> list[Server]:
     base = config.base_model_name_or_path or ""
     if refused := llama_cpp.refusal(base):
         return [Server(llama_cpp.NAME, False, refused)]
-    kind = block_drafters.kind_of(config) if block else "eagle3"  # type: ignore[arg-type]
+    kind = block_drafters.method_of(block_drafters.kind_of(config)) if block else "eagle3"  # type: ignore[arg-type]
     head = ("-md", f"{folder}/{FILE}", "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(config.n_predict))
     start = line(base if is_gguf(base) else "TARGET.gguf", "llama-server", "-m", BASE, *head)
     return [Server(llama_cpp.NAME, True, start)]

@@ -5,6 +5,7 @@ The `gguf` package reads the file, and its own table names the parts of a layer:
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ _OWN_NAMES = {
     "markov_head.markov_w1": "markov_w1",
     "markov_head.markov_w2": "markov_w2",
     "confidence_head.proj": "conf_proj",
+    "candidate_selector.hidden_projection": "selector_hidden",
 }
+_OWN_TENSORS = {
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+}
+_CONVOLUTION = re.compile(r"layers\.(\d+)\.(attention|mlp)_conv\.(base_kernel|kernel_projection\.weight)")
+_IN_BLOCK = {"attention": "attn", "mlp": "ffn", "base_kernel": "base", "kernel_projection.weight": "proj.weight"}
 """Parts of a head that the package's tables of models lack."""
 _FACTORS, _TOKENS, _TARGETS = "rope_freqs.weight", "d2t", "output.weight"
 
@@ -88,6 +96,9 @@ def _config(found: Any, stored: dict[str, Any]) -> dict[str, Any]:
         "is_causal": key("dflash.attention.causal"),
         "markov_rank": stored["markov_w1.weight"].shape[0] if "markov_w1.weight" in stored else 0,
         "confidence_head": key("dflash.has_confidence_head", False),
+        "conv_group_size": key("dflash.conv_group_size", 0),
+        "selector_rank": key("dflash.selector_rank", 0),
+        **({"selector_top_k": key("dflash.selector_top_k")} if "dflash.selector_top_k" in found.fields else {}),
         "mask_token_id": key("tokenizer.ggml.mask_token_id"),
     }
 
@@ -105,8 +116,12 @@ def _weights(head: Any, stored: dict[str, Any], interleaved: bool) -> dict[str, 
         if name == "draft_tokens":
             made[name] = torch.from_numpy(stored[_TOKENS].data.copy())
             continue
-        known = _OWN_NAMES.get(part) or names.get_name(f"model.{part}") or names.get_name(part)
-        if (theirs := stored.pop(f"{known}.{kind}", None)) is None:
+        if found := _CONVOLUTION.fullmatch(name):
+            file_name = f"blk.{found[1]}.{_IN_BLOCK[found[2]]}_conv_{_IN_BLOCK[found[3]]}"
+        else:
+            known = _OWN_NAMES.get(part) or names.get_name(f"model.{part}") or names.get_name(part)
+            file_name = _OWN_TENSORS.get(name) or f"{known}.{kind}"
+        if (theirs := stored.pop(file_name, None)) is None:
             continue
         tensor = torch.from_numpy(np.array(dequantize(theirs.data, theirs.tensor_type)))
         if interleaved and part.endswith(("q_proj", "k_proj")):

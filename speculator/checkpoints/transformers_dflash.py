@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from speculator.checkpoints import layout
-from speculator.checkpoints.block_drafters import SHAPE, common_fields, translate
+from speculator.checkpoints.block_drafters import SHAPE, common_fields, parts_of, translate
 from speculator.checkpoints.eagle3 import ATTENTION
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.errors import UserError, refuse
@@ -39,6 +39,7 @@ def fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
         (config.markov_rank, f"transformers has no Markov head, and this head has one of rank {config.markov_rank}"),
         (config.confidence_head, "transformers has no confidence head, and this head has one"),
         (config.sample_from_anchor, "transformers drafts nothing in the anchor's slot, and this head its first token"),
+        (config.is_dflash2, f"transformers has no {parts_of(config)}: this is a head of DFlash 2"),
         (config.is_causal, "transformers has no causal blocks, and this head has them"),
         (window is not None, f"transformers counts a sliding window otherwise, and this head has one of {window}"),
     )

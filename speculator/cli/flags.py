@@ -15,6 +15,7 @@ FORMATS = (
     "speculators",
     "dspark",
     "dflash",
+    "dflash2",
     "transformers",
     "gguf",
     "mtp",

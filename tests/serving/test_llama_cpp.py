@@ -18,7 +18,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import DFLASH
+from conftest import DFLASH, DFLASH2
 from serving.processes import process_group
 from serving.shared import fitted, own_steps
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -47,6 +47,7 @@ KINDS = {
     "dspark, window": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "sliding_window": 8}),
     "dspark, draft vocabulary": (DSparkSpeculatorConfig, "dspark", {**BLOCK, "draft_vocab_size": 2000}),
     "dflash": (DSparkSpeculatorConfig, "dflash", {**BLOCK, **DFLASH}),
+    "dflash 2": (DSparkSpeculatorConfig, "dflash2", {**BLOCK, **DFLASH2}),
     "eagle3": (Eagle3SpeculatorConfig, "eagle3", FLAGS),
     "eagle3, norms": (
         Eagle3SpeculatorConfig,
@@ -125,7 +126,14 @@ def test_every_drafted_token_is_ours(kind, llama_cpp, base, tmp_path, report):
     compared = compare(tmp_path / "gguf" / "head.gguf", tmp_path / "theirs.gguf")
 
     drafts, accepted, text = own_steps(target, head, DRAFTED, prompt, NEW)
-    found = served(llama_cpp, base / "target.gguf", tmp_path / "gguf" / "head.gguf", layout, prompt, tmp_path / "log")
+    found = served(
+        llama_cpp,
+        base / "target.gguf",
+        tmp_path / "gguf" / "head.gguf",
+        layout.removesuffix("2"),
+        prompt,
+        tmp_path / "log",
+    )
     assert found["tokens"] == text
     theirs, counts = drafts_of(tmp_path / "log")
     whole = [i for i, draft in enumerate(theirs) if len(draft) == DRAFTED]  # the last ones are cut to what is asked for

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_block_head, tiny_tokenizer
+from conftest import DFLASH, DFLASH2, tiny_block_head, tiny_tokenizer
 from gguf_files import write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +23,6 @@ from speculator.target.fingerprint import fingerprint, same_target
 from train.command_line import parse
 
 gguf = pytest.importorskip("gguf")
-DFLASH = {"markov_rank": 0, "sample_from_anchor": False, "confidence_head": False}
 PLAIN = {"fc_norm": False, "norm_output": False}
 TOKENS = [3, 5, 9, 17]
 gguf_file_tensors, gguf_file_array = gguf_file.tensors, gguf_file._array
@@ -97,6 +96,31 @@ def test_a_block_drafter_has_its_keys_and_the_targets_vocabulary(target, tmp_pat
     markov = {"markov_w1.weight": head.markov_head.markov_w1, "markov_w2.weight": head.markov_head.markov_w2}
     for name, part in markov.items():
         assert torch.equal(torch.from_numpy(tensors[name].data.copy()), part.weight)
+
+
+def test_a_dflash_2_head_has_llama_cpps_keys_and_names(target, tmp_path):
+    """Names and keys of llama.cpp's loader; base kernels are float32, since it adds them to float32 values."""
+    head = head_of(target, "block", **DFLASH2)
+    assert exported(target, head, tmp_path, "--dtype", "bfloat16") == 0
+    keys, tensors = read(tmp_path / "out")
+    expected = {
+        "general.architecture": "dflash", "dflash.block_size": 4, "dflash.conv_kernel_size": 2,
+        "dflash.conv_group_size": 4, "dflash.selector_rank": 6, "dflash.selector_top_k": 4,
+        "dflash.attention.causal": False,
+    }  # fmt: skip
+    assert {name: keys.get(name) for name in expected} == expected
+    assert "dflash.sample_from_anchor" not in keys
+    vocabulary, size, groups = head.config.vocab_size, 32, 8
+    shapes = {"selector_hidden.weight": [size, 6]}
+    shapes |= {f"selector_{name}.weight": [6, vocabulary] for name in ("predecessor", "successor")}
+    for name in ("attn", "ffn"):
+        shapes |= {f"blk.1.{name}_conv_base": [size, 2, 2], f"blk.1.{name}_conv_proj.weight": [size, 4 * groups]}
+    assert {name: list(map(int, tensors[name].shape)) for name in shapes} == shapes
+    assert tensors["blk.1.ffn_conv_base"].tensor_type.name == "F32"
+    assert tensors["blk.1.ffn_conv_proj.weight"].tensor_type.name == "BF16"
+    base = torch.from_numpy(tensors["blk.1.attn_conv_base"].data.copy())
+    assert torch.equal(base, head.layers[1].attention_conv.base_kernel.bfloat16().float())
+    assert len(tensors) == len(head.state_dict())
 
 
 def test_the_rows_of_a_draft_vocabulary_are_those_of_the_target_that_the_head_was_trained_for(target, tmp_path, capsys):
@@ -185,6 +209,8 @@ def test_a_key_that_is_not_the_heads_is_found(target, tmp_path, monkeypatch, cap
         ("eagle3", {"aux_layers": [1, 3]}, "needs 3 auxiliary layers"),
         ("block", {**DFLASH, "draft_tokens": TOKENS}, "refuses a DFlash head with a draft vocabulary"),
         ("block", {"markov_rank": 0}, "a head without Markov head"),
+        ("block", {**DFLASH, "conv_group_size": 4}, "with a selector only, and this head has none"),
+        ("block", {**DFLASH2, "selector_top_k": 6}, "targets of hidden size 42 or more, not 32"),
         ("block", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}}, "the linear rope"),
         (
             "eagle3",
