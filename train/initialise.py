@@ -173,6 +173,8 @@ def parameters(run: Run) -> int:
 def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, where: str | Path | None) -> None:
     """Copy the weights and the draft vocabulary of a trained head; raise a UserError if its shape is another one.
 
+    Parts that only the new head has, by the `extensions` of its config, keep their initial weights.
+
     Args:
         head: the new head, changed in place.
         start: the trained head.
@@ -181,8 +183,12 @@ def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, wher
     names = ["vocab_size", "emb_dim", *_SHARED_OPTIONS, *options.options]
     if head.config.max_speculative_tokens is None:
         names.remove("n_predict")  # its weights fit any number of steps
+    own, stored = head.state_dict(), start.state_dict()
     for name in names:
         found, expected = getattr(start.config, name), getattr(head.config, name)
-        if found != expected:
+        if found != expected and name not in head.config.extensions:
             raise UserError(f"{where} has {name} {found}, but this run's head has {expected}")
-    head.load_state_dict(start.state_dict())
+    for name, tensor in stored.items():
+        if name not in own or own[name].shape != tensor.shape:
+            raise UserError(f"{where} has {name} {list(tensor.shape)}, which does not fit this run's head")
+    head.load_state_dict(own | stored)

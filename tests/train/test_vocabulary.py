@@ -5,7 +5,7 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
-from conftest import VOCAB, settled, tiny_head, tiny_model, tiny_tokenizer
+from conftest import DFLASH, VOCAB, settled, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig
 
 from speculator import Target, UserError
@@ -118,6 +118,29 @@ def test_a_warm_start_from_ibms_layout_copies_its_weights(target, tmp_path):
     )
     assert all(torch.equal(again.state_dict()[name], value) for name, value in head.state_dict().items())
     assert again.dtype == torch.float32
+
+
+PARTS = {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
+BLOCK = {**DFLASH, "aux_layers": [0, 1], "num_hidden_layers": 1, "mask_token_id": 3}
+
+
+def test_a_dflash_2_head_starts_from_a_dflash_head(target, tmp_path):
+    """The parts that it adds change nothing at first, and a head can't lose them again."""
+    shape = {"architecture": "dspark", "n_predict": 2}
+    first = new_head(settled(completed(**shape, options=BLOCK), target), target, ROWS, 6)
+    save(first, tmp_path / "dflash", layout_of("native", first))
+    more = {"options": PARTS, "warm_start": str(tmp_path / "dflash")}
+    again = new_head(settled(completed(**shape, **more), target), target, ROWS, 6)
+    weights = again.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in first.state_dict().items())
+    assert again.config.conv_group_size == 8
+    assert again.config.mask_token_id == 3
+    assert torch.equal(again.logits(*again.probe()).argmax(-1), first.logits(*first.probe()).argmax(-1))
+    save(again, tmp_path / "dflash2", layout_of("native", again))
+    for changed, tensor in (({"selector_rank": 8}, "codebook"), ({"conv_group_size": 0}, "conv")):
+        with pytest.raises(UserError, match=f"has .*{tensor}.* does not fit this run's head"):
+            more = {"options": changed, "warm_start": str(tmp_path / "dflash2")}
+            new_head(settled(completed(**shape, **more), target), target, ROWS, 6)
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
