@@ -139,13 +139,10 @@ def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
 
 def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
     """Raise a UserError if a target has an encoder, and the architecture of the head knows none."""
-    known = not target.is_encoder_decoder or issubclass(head_class(head), RecurrentHead)
-    refuse(
-        (
-            not known,
-            f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only",
-        ),
-    )
+    if target.is_encoder_decoder and not issubclass(head_class(head), RecurrentHead):
+        raise UserError(
+            f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only"
+        )
 
 
 def fits_config(run: Run) -> None:

@@ -33,7 +33,7 @@ class Run:
     Attributes:
         config: the settings, with the row length and the draft vocabulary that the target allows.
         place: the processes and their devices.
-        target: the target's config; None if it can't be read.
+        target, text: the target's config, and the part about the text that it writes; None if it can't be read.
         shortens: the settings name no row length, so little text may have shorter rows.
         mixture: the sources.
         head: config of the head; one for `_ANY_TARGET` if the target's config can't be read.
@@ -44,6 +44,7 @@ class Run:
     config: RunConfig
     place: Place
     target: PreTrainedConfig | None
+    text: PreTrainedConfig | None
     shortens: bool
     mixture: Mixture
     head: SpeculatorConfig
@@ -54,7 +55,7 @@ class Run:
     @classmethod
     def of(cls, asked: RunConfig, target: PreTrainedConfig | None, place: Place) -> Run:
         """Decide what follows from the settings and the target's config; raises a UserError for what can't be."""
-        text = _text_config(target)
+        text = target and target.get_text_config(decoder=target.is_encoder_decoder or None)
         config = with_sizes_of_target(asked, text)
         own, generate = config.data.self_source, config.stage2.generate
         if target is not None:
@@ -65,6 +66,7 @@ class Run:
             config=config,
             place=place,
             target=target,
+            text=text,
             shortens=not asked.data.seq_length,
             mixture=mixture_of(config.data.sources),
             head=head_config(config.speculator, text if hasattr(text, "vocab_size") else _ANY_TARGET),
@@ -81,11 +83,6 @@ class Run:
                 mark_rejected=config.stage2.rejected_token_weight is not None,
             ),
         )
-
-    @property
-    def text(self) -> PreTrainedConfig | None:
-        """The part of the target's config that is about the text that it writes, as in `TrainingTarget.config`."""
-        return _text_config(self.target)
 
     @property
     def processes(self) -> int:
@@ -146,10 +143,6 @@ def settle(config: RunConfig, processes: int, needs_target: bool = False) -> Run
     return run
 
 
-def _text_config(target: PreTrainedConfig | None) -> PreTrainedConfig | None:
-    return target and target.get_text_config(decoder=target.is_encoder_decoder or None)
-
-
 def target_config(config: RunConfig) -> PreTrainedConfig:
     """Read the target's config from a folder, a GGUF file or the hub; raises a UserError if it can't be read."""
     target = config.target
@@ -165,9 +158,8 @@ def known_config(config: RunConfig) -> PreTrainedConfig | None:
     """Read the target's config if it is on this machine; None without one."""
     target = config.target
     try:
-        return read_config(
-            target.name_or_path, target.trust_remote_code, revision=target.revision, local_files_only=True
-        )
+        here = {"revision": target.revision, "local_files_only": True}
+        return read_config(target.name_or_path, target.trust_remote_code, **here)
     except (OSError, ValueError):
         return None
     except StrictDataclassError as error:
