@@ -33,6 +33,7 @@ from speculator.terminal import log
 from train import checkpoint, checks, interrupts
 from train.config import StageConfig
 from train.inputs import Inputs
+from train.progress import ProgressLine
 from train.sizes import longest
 from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
@@ -103,8 +104,7 @@ def train_stage(
         decode=decode,
         keep=settings.save_total_limit,
         patience=settings.patience,
-        title=name.replace("stage", "stage "),
-        outlook=outlook,
+        progress=ProgressLine(name.replace("stage", "stage "), outlook),
         shard_optimizer=config.shard_optimizer,
         muon=settings.optimizer == "muon",
         args=arguments(

@@ -116,8 +116,7 @@ class SpeculatorTrainer(Trainer):
         patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
         muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
-        title: title of the progress bar.
-        outlook: see `ProgressLine`.
+        progress: the progress bar and the log's lines (default: those of a "training").
     """
 
     def __init__(
@@ -131,8 +130,7 @@ class SpeculatorTrainer(Trainer):
         patience: int | None = None,
         shard_optimizer: bool = False,
         muon: bool = False,
-        title: str = "training",
-        outlook: Callable[[float], str] | None = None,
+        progress: ProgressLine | None = None,
         **kwargs: Any,
     ):
         self.shard_optimizer, self.muon = shard_optimizer, muon
@@ -141,7 +139,7 @@ class SpeculatorTrainer(Trainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
             self.remove_callback(callback)
-        self.add_callback(ProgressLine(title, outlook))
+        self.add_callback(progress or ProgressLine("training"))
         self.target, self.decode, self.keep = target, decode, keep
         self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
         self.patience = patience
