@@ -78,23 +78,33 @@ class PromptLimits:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """Cuts documents into prompts.
+class Cut:
+    """How documents are cut into prompts.
 
     Attributes:
         prompt_tokens: length of the prompts of a text.
         per_text: largest number of prompts of a text.
         last_turn: cut chats after the user's last turn, not before the first answer.
         turns: number of answers for which a chat keeps the messages between them; None: all.
+    """
+
+    prompt_tokens: int
+    per_text: int = 1
+    last_turn: bool = False
+    turns: int | None = None
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts documents into prompts.
+
+    Attributes:
         limits: a row whose prompts do not fit is not used.
         tally: counts rows.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    prompt_tokens: int
-    per_text: int
-    last_turn: bool
-    turns: int | None
+    cut: Cut
     limits: PromptLimits
     tally: Tally
 
@@ -117,7 +127,8 @@ class _Cut:
             if any(self.limits.fits(prompt.ids) for prompt in found):
                 self.tally.used += 1
             else:
-                self.tally.skipped[TOO_LONG if found else f"too short for {self.prompt_tokens} tokens of a prompt"] += 1
+                too_short = f"too short for {self.cut.prompt_tokens} tokens of a prompt"
+                self.tally.skipped[TOO_LONG if found else too_short] += 1
             yield from found
 
     def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
@@ -144,22 +155,22 @@ class _Cut:
     def _of_lines(self, row: dict[str, Any]) -> Iterator[list[int]]:
         """Yield prompts that begin at up to `per_text` different lines of a text."""
         lines, made, name = row["text"].splitlines(keepends=True), set(), name_of(row)
-        for k in range(self.per_text):
+        for k in range(self.cut.per_text):
             # The line depends on the document's name alone, so every run takes the same prompt.
             digest = hashlib.sha256(f"start of {name}{f', {k}' if k else ''}".encode()).digest()
             start = int.from_bytes(digest[:8], "big") % len(lines)
             # Cut before it is tokenised: a megabyte is not read for 64 tokens.
-            text = "".join(lines[start:])[: self.prompt_tokens * 16]
-            ids = text_tokens([text], self.tokenizer)[0][: self.prompt_tokens]
-            if len(ids) == self.prompt_tokens and tuple(ids) not in made:
+            text = "".join(lines[start:])[: self.cut.prompt_tokens * 16]
+            ids = text_tokens([text], self.tokenizer)[0][: self.cut.prompt_tokens]
+            if len(ids) == self.cut.prompt_tokens and tuple(ids) not in made:
                 made.add(tuple(ids))
                 yield ids
 
     def _of_chat(self, row: dict[str, Any]) -> Conversation:
         """Cut a chat after the user's last turn, or at its answers."""
         messages, roles = row["messages"], [message["role"] for message in row["messages"]]
-        opening, later = split_at_answers(messages, self.turns)
-        if self.last_turn and "user" in roles:
+        opening, later = split_at_answers(messages, self.cut.turns)
+        if self.cut.last_turn and "user" in roles:
             # Up to the user's last message: in user, assistant, user, assistant that is the third, 4 - 1 = 3.
             opening, later = messages[: len(roles) - roles[::-1].index("user")], []
         if "user" not in (message["role"] for message in opening):
@@ -171,30 +182,27 @@ class _Cut:
         """Yield the tokens before the first one with loss; if the first token has loss, the first `prompt_tokens`."""
         if 1 in mask and not mask[0]:
             yield Conversation(ids[: mask.index(1)], ends=True)
-        elif len(ids) >= self.prompt_tokens:
-            yield Conversation(ids[: self.prompt_tokens])
+        elif len(ids) >= self.cut.prompt_tokens:
+            yield Conversation(ids[: self.cut.prompt_tokens])
 
 
 def conversations(
     mixture: Mixture,
     split: str | None,
     tokenizer: PreTrainedTokenizerBase,
-    prompt_tokens: int,
+    cut: Cut,
     count: int,
     *,
-    turns: int | None = None,
-    per_text: int = 1,
-    last_turn: bool = False,
     limits: PromptLimits | None = None,
     tally: Tally | None = None,
 ) -> tuple[list[Conversation], int]:
-    """Return up to `count` prompts, at most `per_text` different ones of each text, and how many did not fit.
+    """Return up to `count` prompts, at most `cut.per_text` different ones of each text, and how many did not fit.
 
-    - text: `prompt_tokens` tokens from the beginning of a line, including BOS; shorter texts are skipped
-    - chat: the chat up to the first answer and the generation prompt, with what follows its first `turns` answers
-      (default: all); with `last_turn` the chat up to the user's last turn
+    - text: `cut.prompt_tokens` tokens from the beginning of a line, including BOS; shorter texts are skipped
+    - chat: the chat up to the first answer and the generation prompt, with what follows its first `cut.turns`
+      answers (default: all); with `cut.last_turn` the chat up to the user's last turn
     - prompt and completion: the prompt; a chat if the tokenizer has a template
-    - tokens: those before the first token with loss, or `prompt_tokens` of them if the first token has loss
+    - tokens: those before the first token with loss, or `cut.prompt_tokens` of them if the first token has loss
     - packed tokens: the same for each document that begins in the row
     - tokens of an encoder-decoder target: the "source_ids"
 
@@ -208,9 +216,9 @@ def conversations(
         SourceError: an unreadable source or row, or no prompt fits.
     """
     limits = limits or PromptLimits("the target", sys.maxsize, 0)
-    cut = _Cut(tokenizer, prompt_tokens, per_text, last_turn, turns, limits, tally or Tally())
+    cutter = _Cutter(tokenizer, cut, limits, tally or Tally())
     parts, weights = streams(mixture, split, tally)
-    mixed = interleave([cut.prompts(part) for part in parts], weights, lambda prompt: 1)
+    mixed = interleave([cutter.prompts(part) for part in parts], weights, lambda prompt: 1)
     name = str(mixture) + (f" ({split})" if split else "")
     taken, left_out = limits.take(name, ((prompt.ids, prompt) for prompt in mixed), count)
     return [prompt for _, prompt in taken], left_out

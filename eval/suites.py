@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from data.mixture import PYTHON_SOURCES, Mixture, mixture_of
-from data.prompts import PromptLimits, conversations
+from data.prompts import Cut, PromptLimits, conversations
 from data.readers import is_recorded, raw_rows
 from data.rows import RowError, content, errors_of_row
 from data.tally import TOO_LONG, Tally
@@ -212,16 +212,8 @@ def from_text(
         tally: counts unusable rows (default: the first one raises).
     """
     name = ", ".join(Path(location).name for location in mixture.locations)
-    found, left_out = conversations(
-        mixture,
-        split,
-        tokenizer,
-        prompt_tokens,
-        max_prompts,
-        last_turn=True,
-        limits=limits,
-        tally=tally,
-    )
+    cut = Cut(prompt_tokens, last_turn=True)
+    found, left_out = conversations(mixture, split, tokenizer, cut, max_prompts, limits=limits, tally=tally)
     if not found:
         fault = f"; the first bad row is {tally.first[0]}" if tally and tally.first else ""
         which = f"{split} document" if split else "document"

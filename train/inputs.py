@@ -10,7 +10,7 @@ import datasets
 from data.conversations import Conversation
 from data.mixture import Mixture
 from data.prepare import token_rows
-from data.prompts import PromptLimits, conversations
+from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import Pairs
 from data.tally import Tally
 from eval.suites import Suite, from_text
@@ -166,10 +166,8 @@ def own_prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, length: i
         mixture,
         "train",
         target.tokenizer,
-        settings.prompt_tokens,
+        Cut(settings.prompt_tokens, _PROMPTS_PER_TEXT, turns=None if settings.turns == "all" else settings.turns),
         settings.max_rows,
-        turns=None if settings.turns == "all" else settings.turns,
-        per_text=_PROMPTS_PER_TEXT,
         limits=PromptLimits.of(target, settings.max_new_tokens, length),
         tally=tally,
     )

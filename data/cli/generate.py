@@ -17,7 +17,7 @@ from data.conversations import Conversation
 from data.magpie import ROWS, Asking, prompt_sampling_of, self_rows, summary
 from data.mixture import SELF, mixture_of
 from data.onpolicy import BATCH_SIZE, generate_rows
-from data.prompts import PromptLimits, conversations
+from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import tokenizer_of
 from data.tally import Tally
 from data.writing import Writing
@@ -163,9 +163,8 @@ def _prompts(
             arguments.mixture,
             arguments.split,
             tokenizer,
-            arguments.prompt_tokens,
+            Cut(arguments.prompt_tokens, turns=arguments.turns),
             limit,
-            turns=arguments.turns,
             limits=limits,
             tally=tally,
         )

@@ -10,7 +10,7 @@ from chat_templates import chat_tokenizer
 from data.__main__ import main
 from data.mixture import SourceError, mixture_of
 from data.prepare import save_rows, token_rows
-from data.prompts import conversations
+from data.prompts import Cut, conversations
 from data.rows import content
 from data.sources import SPLITS, documents, token_documents
 from data.tally import Tally
@@ -110,7 +110,7 @@ def test_saved_rows_and_prompts_skip_bad_rows_too(tmp_path, capsys):
     assert set(counts) == set(SPLITS)
     assert " left out: " in capsys.readouterr().err
     tally = Tally(0.05)
-    assert len(conversations(mixture_of([source]), None, chat_tokenizer("llama3"), 8, 999, tally=tally)[0]) == 200
+    assert len(conversations(mixture_of([source]), None, chat_tokenizer("llama3"), Cut(8), 999, tally=tally)[0]) == 200
     assert tally.bad == 4
 
 

@@ -10,7 +10,7 @@ from conftest import save_tiny, tiny_tokenizer
 
 from data.__main__ import main
 from data.mixture import mixture_of
-from data.prompts import conversations
+from data.prompts import Cut, conversations
 from data.rows import RowError, content, errors_of_row
 from data.sources import token_documents
 from data.tally import Tally
@@ -106,8 +106,8 @@ def test_an_odd_value_anywhere_in_a_row_is_a_bad_row_and_no_traceback(tmp_path, 
     source, tokenizer = write(tmp_path / "rows.jsonl", ROWS), tokenizer_of(template)
     for read in (
         lambda tally: list(token_documents(mixture_of([source]), None, tokenizer, tally=tally)),
-        lambda tally: conversations(mixture_of([source]), None, tokenizer, 4, 10**6, tally=tally),
-        lambda tally: conversations(mixture_of([source]), None, tokenizer, 4, 10**6, last_turn=True, tally=tally),
+        lambda tally: conversations(mixture_of([source]), None, tokenizer, Cut(4), 10**6, tally=tally),
+        lambda tally: conversations(mixture_of([source]), None, tokenizer, Cut(4, last_turn=True), 10**6, tally=tally),
     ):
         tally = Tally(max_share=1.0)
         read(tally)

@@ -22,7 +22,7 @@ from data.__main__ import main
 from data.client import fetch_rows
 from data.conversations import Answering, Conversation
 from data.mixture import mixture_of
-from data.prompts import conversations
+from data.prompts import Cut, conversations
 from speculator import Sampling, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -430,7 +430,7 @@ def chats_file(tmp_path_factory):
 def test_another_server_continues_the_chats_of_one_that_is_lost(serve, chats_file, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "_RETRIES", 0)
     tokenizer = chat_tokenizer("qwen3", CHATML)
-    chats, _ = conversations(mixture_of([str(chats_file)]), None, tokenizer, 8, 99)
+    chats, _ = conversations(mixture_of([str(chats_file)]), None, tokenizer, Cut(8), 99)
     servers = [serve(), serve(faults=[200] * 9 + [503] * 1000)]
     both = fetched(servers, tokenizer, tmp_path / "both", chats, concurrency=4)
     assert both == fetched(servers[:1], tokenizer, tmp_path / "one", chats, concurrency=4)

@@ -12,7 +12,7 @@ from data.client import fetch_rows
 from data.conversations import Answering, Conversation, split_at_answers
 from data.mixture import mixture_of
 from data.onpolicy import generate_rows
-from data.prompts import conversations
+from data.prompts import Cut, conversations
 from data.rendering import render
 from data.writing import Writing
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
@@ -43,7 +43,7 @@ def chats_file(tmp_path_factory):
 
 
 def chats_of(file, tokenizer, turns=None) -> list[Conversation]:
-    return conversations(mixture_of([str(file)]), None, tokenizer, 8, 99, turns=turns)[0]
+    return conversations(mixture_of([str(file)]), None, tokenizer, Cut(8, turns=turns), 99)[0]
 
 
 def rows_of(target, chats, folder, **changes) -> list[dict]:

@@ -10,7 +10,7 @@ from encoder_decoders import save_encoder_decoder
 from data.__main__ import main
 from data.mixture import mixture_of
 from data.prepare import token_rows
-from data.prompts import conversations
+from data.prompts import Cut, conversations
 from data.rendering import Pairs, render
 from data.rows import RowError, content
 from data.sources import documents
@@ -100,7 +100,7 @@ def test_generated_rows_keep_the_source_apart_and_are_a_source_of_training(tmp_p
     assert all(row["input_ids"][0] == 299 and row["loss_mask"][:2] == [0, 1] for row in rows)
     read = list(token_rows(mixture_of([str(out)]), "train", tokenizer, 16, pairs=Pairs((299,), 16)))
     assert {tuple(row["source_ids"]) for row in read} < {tuple(row["source_ids"]) for row in rows}
-    found, _ = conversations(mixture_of([str(out)]), None, tokenizer, 4, 6)
+    found, _ = conversations(mixture_of([str(out)]), None, tokenizer, Cut(4), 6)
     assert [prompt.ids for prompt in found] == [row["source_ids"] for row in rows]
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from data.mixture import SourceError, mixture_of
 from data.packing import pack
-from data.prompts import PromptLimits, conversations
+from data.prompts import Cut, PromptLimits, conversations
 from data.sources import documents, token_documents
 from train.config import RunConfig
 from train.inputs import own_prompts_of
@@ -19,8 +19,9 @@ from train.inputs import own_prompts_of
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def prompts(sources, *arguments, **settings):
-    return [prompt.ids for prompt in conversations(mixture_of(sources), *arguments, **settings)[0]]
+def prompts(sources, split, tokenizer, length, count, *, last_turn=False, limits=None):
+    cut = Cut(length, last_turn=last_turn)
+    return [prompt.ids for prompt in conversations(mixture_of(sources), split, tokenizer, cut, count, limits=limits)[0]]
 
 
 def write(path, rows):
@@ -68,7 +69,7 @@ def test_last_turn_prompts_end_with_the_users_last_turn(tmp_path):
 def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 60}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
-    found, left_out = conversations(mixture_of([source]), None, tokenizer, 8, 9, limits=LIMITS)
+    found, left_out = conversations(mixture_of([source]), None, tokenizer, Cut(8), 9, limits=LIMITS)
     assert (len(found), left_out, found[0].ends) == (2, 1, True)
     said = "chats.jsonl: 1 prompts are skipped: they do not fit the context of tiny (128)"
     assert said in capsys.readouterr().err
@@ -88,7 +89,7 @@ def test_no_two_prompts_of_a_text_are_the_same(tmp_path):
     lines = "".join(f"{i * 37}: function_{i}(x)\n" for i in range(9))
     rows = [{"text": lines.replace("\n", "; ")}, {"text": "x = 1  # and so on\n" * 9}, {"text": lines.upper()}]
     chats, _ = conversations(
-        mixture_of([write(tmp_path / "rows.jsonl", rows)]), None, tiny_tokenizer(), 8, 99, per_text=4
+        mixture_of([write(tmp_path / "rows.jsonl", rows)]), None, tiny_tokenizer(), Cut(8, per_text=4), 99
     )
     found = [chat.ids for chat in chats]
     assert len({tuple(ids) for ids in found}) == len(found) >= 4
@@ -112,7 +113,7 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
     for i in range(0, 199, 10):
         rows[i] = {"text": f"{i}: a text\n" * 9}
     source = packed(tmp_path, rows, tokenizer, 48)
-    chats, _ = conversations(mixture_of([source]), "train", tokenizer, 8, 999)
+    chats, _ = conversations(mixture_of([source]), "train", tokenizer, Cut(8), 999)
     found = [chat.ids for chat in chats]
     texts = [tokenizer.decode(ids) for ids in found]
     openings = {f"<|im_start|>user\n{i}?<|im_end|>\n<|im_start|>assistant\n" for i in range(1, 200)}
@@ -126,7 +127,7 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
 def test_packed_texts_give_prompts_of_the_given_length(tmp_path):
     rows = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(100)]
     source = packed(tmp_path, rows, tiny_tokenizer(), 16)
-    chats, _ = conversations(mixture_of([source]), "train", tiny_tokenizer(), 8, 5)
+    chats, _ = conversations(mixture_of([source]), "train", tiny_tokenizer(), Cut(8), 5)
     found = [chat.ids for chat in chats]
     assert found == [row["input_ids"][:8] for row in documents(mixture_of([source]), "train")][:5]
     assert not any(chat.ends for chat in chats)
@@ -146,7 +147,7 @@ def test_a_greeting_belongs_to_the_opening_of_a_chat(tmp_path):
     system, greeting = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Welcome!"}
     chats = [{"messages": [system, greeting, {"role": "user", "content": f"Q{i}"}, CHAT[1], *CHAT]} for i in range(9)]
     found, _ = conversations(
-        mixture_of([write(tmp_path / "chats.jsonl", chats)]), None, chat_tokenizer("llama3"), 8, 99
+        mixture_of([write(tmp_path / "chats.jsonl", chats)]), None, chat_tokenizer("llama3"), Cut(8), 99
     )
     assert [prompt.messages for prompt in found] == [chat["messages"][:3] for chat in chats]
     assert all(list(prompt.later) == [CHAT[:1]] for prompt in found)

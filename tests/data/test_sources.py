@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from data import python_sources, readers, rows
 from data.mixture import Mixture, Source, SourceError, mixture_of
-from data.prompts import conversations
+from data.prompts import Cut, conversations
 from data.readers import SPLITS, fingerprint, hub_dataset
 from data.sources import documents, split_of, token_documents
 from speculator.errors import UserError
@@ -367,7 +367,7 @@ def test_a_text_is_cut_at_the_same_place_wherever_it_stands(tmp_path):
     texts = [{"text": "".join(f"line {line} of text {i}\n" for line in range(50))} for i in range(20)]
     cuts = []
     for name, given in (("a.jsonl", texts), ("b.jsonl", [{"text": "another"}, *reversed(texts)])):
-        found, _ = conversations(mixture_of([write(tmp_path / name, given)]), None, tiny_tokenizer(), 8, 99)
+        found, _ = conversations(mixture_of([write(tmp_path / name, given)]), None, tiny_tokenizer(), Cut(8), 99)
         cuts.append(sorted(prompt.ids for prompt in found))
     assert cuts[0] == cuts[1]
     assert len(cuts[0]) == 20
