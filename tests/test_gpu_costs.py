@@ -7,7 +7,7 @@ from dataclasses import replace
 import make_believe_gpu
 import pytest
 import torch
-from conftest import CONFIGS, tiny_block_head, tiny_head, tiny_model, tiny_mtp_head
+from conftest import CONFIGS, DFLASH2, tiny_block_head, tiny_head, tiny_model, tiny_mtp_head
 from make_believe_gpu import gpu
 from replays import capturing
 from transformers import AutoModelForCausalLM
@@ -175,10 +175,14 @@ def test_training_dspark_asks_for_few_signatures_of_attention(block_head, gpu):
     assert len(gpu.signatures) <= 4
 
 
-def test_training_dspark_does_not_wait_for_the_device(block_head, gpu):
-    training_step(*block_head, documents(2, 2048, 0))
+@pytest.mark.parametrize("shape", [{}, DFLASH2], ids=["dspark", "dflash2"])
+def test_training_a_block_drafter_does_not_wait_for_the_device(block_head, gpu, shape):
+    target, head = block_head
+    if shape:
+        head = tiny_block_head(target, anchors=16, aux_layers=[0], num_hidden_layers=1, **shape).float()
+    training_step(target, head, documents(2, 2048, 0))
     gpu.waits.clear()
-    training_step(*block_head, documents(2, 2048, 1))
+    training_step(target, head, documents(2, 2048, 1))
     assert not {name: count for name, count in gpu.waits.items() if "test_gpu_costs" not in name}
 
 

@@ -30,6 +30,7 @@ LONG = (
     "llama-3.1-8b-instruct-eagle3",
     "llama-3.1-8b-instruct-dspark",
     "qwen3-8b-dspark",
+    "qwen3-8b-dflash2",
     "qwen3-8b",
     "code",
     "glm-4.5-air-mtp",

@@ -162,6 +162,14 @@ BLOCK = ATTENTION | {
 }
 
 
+DFLASH_2 = BLOCK | {
+    "speculator.options": "{aux_layers: [0, 1], num_hidden_layers: 1, markov_rank: 0, sample_from_anchor: false, "
+    "confidence_head: false, conv_group_size: 4, selector_rank: 6, selector_top_k: 4, anchors: 20}",
+    "loss.total_variation": 0.0,
+    "speculator.draft_vocab_size": 0,
+}
+
+
 MTP = {name: value for name, value in ATTENTION.items() if name != "speculator.draft_vocab_size"} | {
     "speculator.architecture": "mtp",
     "speculator.options": "{}",
@@ -184,6 +192,7 @@ def mtp_folder(tmp_path_factory) -> Path:
         pytest.param((BLOCK, "target_folder"), id="dspark"),
         pytest.param((ATTENTION, "hybrid_folder"), id="hybrid", marks=RECURRENT_RUNS),
         pytest.param((MTP, "mtp_folder"), id="mtp", marks=pytest.mark.soak),
+        pytest.param((DFLASH_2, "target_folder"), id="dflash2", marks=pytest.mark.soak),
     ],
 )
 def attention(request, run, tmp_path_factory) -> tuple[Path, dict]:

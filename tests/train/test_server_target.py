@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import CONFIGS, save_tiny, tiny_block_head
+from conftest import CONFIGS, DFLASH2, save_tiny, tiny_block_head
 from datasets import load_from_disk
 from hidden_state_server import StandIn
 from server_training import STEPS, apart, trained
@@ -27,7 +27,7 @@ from train.command_line import parse
 from train.look_ahead import DOCUMENTS, Documents, LookAhead
 
 LENGTH = 24
-AUX = {"mlp": [], "eagle3": [0, 1], "dspark": [0, 1]}
+AUX = {"mlp": [], "eagle3": [0, 1], "dspark": [0, 1], "dflash2": [0, 1]}
 SERVED = [family for family in CONFIGS if family not in ("gemma3n", "gemma4", "gpt2", "gpt_neox")]
 
 
@@ -65,8 +65,9 @@ def connected(folder, servers: list[StandIn], aux_layers) -> ServerTarget:
 
 def head_of(kind: str, target: Target):
     torch.manual_seed(0)
-    if kind == "dspark":
-        return tiny_block_head(target, aux_layers=AUX[kind], mask_token_id=1).float().train().requires_grad_(True)
+    if kind in ("dspark", "dflash2"):
+        shape = {"aux_layers": AUX[kind], "mask_token_id": 1, **(DFLASH2 if kind == "dflash2" else {})}
+        return tiny_block_head(target, **shape).float().train().requires_grad_(True)
     config_class, head_class = {
         "eagle3": (Eagle3SpeculatorConfig, Eagle3Speculator),
         "mlp": (MLPSpeculatorConfig, MLPSpeculator),
@@ -85,7 +86,7 @@ def rows() -> list[dict]:
     return made
 
 
-@pytest.mark.parametrize("kind", AUX)
+@pytest.mark.parametrize("kind", ["mlp", "eagle3", "dspark", pytest.param("dflash2", marks=pytest.mark.soak)])
 def test_ten_steps_with_servers_are_those_of_the_target_here(kind, folder, local, serve, tmp_path):
     """One server is slow; the other dies at step 3 and is back at step 6."""
     expected, gradients, _ = trained(local, head_of(kind, local), rows(), tmp_path / "local")

@@ -124,7 +124,8 @@ class DSparkSpeculatorConfig(AttentionConfig):
         return min(self.anchors, length) * self.block_size / length
 
     def activation_bytes(self, length: int) -> int:  # measured on a CPU with bfloat16 products
-        layer = 40 * self.emb_dim + 12 * self.inner_dim + 30 * self.num_attention_heads * self.head_dim
+        around = 72 if self.conv_group_size else 40
+        layer = around * self.emb_dim + 12 * self.inner_dim + 30 * self.num_attention_heads * self.head_dim
         return round(self.slots_per_token(length) * self.num_hidden_layers * layer)
 
     def describe(self) -> str:

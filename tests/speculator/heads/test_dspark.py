@@ -222,8 +222,9 @@ def test_anchors_depend_on_the_seed_alone():
     assert all(len(set(anchors)) == 5 and anchors == sorted(anchors) for anchors in drawn)
 
 
-def test_a_batch_without_labels_has_gradients_of_zero():
-    made, (tokens, states) = head().train(), text(2)
+@pytest.mark.parametrize("shape", ["dspark", "DFlash 2"])
+def test_a_batch_without_labels_has_gradients_of_zero(shape):
+    made, (tokens, states) = head(**SHAPES[shape]).train(), text(2)
     labels, none = torch.full((2, 4, 3), IGNORE), torch.zeros(2, 4, dtype=torch.long)
     batch = TrainingBatch(
         tokens, torch.zeros_like(tokens), torch.randn(2, L, D, dtype=torch.float64), states,
