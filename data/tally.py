@@ -102,6 +102,15 @@ class Tally:
             self.left_out[reason] += 1
             self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
 
+    def take(self, used: int, too_long: int, limit: str) -> None:
+        """Count the rows that were used and those that are too long; the other good ones are beyond a limit.
+
+        Args:
+            limit: the flag that sets the limit.
+        """
+        beyond = self.rows - self.bad - used - too_long
+        self.used, self.skipped = used, Counter({TOO_LONG: too_long, f"beyond {limit}": beyond})
+
     def check(self, name: str) -> None:
         """Raise a SourceError if the share of bad rows, or of answers without loss, is above `max_share`."""
         if self.bad > self.max_share * self.rows:

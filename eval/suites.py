@@ -18,7 +18,7 @@ from data.mixture import PYTHON_SOURCES, Mixture, mixture_of
 from data.prompts import Cut, PromptLimits, conversations
 from data.readers import is_recorded, raw_rows
 from data.rows import RowError, content, errors_of_row
-from data.tally import TOO_LONG, Tally
+from data.tally import Tally
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse, refuse_below
@@ -94,8 +94,7 @@ def load_suite(
     chat, tally = not raw and tokenizer.chat_template is not None and not target.encoder, Tally(max_share=1.0)
     wanted = _wanted(chain(first, rows), tokenizer, chat, max_prompts, limits, tally)
     taken, left_out = limits.take(source, _interleave(wanted), max_prompts)
-    tally.used, tally.skipped[TOO_LONG] = len(taken), left_out
-    tally.skipped["beyond --max_prompts"] = tally.rows - tally.bad - left_out - len(taken)
+    tally.take(len(taken), left_out, "--max_prompts")
     refuse((not taken, f"--suite {source}: no usable row in it; the first fault is {[*tally.first, 'none'][0]}"))
     tally.warn(f"--suite {source}")
     prompts, kept = [ids for ids, _ in taken], [conversation for _, conversation in taken]

@@ -142,7 +142,7 @@ def rows(
 def prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, split: str, count: int) -> Suite:
     """Return the prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
     config = run.config
-    # Bad rows were reported when the split was prepared.
+    # Too many bad rows were an error when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     suite = from_text(
         mixture,
@@ -153,8 +153,7 @@ def prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, split: str, c
         limits=PromptLimits.of(target, config.eval.max_new_tokens),
         tally=tally,
     )
-    if split == "held-out":
-        tally.warn(f"prompts of the {split} split of {mixture}")
+    tally.warn(f"prompts of the {split} split of {mixture}")
     return suite
 
 

@@ -181,7 +181,12 @@ def _prompts(
     ]
     if bare and any(row.chat for row in rows):
         raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
-    chosen, _ = limits.take(str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows)
+    chosen, left_out = limits.take(
+        str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows
+    )
+    tally = Tally(rows=len(rows))
+    tally.take(len(chosen), left_out, "--max_rows")
+    tally.warn(f"--prompts {arguments.prompts}")
     return [Conversation(ids, row.messages if row.chat else None) for ids, row in chosen]
 
 

@@ -19,7 +19,7 @@ from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, refuse, refuse_below, show
 from speculator.files import check_output_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
-from speculator.terminal import colours
+from speculator.terminal import colours, log
 
 Rows = list[tuple[dict, Prompt]]
 Submit = Callable[..., Request]
@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = model_flags.load_target(arguments)
     if target.tokenizer.chat_template is None and any(prompt.chat for _, prompt in rows):
         raise UserError(f"{arguments.target} has no chat template: chats need one")
+    count = len(rows)
     # Samples of a prompt resemble each other, so n-gram lookup also searches the earlier ones.
     memory = MEMORY if arguments.num_samples > 1 else 0
     drafter = model_flags.drafter(arguments, target, [arguments.temperature], arguments.batch_size, memory)
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
         mark = "green" if colours(sys.stdout) else "in [[brackets]]"
         print(f"accepted draft tokens are {mark}; the other tokens come from the target itself", file=sys.stderr)
     requests = _converse(submit, engine, arguments) if conversation else _continue(submit, engine, rows, arguments)
+    if arguments.prompts:
+        log(f"--prompts {arguments.prompts}: {count:,} rows read, {count:,} used")
     cut = sum(each.finish_reason == "length" for each in requests)
     if cut and not conversation and any(prompt.chat for _, prompt in rows):
         print(f"{cut} of {len(requests)} answers ended at --max_new_tokens {arguments.max_new_tokens}", file=sys.stderr)

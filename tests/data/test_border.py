@@ -1,14 +1,11 @@
 """One judgement of a row in every command: odd values make bad rows, and every row that is read is accounted for."""
 
-import copy
 import json
-import re
 
 import pytest
 from chat_templates import CHATML, chat_tokenizer
-from conftest import save_tiny, tiny_tokenizer
+from odd_rows import ODD, said_of_rows, with_odd_values, write
 
-from data.__main__ import main
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
 from data.rows import RowError, content, errors_of_row
@@ -20,64 +17,14 @@ from speculator.prompts import prompt_of
 from speculator.server.errors import APIError
 from speculator.server.schema import ChatRequest, CompletionRequest, parse
 
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
-TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
-MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": [{"type": "text", "text": "Where?"}]},
-    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "Hm.", "weight": 1, "train": True},
-    {"role": "tool", "content": "22", "tool_call_id": "1", "name": "f"},
-    {"role": "assistant", "content": "In Rome."},
-]
-GOOD = [
-    {"messages": MESSAGES, "tools": [TOOL], "category": "a"},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}]},
-    {"conversation": MESSAGES[1:2] + MESSAGES[4:]},
-    {"prompt": "def f(x):", "completion": " return x", "label": True},
-    {"prompt": MESSAGES[1:2], "chosen": MESSAGES[4:], "rejected": MESSAGES[4:]},
-    {"instruction": "Say hi.", "input": "", "output": "Hi.", "system": "Be brief."},
-    {"input": MESSAGES[1:2], "output": "Hello."},
-    {"instruction": "Say hi.", "context": "x", "response": "Hi."},
-    {"text": "Any text that is long enough to be cut."},
-    {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rejected": [0, 0, 1], "document_ids": [0, 0, 1]},
-    {"turns": ["One?", "Two?"], "category": "b"},
-    {"question": "How many?", "category": "b"},
-]
-ODD = [None, 7, 0.5, True, "text", "\ud800", "", "[", [], [None], [[]], ["a"], {}, {"a": 1}, {"function": 5}]
-TOOLS = "{{ tools | tojson if tools }}"
 TEMPLATES = {
-    "without calls": TOOLS + CHATML,
-    "with calls": TOOLS
-    + CHATML.replace(
-        "{{ m.content }}",
-        "{{ m.reasoning }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}",
-    ),
+    "without calls": "{{ tools | tojson if tools }}" + CHATML,
     "careless": "{% for m in messages %}<|im_start|>{{ m.role + m.content.strip() }}<|im_end|>{% endfor %}"
     "{{ tools[0].function.name if tools }}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}",
 }
 
 
-def places(value, place=()):
-    """Yield the path to every value inside a row."""
-    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
-        yield (*place, key)
-        yield from places(value[key], (*place, key))
-
-
-def odd_rows():
-    """Yield rows in which one value is replaced, and rows that are no objects."""
-    yield from ODD
-    for row in GOOD:
-        for *outer, key in places(row):
-            for value in ODD:
-                changed = holder = copy.deepcopy(row)
-                for step in outer:
-                    holder = holder[step]
-                holder[key] = value
-                yield changed
-
-
-ROWS = list(odd_rows())
+ROWS = [*ODD, *with_odd_values()]
 
 
 class Model:
@@ -89,11 +36,6 @@ class Model:
 
 def tokenizer_of(name):
     return chat_tokenizer("qwen3", TEMPLATES[name])
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def accounted(tally):
@@ -116,7 +58,7 @@ def test_an_odd_value_anywhere_in_a_row_is_a_bad_row_and_no_traceback(tmp_path, 
         assert not [kind for kind in tally.kinds if kind.startswith("can't be read")], "no type that nobody foresaw"
     capfd.readouterr()
     suite = load_suite(source, Model(tokenizer), prompt_tokens=4, max_prompts=10**6, max_new_tokens=4)
-    read, used, left_out = counts(capfd.readouterr().err)
+    ((read, used, left_out),) = said_of_rows(capfd.readouterr().err).values()
     assert read == len(ROWS) == used + left_out
     assert used == len(suite.prompts) > 100
 
@@ -144,39 +86,6 @@ def test_an_odd_value_in_a_prompt_or_a_request_is_one_line():
                 faults.append(str(error))
         assert 100 < len(faults) < len(ROWS)
         assert not [fault for fault in faults if "\n" in fault]
-
-
-def counts(text):
-    """Add up what the lines of a command say of rows: (read, used, left out)."""
-    found = re.findall(r": ([\d,]+) rows read, ([\d,]+) used(?:, ([\d,]+) left out)?", text)
-    assert found, text
-    return [sum(int(each.replace(",", "") or 0) for each in column) for column in zip(*found, strict=True)]
-
-
-def test_every_command_accounts_for_every_row(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
-    target = save_tiny("llama", tmp_path / "target")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(target)
-    odd = [
-        {"messages": [{"role": "user", "content": 5}]},
-        {"text": "  "},
-        {"prompt": "a", "completion": "b", "label": False},
-    ]
-    good = [{"text": f"Text {i} that is long enough for a prompt."} for i in range(300)]
-    rows = [*good[:10], *odd, *good[9:]]
-    source = write(tmp_path / "rows.jsonl", rows)
-    flags = ["--target", str(target)]
-    output = ["--seq_length", "32", "--num_proc", "1", "--output", str(tmp_path / "out")]
-    assert main(["prepare", *flags, "--sources", source, *output]) == 0
-    assert counts(capfd.readouterr().err) == [len(rows), 300, 4]
-    assert main(["view", source, *flags, "--rows", "999"]) == 0
-    assert counts(capfd.readouterr().err) == [len(rows), 300, 4]
-    size = ["--prompt_tokens", "4", "--max_new_tokens", "2", "--output", str(tmp_path / "own")]
-    assert main(["generate", *flags, "--sources", source, *size]) == 0
-    read, used, left_out = counts(capfd.readouterr().err)
-    assert read == used + left_out
 
 
 def test_an_error_that_nobody_foresaw_is_a_bad_row_too():
