@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from chat_templates import chat_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculator import Engine, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
+from speculator.cli.serve import _bind as bind
 from speculator.server.app import create_app
 from speculator.server.worker import Worker
 
@@ -26,7 +26,8 @@ def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **s
     """Start a server and yield its URL and its worker."""
     worker = Worker(partial(engine, target, slots=slots), drafter)
     app = create_app(target, worker, name="tiny", **settings)
-    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listening = bind("127.0.0.1", 0)
+    listening.listen(1024)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()

@@ -249,7 +249,9 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
             raise UserError(f"prompt {number} is empty: give it at least one token")
         if min(prompt) < 0 or max(prompt) >= target.vocab_size:
             token = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise UserError(f"prompt {number}: {target.name} has no token {token}, only 0..{target.vocab_size - 1}")
+            raise UserError(
+                f"prompt {number}: {target.name} has no token {token!s:.40}, only 0..{target.vocab_size - 1}"
+            )
         longest = target.context_length - 1
         if target.encoder and not isinstance(prompt, Text):  # it is a source
             longest = target.encoder.longest

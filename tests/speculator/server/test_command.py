@@ -60,6 +60,12 @@ def test_a_port_that_another_server_took_meanwhile_is_an_error(capsys, target_fo
     assert f"can't listen on --host 127.0.0.1 --port {port}" in capsys.readouterr().err
 
 
+def test_an_event_leaves_at_once():
+    """asyncio turns Nagle's algorithm off for sockets that name TCP, and not for those with the default protocol."""
+    with serve._bind("127.0.0.1", 0) as bound:
+        assert bound.proto == socket.IPPROTO_TCP
+
+
 def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else True)
     assert exit_code(main, ["serve", "--target", str(target_folder)]) == 2
