@@ -56,6 +56,27 @@ def test_prepare_writes_rows_and_counts_them(target, tmp_path, capsys):
     assert {split: len(rows) for split, rows in load_from_disk("few").items()}["train"] == 3
 
 
+def test_the_column_of_documents_counts_chats_and_not_the_rows_that_they_become(target, tmp_path, capsys):
+    """Each answer with thoughts needs a row of its own, because Qwen 3's template drops those of earlier turns."""
+    chat_tokenizer("qwen3").save_pretrained(tmp_path / "target")
+    turns = [
+        ("user", "Why {i}?", None),
+        ("assistant", "So.", "Hm."),
+        ("user", "Sure?", None),
+        ("assistant", "Yes.", "Well."),
+    ]
+    chats = [
+        [{"role": role, "content": text.format(i=i), "reasoning_content": thought} for role, text, thought in turns]
+        for i in range(30)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    assert prepare(target, "--output", "rows") == 0
+    printed = capsys.readouterr()
+    assert sum(int(line.split()[1]) for line in printed.out.splitlines()[1:-1]) == 30
+    became = re.findall(r"(\d+) chats became (\d+) rows", printed.err)
+    assert [sum(map(int, column)) for column in zip(*became, strict=True)] == [30, 60]
+
+
 def test_view_marks_the_text_with_loss(target, capsys):
     assert main(["view", "chats.jsonl", "--target", target, "--rows", "2"]) == 0
     first, second = re.split(r"\n(?=---)", capsys.readouterr().out)
