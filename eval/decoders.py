@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import torch
 from transformers import CompileConfig
@@ -126,17 +127,19 @@ def _compile_config() -> CompileConfig:
     return config
 
 
-def _assistant(draft_model: Target, length: int) -> dict:
-    """Return arguments of `generate` for assisted generation with `length` tokens a draft: no threshold, no schedule.
+def assisted_settings(length: int) -> dict[str, Any]:
+    """Return the settings of assisted generation that are not transformers' own: `length` tokens in every draft."""
+    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    return {"num_assistant_tokens": length, **fixed}
 
-    The assistant is loaded again, with transformers' own attention.
-    """
+
+def _assistant(draft_model: Target, length: int) -> dict[str, Any]:
+    """Return arguments of `generate` for assisted generation. The assistant is loaded again, with its own attention."""
     kind = auto_class(draft_model.model.config)
     assistant = load_model(kind, draft_model.name, dtype=draft_model.dtype, trust_remote_code=False)
     assistant = assistant.to(draft_model.device)
-    fixed = {"num_assistant_tokens": length, "num_assistant_tokens_schedule": "constant"}
-    assistant.generation_config.update(**fixed, assistant_confidence_threshold=0.0)
-    return {"assistant_model": assistant, **fixed}
+    assistant.generation_config.update(**assisted_settings(length))
+    return {"assistant_model": assistant, **assisted_settings(length)}
 
 
 @dataclass

@@ -36,13 +36,16 @@ def drafter_rows(rows: list[dict]) -> list[dict]:
 
 
 def facts(report: dict) -> dict[str, str]:
-    """Return the report's head as {title: text}: models, hardware, versions, and the baselines that did not run."""
+    """Return the report's head as {title: text}: models, hardware, versions, and what is special about baselines."""
     settings = report["settings"]
+    assisted = settings.get("hf_assisted") or {}  # reports of older versions lack it
+    own = ", ".join(f"{name} {value}" for name, value in assisted.items())
     return {
         "target": report["target"],
         "speculator": report["speculator"],
         "hardware": f"{report['hardware']}; {settings['dtype']}, batch size {settings['batch_size']}",
         "versions": ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+        **({BASELINES["hf_assisted"]: f"{own}; all other settings are transformers' own"} if own else {}),
         **{f"not run: {name}": reason for name, reason in report["not_run"].items()},
     }
 

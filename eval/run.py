@@ -23,7 +23,7 @@ import torch
 
 from data.mixture import PYTHON_SOURCES
 from eval import serving, tracking
-from eval.decoders import Decoder, check_batches, decoder_of, decoders, measure_suite
+from eval.decoders import Decoder, assisted_settings, check_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
@@ -181,6 +181,7 @@ def evaluate(
             "repeats": repeats,
             "num_speculative_tokens": chains[0],
             "draft_model": draft_model.name if draft_model else None,
+            "hf_assisted": assisted_settings(chains[0]) if draft_model and "hf_assisted" in baselines else None,
             "as": server,
             "chat_template": bool(target.tokenizer and target.tokenizer.chat_template),
             "trained_length": head.config.trained_length,

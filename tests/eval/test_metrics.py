@@ -7,14 +7,14 @@ import statistics
 import pytest
 import torch
 from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from eval.decoders import decoders, measure_suite
+from eval.decoders import assisted_settings, decoders, measure_suite
 from eval.metrics import acceptance, by_context, paired_bootstrap
 from eval.report import warnings
 from eval.run import evaluate
 from eval.suites import Suite, load_suite
-from eval.timing import time_transformers
+from eval.timing import Timed, time_transformers
 from eval.validation import real_acceptance
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target, generate
 from speculator.prompts import Prompt
@@ -199,6 +199,29 @@ def test_a_report_has_several_draft_lengths_and_every_baseline(tmp_path, quick):
         for name in names:
             assert row["time_to_first_token"][name] > 0
     assert (tmp_path / "out" / "draft_lengths.png").exists()
+    assert report["settings"]["hf_assisted"]["num_assistant_tokens"] == 3
+    own = (
+        "num_assistant_tokens 3, num_assistant_tokens_schedule constant, assistant_confidence_threshold 0.0; all other"
+    )
+    assert f"- transformers assisted generation: {own} settings" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_assisted_generation_has_transformers_own_settings_but_for_those_that_the_report_names(
+    target_folder, monkeypatch
+):
+    draft_model = Target.load(str(target_folder))
+    own = AutoModelForCausalLM.from_pretrained(target_folder)
+    table, _ = decoders(draft_model, None, [3], draft_model, ["hf_assisted"], 1)
+    (assisted,) = (decoder for decoder in table if decoder.key == "hf_assisted")
+    seen = []
+    monkeypatch.setattr(draft_model.model, "generate", lambda **how: seen.append(how) or how["input_ids"])
+    assisted.run([[5, 6, 7]], Sampling(), 4, Timed(), [])
+    assistant, named = seen[0].pop("assistant_model"), assisted_settings(3)
+    found, default = (each.generation_config.to_dict() for each in (assistant, own))
+    assert {name: value for name, value in found.items() if value != default.get(name)} == named
+    assert assistant.config._attn_implementation == own.config._attn_implementation
+    plain = {"do_sample", "input_ids", "attention_mask", "max_new_tokens", "use_cache", "pad_token_id", "streamer"}
+    assert seen[0].keys() - plain == named.keys()
 
 
 def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch, quick):
