@@ -138,9 +138,9 @@ def test_a_dflash_2_head_starts_from_a_dflash_head(target, tmp_path):
     assert torch.equal(again.logits(*again.probe()).argmax(-1), first.logits(*first.probe()).argmax(-1))
     save(again, tmp_path / "dflash2", layout_of("native", again))
     for changed, tensor in (({"selector_rank": 8}, "codebook"), ({"conv_group_size": 0}, "conv")):
+        run = settled(completed(**shape, options=changed, warm_start=str(tmp_path / "dflash2")), target)
         with pytest.raises(UserError, match=f"has .*{tensor}.* does not fit this run's head"):
-            more = {"options": changed, "warm_start": str(tmp_path / "dflash2")}
-            new_head(settled(completed(**shape, **more), target), target, ROWS, 6)
+            new_head(run, target, ROWS, 6)
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
