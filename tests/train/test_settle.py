@@ -17,6 +17,7 @@ from train.gpus import GPUS, Place
 STAGE = {"max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1, "per_device_train_batch_size": 2}
 SIZES = {f"{stage}.{name}": value for stage in ("stage1", "stage2") for name, value in STAGE.items()}
 SIZES |= {"stage2.generate.max_rows": 4, "stage2.generate.prompt_tokens": 8, "stage2.generate.max_new_tokens": 8}
+SIZES |= {"stage2.generate.num_speculative_tokens": 2, "eval.temperatures": "[0.0]"}
 SIZES |= {"data.max_tokens": 2000, "eval.validation_rows": 2, "eval.validation_prompts": 1, "eval.tune_prompts": 0}
 SIZES |= {"eval.prompt_tokens": 8, "eval.max_prompts": 1, "eval.max_new_tokens": 4, "report_to": "none"}
 
