@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from data.mixture import mixture_of
 from data.onpolicy import generate_rows
-from data.prepare import token_rows
+from data.prepare import RowRequest, token_rows
 from data.writing import Writing
 from eval.metrics import acceptance
 from eval.suites import Suite, from_text
@@ -256,7 +256,7 @@ class Study:
     def __init__(self, target: Target, folder: Path, steps: int = STEPS):
         self.target, self.folder, self.steps = target, folder, steps
         mixture = mixture_of(SOURCES)
-        text = token_rows(mixture, "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH)
+        text = token_rows(RowRequest(mixture, "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH))
         self.text = text.select_columns("input_ids")
         self.suites = {
             split: from_text(mixture, target.tokenizer, PROMPT_TOKENS, count, split=split)

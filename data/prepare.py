@@ -39,11 +39,16 @@ class TooLittleTextError(SourceError):
 
 
 @dataclass(frozen=True)
-class _Request:
-    """Which rows to prepare. They do not depend on `num_proc`; `max_bad_rows` decides whether they are accepted.
+class RowRequest:
+    """Packed rows (see `data.packing.pack`) of one split of some sources; with `pairs`, one row a document.
 
     Attributes:
-        limits: largest number of tokens, and of rows; None: all.
+        length: number of tokens in a row.
+        max_tokens: largest number of tokens of all rows; None: no limit.
+        first_rows: stop after this many rows, as soon as one token among them has loss; None: all rows.
+        max_bad_rows: largest share of unusable rows in the training split; they are skipped with a warning. Other
+            splits are small, so any share is accepted once it is above 0.
+        num_proc: processes that render and tokenize; the rows do not depend on it.
         pairs: see `data.rendering.render`.
     """
 
@@ -51,13 +56,15 @@ class _Request:
     split: str
     tokenizer: PreTrainedTokenizerBase
     length: int
-    limits: tuple[int | None, int | None]
-    max_bad_rows: float
-    num_proc: int | None
+    max_tokens: int | None = None
+    first_rows: int | None = None
+    max_bad_rows: float = 0.0
+    num_proc: int | None = None
     pairs: Pairs | None = None
 
     @property
     def name(self) -> str:
+        """Name of the rows in messages."""
         return f"the {self.split} split of {self.mixture}"
 
     @property
@@ -69,7 +76,7 @@ class _Request:
         """Return the name of the rows' cache folder: a hash of everything that they depend on."""
         identity = {
             "sources": [[fingerprint(source.location), source.weight] for source in self.mixture.sources],
-            "arguments": [self.split, self.length, *self.limits],
+            "arguments": [self.split, self.length, self.max_tokens, self.first_rows],
             "pairs": self.pairs and [*self.pairs.start, self.pairs.longest],
             "special_tokens": [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id],
             "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
@@ -80,47 +87,20 @@ class _Request:
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
 
 
-def token_rows(
-    mixture: Mixture,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    *,
-    max_tokens: int | None = None,
-    max_bad_rows: float = 0.0,
-    first_rows: int | None = None,
-    num_proc: int | None = None,
-    pairs: Pairs | None = None,
-    report: bool = True,
-) -> Dataset:
-    """Return packed rows (see `data.packing.pack`) of one split of some sources; with `pairs`, one row a document.
+def token_rows(request: RowRequest, report: bool = True) -> Dataset:
+    """Return the rows of a request, which are prepared once.
 
-    The cache key covers the sources (names, weights, sizes, modification times), the arguments, the tokenizer with its
+    The cache key covers the sources (names, weights, sizes, modification times), the request, the tokenizer with its
     chat template, the code of this package, and the versions of the libraries that render and tokenise. One process
     prepares the rows under a file lock; the others wait for the lock, outside of any collective, so that a long
     preparation does not time out.
 
     Args:
-        max_bad_rows: largest share of unusable rows in the training split; they are skipped with a warning. Other
-            splits are small, so any share is accepted once it is above 0.
-        first_rows: stop after this many rows, as soon as one token among them has loss.
-        num_proc: processes that render and tokenize; the rows do not depend on it.
-        pairs: see `data.rendering.render`.
         report: print what became of the rows that were read.
 
     Raises:
         SourceError: an unreadable source, too many bad rows, or a split without text.
     """
-    request = _Request(
-        mixture,
-        split,
-        tokenizer,
-        length,
-        limits=(max_tokens, first_rows),
-        max_bad_rows=max_bad_rows,
-        num_proc=num_proc,
-        pairs=pairs,
-    )
     rows, _ = _cached(request, report)
     return rows
 
@@ -138,7 +118,7 @@ def save_rows(
     """Write the rows of every split that has text into a new `datasets` folder, which is a valid source.
 
     Args:
-        mixture, tokenizer, length, max_bad_rows, num_proc: see `token_rows`.
+        mixture, tokenizer, length, max_bad_rows, num_proc: see `RowRequest`.
         output: folder, which must not exist.
         max_tokens: largest number of tokens per split.
 
@@ -153,15 +133,8 @@ def save_rows(
     rows: dict[str, Dataset] = {}
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
-        request = _Request(
-            mixture,
-            split,
-            tokenizer,
-            length,
-            limits=(max_tokens, None),
-            max_bad_rows=max_bad_rows,
-            num_proc=num_proc,
-        )
+        how = {"max_tokens": max_tokens, "max_bad_rows": max_bad_rows, "num_proc": num_proc}
+        request = RowRequest(mixture, split, tokenizer, length, **how)
         try:
             rows[split], counts[split] = _cached(request)
         except TooLittleTextError:
@@ -173,7 +146,7 @@ def save_rows(
     return counts
 
 
-def _cached(request: _Request, report: bool = True) -> tuple[Dataset, dict[str, int]]:
+def _cached(request: RowRequest, report: bool = True) -> tuple[Dataset, dict[str, int]]:
     """Return the rows from the cache, and their counts (see `save_rows`); prepare the rows if they are missing."""
     folder = cache_folder() / request.key()
     manifest = folder / _MANIFEST
@@ -212,26 +185,26 @@ def _locked(file: Path) -> Iterator[None]:
         lock.release()
 
 
-def _prepare(folder: Path, request: _Request) -> None:
+def _prepare(folder: Path, request: RowRequest) -> None:
     """Write the rows and their manifest into a new folder."""
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
-    tally, name, (max_tokens, first_rows) = Tally(request.max_share), request.name, request.limits
+    tally, name = Tally(request.max_share), request.name
     processes = request.num_proc or default_processes()
     how = {"tally": tally, "processes": processes, "pairs": request.pairs}
     documents = token_documents(request.mixture, request.split, request.tokenizer, **how)
     make, columns = (one_per_row, (*COLUMNS, "source_ids")) if request.pairs else (pack, COLUMNS)
     features = Features({column: List(Value("int32")) for column in columns})
-    bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=max_tokens)
+    bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=request.max_tokens)
 
     def rows() -> Iterator[dict[str, list[int]]]:
-        for row in make(documents, request.length, max_tokens):
+        for row in make(documents, request.length, request.max_tokens):
             counts["rows"] += 1
             counts["tokens"] += len(row["input_ids"])
             counts["tokens_with_loss"] += sum(row["loss_mask"])
             bar.update(len(row["input_ids"]))
             yield row
             # Not before a token has loss: rows without labels would measure nothing.
-            if first_rows and counts["rows"] >= first_rows and counts["tokens_with_loss"]:
+            if request.first_rows and counts["rows"] >= request.first_rows and counts["tokens_with_loss"]:
                 break
         counts["documents"] = tally.used
         tally.check(name)

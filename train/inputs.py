@@ -9,7 +9,7 @@ import datasets
 
 from data.conversations import Conversation
 from data.mixture import Mixture
-from data.prepare import token_rows
+from data.prepare import RowRequest, token_rows
 from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import Pairs
 from data.tally import Tally
@@ -126,16 +126,18 @@ def rows(
     pairs = Pairs(encoder.prefix, min(encoder.longest, length)) if encoder else None
     with reporting_full_disk(cache_folder()):
         return token_rows(
-            mixture,
-            split,
-            target.tokenizer,
-            length,
-            max_tokens=config.data.max_tokens if split == "train" else None,
-            max_bad_rows=config.data.max_bad_rows,
-            first_rows=config.eval.validation_rows if split == "validation" else None,
-            num_proc=config.data.num_proc,
-            pairs=pairs,
-            report=report,
+            RowRequest(
+                mixture,
+                split,
+                target.tokenizer,
+                length,
+                max_tokens=config.data.max_tokens if split == "train" else None,
+                max_bad_rows=config.data.max_bad_rows,
+                first_rows=config.eval.validation_rows if split == "validation" else None,
+                num_proc=config.data.num_proc,
+                pairs=pairs,
+            ),
+            report,
         )
 
 

@@ -34,7 +34,7 @@ from transformers import LlamaForCausalLM  # noqa: E402
 
 from data import python_sources  # noqa: E402
 from data.mixture import PYTHON_SOURCES, mixture_of  # noqa: E402
-from data.prepare import token_rows  # noqa: E402
+from data.prepare import RowRequest, token_rows  # noqa: E402
 from data.rendering import load_tokenizer  # noqa: E402
 from data.sources import documents  # noqa: E402
 
@@ -85,7 +85,7 @@ def train(model: LlamaForCausalLM, phase: Phase, rows: dict[str, Dataset], args:
 
 def corpus_rows(tokenizer, split: str) -> Dataset:
     """The split's text as shuffled rows of LENGTH tokens."""
-    rows = token_rows(mixture_of([PYTHON_SOURCES]), split, tokenizer, LENGTH)
+    rows = token_rows(RowRequest(mixture_of([PYTHON_SOURCES]), split, tokenizer, LENGTH))
     return rows.select_columns("input_ids").shuffle(seed=0)
 
 

@@ -9,7 +9,7 @@ from chat_templates import chat_tokenizer
 
 from data.__main__ import main
 from data.mixture import SourceError, mixture_of
-from data.prepare import save_rows, token_rows
+from data.prepare import RowRequest, save_rows, token_rows
 from data.prompts import Cut, conversations
 from data.rows import content
 from data.sources import SPLITS, documents, token_documents
@@ -45,7 +45,7 @@ def write(path, rows):
 
 
 def prepared(source, most=0.05, length=16):
-    return token_rows(mixture_of([source]), "train", chat_tokenizer("llama3"), length, max_bad_rows=most)
+    return token_rows(RowRequest(mixture_of([source]), "train", chat_tokenizer("llama3"), length, max_bad_rows=most))
 
 
 def test_bad_rows_are_skipped_and_counted_by_reason(tmp_path, capsys):

@@ -15,7 +15,7 @@ from conftest import tiny_tokenizer
 
 from data import rendering, sources, workers
 from data.mixture import SourceError, mixture_of
-from data.prepare import token_rows
+from data.prepare import RowRequest, token_rows
 from data.rows import RowError
 from data.sources import documents, name_of, split_of
 from data.tally import Tally
@@ -148,7 +148,7 @@ def test_rows_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch, ca
     for processes in (1, 2, 3):
         monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / f"cache{processes}"))
         made = token_rows(
-            mixture_of(given), "train", chat_tokenizer("llama3"), 16, max_bad_rows=0.5, num_proc=processes
+            RowRequest(mixture_of(given), "train", chat_tokenizer("llama3"), 16, max_bad_rows=0.5, num_proc=processes)
         )
         seen.append((made.to_dict(), capsys.readouterr().err))
     assert " left out: " in seen[0][1]
@@ -191,9 +191,9 @@ def test_first_rows_match_the_whole_split_and_tokenize_no_more(tmp_path, monkeyp
     monkeypatch.setattr(
         rendering, "_render_batch", lambda batch, **rest: (rendered.append(batch), whole(batch, **rest))[1]
     )
-    prepare = partial(token_rows, mixture_of([source]), "validation", tiny_tokenizer(), 16, num_proc=1)
-    few = prepare(first_rows=3).to_dict()
-    some, whole_split = len(rendered), prepare()
+    request = partial(RowRequest, mixture_of([source]), "validation", tiny_tokenizer(), 16, num_proc=1)
+    few = token_rows(request(first_rows=3)).to_dict()
+    some, whole_split = len(rendered), token_rows(request())
     assert len(whole_split) > 10
     assert few == whole_split.select(range(3)).to_dict()
     assert some == 1 < len(rendered) - some
@@ -207,8 +207,8 @@ def test_first_rows_continue_to_a_row_with_loss(tmp_path):
     first = next(row for row in learnt if split_of(name_of(row)) == "validation")
     rows = [{key: row[key] for key in ("input_ids", "loss_mask")} for row in [*validation[:5], first, *others]]
     source = write(tmp_path / "rows.jsonl", rows)
-    rows = token_rows(mixture_of([source]), "validation", tiny_tokenizer(), 16, first_rows=3)
+    rows = token_rows(RowRequest(mixture_of([source]), "validation", tiny_tokenizer(), 16, first_rows=3))
     assert [any(mask) for mask in rows["loss_mask"]] == [False] * 5 + [True]
     none = token_file(tmp_path / "none.jsonl", [0] * 400)
     with pytest.raises(SourceError, match="no token has loss"):
-        token_rows(mixture_of([none]), "validation", tiny_tokenizer(), 16, first_rows=3)
+        token_rows(RowRequest(mixture_of([none]), "validation", tiny_tokenizer(), 16, first_rows=3))
