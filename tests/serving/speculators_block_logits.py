@@ -2,7 +2,7 @@
 
 Usage: speculators_block_logits.py HEAD INPUTS OUTPUT. INPUTS holds aux_hidden [1, S, nD], tokens [1, S], documents
 [1, S], hidden [1, S, D] (before the target's last norm) and anchors [A]. The script writes each slot's logits, the
-target's, and the confidence head's to OUTPUT.
+target's, and the confidence head's to OUTPUT; with a selector the logits are its scores, and 0 for other tokens.
 """
 
 import os
@@ -14,6 +14,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 import torch
 from safetensors.torch import load_file, save_file
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig, core
+from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
 
@@ -21,6 +22,7 @@ def main(kind: str, head: str, inputs: str, output: str) -> None:
     kinds = {
         "dspark": (DSparkSpeculatorConfig, DSparkDraftModel),
         "dflash": (DFlashSpeculatorConfig, DFlashDraftModel),
+        "dflash2": (DFlash2SpeculatorConfig, DFlash2DraftModel),
     }
     config_class, model_class = kinds[kind]
     config = config_class.from_pretrained(head)
@@ -51,6 +53,10 @@ def main(kind: str, head: str, inputs: str, output: str) -> None:
             if model.confidence_head is not None:
                 embedded = model.markov_head.markov_w1(ids)
                 found["confidence"] = model.confidence_head(torch.cat([states, embedded], -1))
+        if kind == "dflash2":
+            before = model._predecessor_ids(given["tokens"], places)
+            best, scores = model.candidate_selector.select(found["logits"], states, before)
+            found["logits"] = torch.zeros_like(found["logits"]).scatter(-1, best, scores)
     save_file({name: x.contiguous() for name, x in found.items()}, Path(output) / "logits.safetensors")
 
 

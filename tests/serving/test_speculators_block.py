@@ -1,14 +1,15 @@
-"""DSpark and DFlash heads give the same logits here and in `speculators` 0.9.0, to 1e-4."""
+"""DSpark, DFlash and DFlash 2 heads give the same logits here and in `speculators` 0.9.0, to 1e-4."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import DFLASH, LLAMA3
+from conftest import DFLASH, DFLASH2, LLAMA3
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculator.checkpoints import layout_of, load_any, save
+from speculator.checkpoints.block_drafters import kind_of
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.target.packed import document_starts
 
@@ -21,6 +22,8 @@ KINDS = {
     "dflash": DFLASH,
     "dflash, causal": {**DFLASH, "is_causal": True, "sliding_window": 64},  # of full attention it has no causal blocks
     "dflash, draft vocabulary": {**DFLASH, "draft_vocab_size": 100},
+    "dflash 2": {**DFLASH2, "selector_top_k": 16},
+    "dflash 2, window": {**DFLASH2, "sliding_window": 64},
 }
 
 
@@ -45,7 +48,7 @@ def test_logits_equal_those_of_the_library(tmp_path, base, kind, run_in, report)
     config = DSparkSpeculatorConfig(**shape | {"base_model_name_or_path": str(base)} | KINDS[kind])
     head = DSparkSpeculator(config)
     for name, weight in head.named_parameters():
-        torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
+        torch.nn.init.normal_(weight, mean=1.0 if "norm" in name or "base_kernel" in name else 0.0, std=0.2)
     if head.draft_tokens is not None:
         head.draft_tokens.copy_(torch.randperm(V)[:100].sort().values)
     save(head, tmp_path / "head", layout_of("speculators", head))
@@ -57,7 +60,7 @@ def test_logits_equal_those_of_the_library(tmp_path, base, kind, run_in, report)
         "anchors": torch.tensor([1, 6, 14, 15, 30]),
     }
     save_file(given, tmp_path / "inputs")
-    name = "dspark" if config.markov_rank else "dflash"
+    name = kind_of(config)
     run_in("speculators", "speculators_block_logits.py", name, tmp_path / "head", tmp_path / "inputs", tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")
 
@@ -75,6 +78,9 @@ def test_logits_equal_those_of_the_library(tmp_path, base, kind, run_in, report)
             markov = again.markov_head.markov_w1(tokens[0, places])
             logits = logits + again.markov_head.markov_w2(markov)
             confidence = again.confidence_head.proj(torch.cat([features, markov], -1))[..., 0]
+        if again.candidate_selector is not None:
+            scores = again.candidate_selector(features, logits, tokens[0, places])
+            logits = scores.masked_fill(scores.isinf(), 0.0)
         teacher = again.target_output(model.model.norm(given["hidden"][0, places]))
 
     used = slice(config.block_size - 4, None)
