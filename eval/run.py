@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from itertools import product
@@ -77,22 +78,66 @@ def run(arguments: argparse.Namespace) -> None:
         head,
         suites,
         arguments.output,
-        temperatures=arguments.temperature or [0.0, 1.0],
-        max_new_tokens=arguments.max_new_tokens,
+        Measuring(
+            temperatures=arguments.temperature or [0.0, 1.0],
+            max_new_tokens=arguments.max_new_tokens,
+            seed=arguments.seed,
+            batch_sizes=arguments.batch_size or [1],
+            repeats=arguments.repeats,
+        ),
+        Compared(
+            lengths=sorted(set(lengths), reverse=True),
+            tuned_in=None if arguments.num_speculative_tokens or arguments.rule else folder,
+            draft_model=draft_model,
+            baselines=arguments.baseline or default,
+            rule=arguments.rule,
+            hybrid=arguments.hybrid,
+            server=arguments.server,
+        ),
         speculator_name=arguments.speculator,
-        seed=arguments.seed,
-        batch_sizes=arguments.batch_size or [1],
-        lengths=sorted(set(lengths), reverse=True),
-        tuned_in=None if arguments.num_speculative_tokens or arguments.rule else folder,
-        draft_model=draft_model,
-        baselines=arguments.baseline or default,
-        repeats=arguments.repeats,
-        rule=arguments.rule,
-        hybrid=arguments.hybrid,
-        server=arguments.server,
     )
     tracking.send(report, arguments.output, arguments.report_to)
     print("\n".join([*headlines(report), f"report: {arguments.output / 'report.html'}"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """How every suite is measured: at each temperature and batch size.
+
+    Attributes:
+        repeats: timings per batch, of which the median counts.
+    """
+
+    temperatures: Sequence[float]
+    max_new_tokens: int
+    seed: int = 0
+    batch_sizes: Sequence[int] = (1,)
+    repeats: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Which decoders are measured, next to plain decoding.
+
+    Attributes:
+        lengths: values of `num_speculative_tokens` at which to measure chains of the head (default: its `n_predict`).
+        tuned_in: the head's folder. Without `lengths`, and with server "ours", adaptive drafting is measured too
+            (unless a `rule` is given). If the folder has a decoding.json, the head's fixed draft is then the one that
+            the file predicts to be fastest.
+        draft_model: a draft model to measure too.
+        baselines: names from `speculator.tables.OPTIONAL`.
+        rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
+        hybrid: also measure the hybrid draft of head and n-gram lookup.
+        server: a name from `eval.flags.SERVERS`. Another server's drafts are compared with plain decoding only.
+    """
+
+    lengths: Sequence[int] = ()
+    tuned_in: str | Path | None = None
+    draft_model: Target | None = None
+    baselines: Collection[str] = ()
+    rule: str | None = None
+    hybrid: bool = False
+    server: str = "ours"
 
 
 def evaluate(
@@ -100,40 +145,23 @@ def evaluate(
     head: Speculator,
     suites: list[Suite],
     output: Path,
+    measuring: Measuring,
+    compared: Compared,
     *,
-    temperatures: Sequence[float],
-    max_new_tokens: int,
     speculator_name: str,
-    seed: int = 0,
-    batch_sizes: Sequence[int] = (1,),
-    lengths: Sequence[int] = (),
-    tuned_in: str | Path | None = None,
-    draft_model: Target | None = None,
-    baselines: Collection[str] = (),
-    repeats: int = 1,
-    rule: str | None = None,
-    hybrid: bool = False,
-    server: str = "ours",
     training: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure every suite at every temperature and batch size, and write the report. Returns report.json's content.
+    """Measure every suite and write the report. Returns report.json's content.
 
     Args:
         output: the report's folder.
         speculator_name: name of the head in the report.
-        lengths: values of `num_speculative_tokens` at which to measure chains of the head (default: its `n_predict`).
-        tuned_in: the head's folder. Without `lengths`, and with server "ours", adaptive drafting is measured too
-            (unless a `rule` is given). If the folder has a decoding.json, the head's fixed draft is then the one that
-            the file predicts to be fastest.
-        baselines: names from `speculator.tables.OPTIONAL`.
-        repeats: timings per batch, of which the median counts.
-        rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
-        hybrid: also measure the hybrid draft of head and n-gram lookup.
         training: curves of the head's training for the report, see `train.stages.curves`.
-        server: a name from `eval.flags.SERVERS`. Another server's drafts are compared with plain decoding only.
     """
+    temperatures, max_new_tokens, batch_sizes = measuring.temperatures, measuring.max_new_tokens, measuring.batch_sizes
+    server, rule, draft_model = compared.server, compared.rule, compared.draft_model
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
-    chains = list(lengths) or [head.n_predict]
+    chains = list(compared.lengths) or [head.n_predict]
     most = head.config.max_speculative_tokens
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
@@ -144,18 +172,19 @@ def evaluate(
     for batch_size in batch_sizes:
         engines: Engines = {}
         if server == "ours":
-            fixed, reasons = decoders(target, head, chains, draft_model, baselines, batch_size, engines, rule, hybrid)
+            others = draft_model, compared.baselines
+            fixed, reasons = decoders(target, head, chains, *others, batch_size, engines, rule, compared.hybrid)
             not_run |= reasons
         else:
             fixed = server_decoders(target, head, chains, engines, rule)
         tables = dict.fromkeys(temperatures, fixed)
-        if tuned_in and not lengths and server == "ours":
-            tables = _tuned_tables(fixed, target, head, tuned_in, temperatures, batch_size, engines, rule)
+        if compared.tuned_in and not compared.lengths and server == "ours":
+            tables = _tuned_tables(fixed, target, head, compared.tuned_in, temperatures, batch_size, engines, rule)
         if target.device.type == "cpu":  # on a GPU the first steps capture graphs
-            log(_time_needed(target, suites, tables, batch_size, max_new_tokens * repeats))
+            log(_time_needed(target, suites, tables, batch_size, max_new_tokens * measuring.repeats))
         for suite, temperature in product(suites, temperatures):
-            table, sampling = tables[temperature], Sampling(temperature, seed=seed)
-            measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, repeats)
+            table, sampling = tables[temperature], Sampling(temperature, seed=measuring.seed)
+            measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, measuring.repeats)
             not_run |= measured.not_run
             trained = head.config.trained_length
             ours = [decoder for decoder in table if decoder.ours]
@@ -177,8 +206,8 @@ def evaluate(
             "batch_size": batch_sizes[0] if len(batch_sizes) == 1 else list(batch_sizes),
             "dtype": dtype_name(target.dtype),
             "threads": torch.get_num_threads(),
-            "seed": seed,
-            "repeats": repeats,
+            "seed": measuring.seed,
+            "repeats": measuring.repeats,
             "num_speculative_tokens": chains[0],
             "draft_model": draft_model.name if draft_model else None,
             "hf_assisted": assisted_settings(chains[0]) if draft_model and "hf_assisted" in baselines else None,

@@ -464,6 +464,15 @@ def shorten_validation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stages, "real_acceptance", functools.partial(stages.real_acceptance, max_new_tokens=16))
 
 
+def measured(target, head, suites, folder, *, temperatures=(0.0,), max_new_tokens=16, speculator_name="test", **other):
+    """Evaluate a head; `other` are fields of `Measuring` and `Compared`."""
+    from eval.run import Compared, Measuring, evaluate
+
+    sizes = {name: other.pop(name) for name in ("seed", "batch_sizes", "repeats") if name in other}
+    measuring = Measuring(temperatures=temperatures, max_new_tokens=max_new_tokens, **sizes)
+    return evaluate(target, head, suites, folder, measuring, Compared(**other), speculator_name=speculator_name)
+
+
 def settled(config, target=None, place=None):
     """Settle a run for a target, or for its config (default: an unknown one), without checking its settings."""
     from train.gpus import Place

@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from eval.run import evaluate, render
+from eval.run import Compared, Measuring, evaluate, render
 from eval.serving import FORECAST_FILE, commands_for_server
 from eval.suites import Suite
 from eval.tune import write_tuning
@@ -45,10 +45,8 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
         head,
         [suites["held-out"]],
         report,
-        temperatures=config.eval.temperatures,
-        max_new_tokens=config.eval.max_new_tokens,
-        seed=config.seed,
-        tuned_in=head_folder,
+        Measuring(temperatures=config.eval.temperatures, max_new_tokens=config.eval.max_new_tokens, seed=config.seed),
+        Compared(tuned_in=head_folder),
         speculator_name=str(head_folder),
         training=curves(folder),
     )

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from conftest import tiny_head
+from conftest import measured, tiny_head
 from encoder_decoders import save_encoder_decoder
 
 from eval.greedy_check import greedy_checks
-from eval.run import evaluate
 from eval.suites import load_suite
 from eval.tune import lookup_acceptance
 from speculator import NgramDrafter, Target, UserError
@@ -39,7 +38,7 @@ def test_all_drafters_are_measured_and_texts_are_those_of_transformers(target, s
     suite = suite_of(target, *_ROWS)
     assert suite.chat  # answers end at EOS
     small = Target.load(target.name)
-    report = evaluate(
+    report = measured(
         target,
         tiny_head(vocab_size=300),
         [suite],

@@ -6,13 +6,12 @@ import statistics
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
+from conftest import VOCAB, measured, tiny_head, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eval.decoders import assisted_settings, decoders, measure_suite
 from eval.metrics import acceptance, by_context, paired_bootstrap
 from eval.report import warnings
-from eval.run import evaluate
 from eval.suites import Suite, load_suite
 from eval.timing import Timed, time_transformers
 from eval.validation import real_acceptance
@@ -43,7 +42,7 @@ def questions(tmp_path, *rows) -> str:
 
 def report_of(target, suite, folder, head=None, **options) -> dict:
     settings = {"temperatures": [0.0], "max_new_tokens": 16, "speculator_name": "test", **options}
-    return evaluate(target, head or talking_head(), [suite], folder, **settings)
+    return measured(target, head or talking_head(), [suite], folder, **settings)
 
 
 def test_categories_add_up_and_one_prompt_has_no_interval(tmp_path, quick):

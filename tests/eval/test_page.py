@@ -3,11 +3,10 @@
 from html.parser import HTMLParser
 
 import pytest
-from conftest import tiny_head, tiny_model
+from conftest import measured, tiny_head, tiny_model
 
 from eval.decoders import Decoder
 from eval.page import page
-from eval.run import evaluate
 from eval.suites import Suite
 from eval.traces import piece, trace_suite
 from speculator import HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target, generate
@@ -133,7 +132,7 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     target = Target(tiny_model(), tokenizer=None)
     options = {"temperatures": [0.0], "max_new_tokens": 8, "speculator_name": "head"}
-    return evaluate(target, tiny_head(), [SUITE], folder, **options), (folder / "report.html").read_text()
+    return measured(target, tiny_head(), [SUITE], folder, **options), (folder / "report.html").read_text()
 
 
 def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):

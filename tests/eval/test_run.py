@@ -4,13 +4,13 @@ import json
 import time
 
 import pytest
-from conftest import VOCAB, exit_code, tiny_head, tiny_model, write_tuning
+from conftest import VOCAB, exit_code, measured, tiny_head, tiny_model, write_tuning
 
 from eval import decoders
 from eval.__main__ import main
 from eval.metrics import speedup
 from eval.report import markdown
-from eval.run import evaluate, render
+from eval.run import render
 from eval.servers import server_decoders, server_log
 from eval.suites import Suite
 from eval.timing import Decoded, Timed
@@ -23,7 +23,7 @@ SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 def report_of(tmp_path, target=None, head=None, **more):
     target = target or Target(tiny_model(), tokenizer=None)
     options = {"temperatures": [0.0, 1.0], "max_new_tokens": 16, "speculator_name": "test", **more}
-    return evaluate(target, head or tiny_head(), [SUITE], tmp_path, **options)
+    return measured(target, head or tiny_head(), [SUITE], tmp_path, **options)
 
 
 def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, quick):

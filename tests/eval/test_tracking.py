@@ -7,10 +7,9 @@ from unittest.mock import MagicMock
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from conftest import tiny_head, tiny_model
+from conftest import measured, tiny_head, tiny_model
 
 from eval import tracking
-from eval.run import evaluate
 from eval.suites import Suite
 from speculator import Target, UserError
 
@@ -20,7 +19,7 @@ SUITE = Suite("text", [[1, 2, 3, 4], [5, 6, 7, 8]])
 
 def report_of(folder):
     options = {"temperatures": [0.0], "max_new_tokens": 16, "speculator_name": "test"}
-    return evaluate(Target(tiny_model(), tokenizer=None), tiny_head(), [SUITE], folder, **options)
+    return measured(Target(tiny_model(), tokenizer=None), tiny_head(), [SUITE], folder, **options)
 
 
 def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import DFLASH
+from conftest import DFLASH, measured
 from serving.shared import TARGET, fitted, vllm_runs
 
 from data.mixture import PYTHON_SOURCES
-from eval.run import evaluate
 from eval.suites import held_out
 from speculator import Target
 from speculator.checkpoints import layout_of, save
@@ -50,7 +49,7 @@ def test_drafts_and_accepted_tokens_per_position_are_predicted(tmp_path, run_in,
     head = fitted(bind(head_class(config), target), target, suite.prompts, NEW, steps, rate)
     save(head, tmp_path / "head", layout_of(layout, head))
 
-    ours = evaluate(
+    ours = measured(
         target,
         head,
         [suite],

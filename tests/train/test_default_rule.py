@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import tiny_head
+from conftest import measured, tiny_head
 
 from data.onpolicy import generate_rows
 from data.writing import Writing
-from eval.run import evaluate
 from eval.suites import Suite
 from eval.validation import real_acceptance
 from speculator import Engine, HeadDrafter, Sampling, generate, speculative
@@ -36,7 +35,7 @@ def by_custom_generate(target, folder):
 
 def by_a_report(target, folder):
     settings = {"temperatures": [1.0], "max_new_tokens": 8, "speculator_name": "test"}
-    rows = evaluate(target, tiny_head(), [SUITE], folder, **settings)["suites"]
+    rows = measured(target, tiny_head(), [SUITE], folder, **settings)["suites"]
     assert [row["rule"] for row in rows if row["drafter"] == "head"] == ["match"]
 
 
