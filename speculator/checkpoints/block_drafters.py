@@ -199,8 +199,9 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
     nested = {**read, **{name: value for name, value in (read.get(_NESTED) or {}).items() if value is not None}}
     for name in (_LAYERS, "mask_token_id", "block_size"):
         refuse((nested.get(name) is None, f"{file}: {name} is missing"))
-    layers, shape = read_layers(read, file, "qwen3")
     dflash, dflash2 = (word in read["architectures"][0] for word in ("DFlash", "DFlash2"))
+    own = ("conv_kernel_size", *_DFLASH2, *_NEUTRAL) if dflash2 else ()
+    layers, shape = read_layers({name: value for name, value in read.items() if name not in own}, file, "qwen3")
     from_anchor = False if dflash else read.get("sample_from_anchor", None if foreign else True)
     rank = 0 if dflash else read.get("markov_rank", 0)
     confidence = bool(read.get("enable_confidence_head", False))
@@ -216,7 +217,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
             f"{file}: layer_types must be the same for all layers: {', '.join(sorted(types))}",
         ),
         (from_anchor is None, f"{file}: sample_from_anchor is missing; vLLM assumes false, and speculators true"),
-        (dflash and read.get("sample_from_anchor"), f"{file}: sample_from_anchor must be false for DFlash"),
+        (dflash and nested.get("sample_from_anchor"), f"{file}: sample_from_anchor must be false for DFlash"),
         (
             confidence and rank and read.get("confidence_head_with_markov") is False,
             f"{file}: confidence_head_with_markov must be true",

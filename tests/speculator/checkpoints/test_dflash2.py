@@ -215,7 +215,7 @@ def test_a_published_folder_is_read(tmp_path):
         ({"dflash_config": {"selector_rank": 5}}, r"predecessor_codebook is \[48, 6\], config.json says \[48, 5\]"),
         ({"dflash_config": {"output_multiplier": 0.2}}, "output_multiplier is 0.2; must be 1"),
         ({"dflash_config": {"final_logit_softcapping": 20.0}}, "final_logit_softcapping is 20.0; must be 0"),
-        ({"sample_from_anchor": True}, "sample_from_anchor must be false for DFlash"),
+        ({"dflash_config": {"sample_from_anchor": True}}, "sample_from_anchor must be false for DFlash"),
         ({"is_causal": True}, "is_causal must be false with"),
         ({"draft_vocab_size": 9}, "draft_vocab_size must be null with"),
         ({"architectures": ["DFlashDraftModel"]}, "unexpected tensors: candidate_selector"),
@@ -243,7 +243,7 @@ def test_a_head_is_the_same_after_it_was_written_and_read(tmp_path, name, change
     assert [getattr(again.config, each) for each in kept] == [getattr(made.config, each) for each in kept]
 
 
-def test_the_speculators_layout_has_that_librarys_keys(tmp_path):
+def test_the_speculators_layout_has_that_librarys_keys(tmp_path, caplog):
     made = head()
     save(made, tmp_path / "head", layout_of("speculators", made))
     written = json.loads((tmp_path / "head" / "config.json").read_text())
@@ -258,6 +258,7 @@ def test_the_speculators_layout_has_that_librarys_keys(tmp_path):
     written["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
     (tmp_path / "head" / "config.json").write_text(json.dumps(written))
     assert load_any(tmp_path / "head").config.is_causal is False
+    assert "not read" not in caplog.text
 
 
 def test_each_server_has_its_command_or_its_reason():
