@@ -162,6 +162,7 @@ def evaluate(
     server, rule, draft_model = compared.server, compared.rule, compared.draft_model
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     chains = list(compared.lengths) or [head.n_predict]
+    assisted = draft_model is not None and "hf_assisted" in compared.baselines
     most = head.config.max_speculative_tokens
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
@@ -210,7 +211,7 @@ def evaluate(
             "repeats": measuring.repeats,
             "num_speculative_tokens": chains[0],
             "draft_model": draft_model.name if draft_model else None,
-            "hf_assisted": assisted_settings(chains[0]) if draft_model and "hf_assisted" in baselines else None,
+            "hf_assisted": assisted_settings(chains[0]) if assisted else None,
             "as": server,
             "chat_template": bool(target.tokenizer and target.tokenizer.chat_template),
             "trained_length": head.config.trained_length,

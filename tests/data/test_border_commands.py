@@ -15,6 +15,7 @@ from speculator.target.model import Target
 from train.command_line import parse
 from train.config import ROOT
 from train.inputs import load_target, read_inputs
+from train.settle import settle
 
 KINDS = [None, 7, "text", ["a"], {"a": 1}]
 ROWS = [*KINDS, *with_odd_values(GOOD, KINDS)]
@@ -85,11 +86,11 @@ def test_a_training_run_accounts_once_for_its_rows_and_for_its_prompts(folder, t
     sizes += ["--stage2.generate.max_new_tokens", "8", "--data.seq_length", "96", "--data.max_bad_rows", "1"]
     named = ["--target.name_or_path", str(folder / "TARGET"), "--data.sources", f"[{folder / 'rows.jsonl'}]"]
     named += ["--output_dir", str(tmp_path / "run"), "--report_to", "none", "--data.num_proc", "1"]
-    config = parse(["--config", str(ROOT / "tests" / "plain.yaml"), *named, *sizes])
-    inputs = read_inputs(config, load_target(config), shorten=False)
+    settled = settle(parse(["--config", str(ROOT / "tests" / "plain.yaml"), *named, *sizes]), processes=1)
+    inputs = read_inputs(settled, load_target(settled))
     said = said_of_rows(capfd.readouterr().err)
     assert all(read == used + left_out and used for read, used, left_out in said.values())
-    train, *others = (f"the {split} split of {config.data.mixture}" for split in ("train", "validation", "held-out"))
+    train, *others = (f"the {split} split of {settled.mixture}" for split in ("train", "validation", "held-out"))
     prompts = [f"prompts of {each}" for each in others]
     assert said.keys() == {train, others[0], *prompts, f"prompts of stage 2, {train}"}
     assert [said[name][1] for name in prompts] == [len(suite.prompts) for suite in inputs.suites.values()]
