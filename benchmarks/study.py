@@ -116,6 +116,7 @@ def block_drafter(name: str, loss: LossConfig, layers: int = 2, rank: int = 64, 
 
 
 FILL_IN = {"sample_from_anchor": False, "confidence_head": False}
+CONVOLUTIONS, SELECTOR = {"conv_group_size": 16}, {"selector_rank": 64}
 BLOCKS = [
     ARCHITECTURES[-1],
     block_drafter("DFlash, 2 layers", DFLASH, rank=0, **FILL_IN),
@@ -125,6 +126,9 @@ BLOCKS = [
     block_drafter("DSpark, 3 layers", DSPARK, layers=3),
     block_drafter("DSpark, 2 layers, rank 0", DSPARK, rank=0),
     block_drafter("DSpark, 2 layers, D-PACE", dataclasses.replace(DSPARK, head_decay=1.0, d_pace=0.5)),
+    block_drafter("DFlash 2, 2 layers", DFLASH, rank=0, **FILL_IN, **CONVOLUTIONS, **SELECTOR),
+    block_drafter("DFlash 2, no selector", DFLASH, rank=0, **FILL_IN, **CONVOLUTIONS),
+    block_drafter("DFlash 2, no convolutions", DFLASH, rank=0, **FILL_IN, **SELECTOR),
 ]
 EAGLE3: dict[str, Any] = {"rates": (1.25e-3, 2.5e-3, 5e-3), "shape": {"architecture": "eagle3"}}
 KNOBS = [
