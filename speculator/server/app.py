@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from transformers import PreTrainedTokenizerBase
 
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.request import check_prompts
@@ -147,8 +148,7 @@ class _Routes:
 
     async def completions(self, http: Request) -> Response:
         request = await self._parsed(CompletionRequest, http)
-        prompts = [continued(each, where="prompt") if isinstance(each, str) else each for each in request.prompt]
-        return await self._answer(http, request, prompts, CompletionWriter)
+        return await self._answer(http, request, request.prompt, CompletionWriter)
 
     async def chat(self, http: Request) -> Response:
         request = await self._parsed(ChatRequest, http)
@@ -216,7 +216,7 @@ class _Routes:
         self,
         http: Request,
         request: GenerationRequest,
-        prompts: Sequence[Prompt | list[int]],
+        prompts: Sequence[Prompt | str | list[int]],
         writer_class: type[CompletionWriter],
     ) -> Response:
         """Tokenize the prompts, decode the answers, and return the response, whole or as a stream of events.
@@ -228,10 +228,10 @@ class _Routes:
         """
         began = time.monotonic()
         self._check_model(request.model)
-        self._check_room(request, len(prompts))  # before they are tokenized
+        self._check_room(request, len(prompts))  # before anything is made of each: there may be millions
         tokenizer = self.target.tokenizer
         # In a thread: a long prompt must not hold up the other streams.
-        ids = [await asyncio.to_thread(p.tokens, tokenizer) if isinstance(p, Prompt) else p for p in prompts]
+        ids = [p if isinstance(p, list) else await asyncio.to_thread(_tokens, p, tokenizer) for p in prompts]
         job = self._submit(request, ids)
         self.metrics.prompt_tokens.inc(sum(map(len, ids)))
         writer = writer_class(request, self.name, tokenizer, ids, self.target.encoder is None)
@@ -336,6 +336,12 @@ class _Routes:
             self.metrics.count_answer(request)
         if recorded and self.recorder and writer.done:
             self.recorder.add(job.requests)
+
+
+def _tokens(prompt: Prompt | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokenize a chat, or a text to continue."""
+    prompt = continued(prompt, where="prompt") if isinstance(prompt, str) else prompt
+    return prompt.tokens(tokenizer)
 
 
 class _Events(StreamingResponse):
