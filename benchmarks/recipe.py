@@ -49,9 +49,10 @@ def documents(rows: int, length: int, vocab_size: int) -> Dataset:
 def measure(config: RunConfig, target: Target, steps: int) -> dict[str, Any]:
     """Train for some micro-batches of stage 1; return tokens/s, MFU, and peak memory, measured and planned."""
     stage = config.stage1
-    rows = documents(2 * stage.per_device_train_batch_size, config.data.seq_length, target.vocab_size)
     run = Run.of(config, target.config, place_of(HERE, 1))
-    head = new_head(run, target, rows, config.data.seq_length)
+    length = run.config.data.seq_length
+    rows = documents(2 * stage.per_device_train_batch_size, length, target.vocab_size)
+    head = new_head(run, target, rows, length)
     plan = Plan(run)
     with TemporaryDirectory() as folder:
         trainer = SpeculatorTrainer(

@@ -162,7 +162,7 @@ def evaluate(
     server, rule, draft_model = compared.server, compared.rule, compared.draft_model
     check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     chains = list(compared.lengths) or [head.n_predict]
-    assisted = draft_model is not None and "hf_assisted" in compared.baselines
+    assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
     most = head.config.max_speculative_tokens
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))

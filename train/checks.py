@@ -160,7 +160,6 @@ def fits_target(run: Run, target: TrainingTarget) -> None:
     """Raise a UserError if the head or a length does not fit the target, or if training it would not fit the memory."""
     config, head = run.config, run.config.speculator
     refuse(
-        (run.text is None, f"{target.name} could not be reached when the run began; start again"),
         (
             target.encoder and run.mixture.names_self,
             f"{target.name} can't write the source {SELF}: its encoder needs prompts",

@@ -21,6 +21,7 @@ from filelock import FileLock
 
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_text, write_text
+from speculator.heads import ARCHITECTURES
 from speculator.terminal import log
 from train.config import ROOT, RunConfig
 
@@ -58,6 +59,10 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     if not any((folder / name).exists() for name in ("generated", "stage2", "speculator")):
         free.append("stage2")
     before |= {name: now[name] for name in free}
+    # Older versions had fewer options.
+    options = ARCHITECTURES[now["speculator"]["architecture"]].config_class
+    for name in now["speculator"]["options"]:
+        before["speculator"]["options"].setdefault(name, getattr(options, name, None))
     for stage in ("stage1", "stage2"):
         # 4 steps on 2 processes are the rows of 8 steps on 1: the product counts.
         steps = now[stage][_ACCUMULATION]
@@ -98,7 +103,8 @@ def _read(record: Path) -> dict[str, Any]:
     try:
         read = yaml.safe_load(read_text(record))
         stages = [read["settings"][name] for name in ("stage1", "stage2")]
-        known = all(isinstance(stage, dict) for stage in stages) and isinstance(read["processes"], int)
+        tables = [*stages, read["settings"]["speculator"]["options"]]
+        known = all(isinstance(table, dict) for table in tables) and isinstance(read["processes"], int)
         if not known or not isinstance(read["argv"], list):
             raise TypeError(record)
     except (UserError, TypeError, KeyError, AttributeError, yaml.YAMLError):

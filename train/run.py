@@ -66,15 +66,14 @@ def main(config: RunConfig) -> int:
 
     def work() -> None:
         state = processes.join()
-        if config.plan:
-            planned = Plan(settle(config, state.num_processes, needs_target=True))
-            if state.is_main_process:
-                print(planned)
-            state.wait_for_everyone()
-            return
         with processes.one_process_reports(), reporting_full_disk(Path(config.output_dir)):
-            if config.dry_run:
-                run_on_stand_ins(settle(config, state.num_processes), run)
+            if config.plan:
+                planned = Plan(settle(config, state.num_processes))
+                if state.is_main_process:
+                    print(planned)
+                state.wait_for_everyone()
+            elif config.dry_run:
+                run_on_stand_ins(settle(config, state.num_processes, local_only=True), run)
             else:
                 interrupts.print_when_interrupted(f"the same command resumes the run in {config.output_dir}")
                 run(config)
@@ -94,13 +93,14 @@ def run(asked: RunConfig) -> None:
     """Settle a run and carry it out."""
     state = processes.join()
     # Everything that can be refused is, from cheap to dear, before the folder is created.
-    settled = settle(asked, state.num_processes)
+    done = is_finished(asked) and not asked.overwrite_output_dir
+    settled = settle(asked, state.num_processes, local_only=done)
     config, folder = settled.config, settled.folder
     tracking.check(config.report_to)
     if state.is_main_process:
         check_same_run(folder, config, state.num_processes)
     state.wait_for_everyone()
-    if is_finished(config) and not config.overwrite_output_dir:
+    if done:
         if state.is_main_process and not (settled.head_folder / CARD).exists():
             write_card(settled.head_folder)  # the run was killed just before
         another = "another --output_dir starts another run, --overwrite_output_dir replaces this one"
@@ -168,7 +168,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             time.sleep(_POLL_SECONDS)
         return
     if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
-        start_tracking(inputs, "stage2" if config.stage2.max_steps else "stage1")
+        start_tracking(run, "stage2" if config.stage2.max_steps else "stage1")
     if isinstance(target, Target):
         measure(config, target, inputs.suites)
         if config.report_to != "wandb":  # its run is open and has got the report

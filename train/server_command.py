@@ -103,10 +103,11 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
     from speculator.target.probe import context_length
     from speculator.target.server import ServerTarget
     from train import checks
+    from train.gpus import Place
     from train.inputs import load_target
     from train.settle import settle
 
-    run = settle(config, processes=1, needs_target=True)
+    run = settle(config, processes=1, place=Place(1))
     text = run.text
     assert text is not None
     checks.fits_config(run)

@@ -15,6 +15,7 @@ from data.writing import Writing
 from speculator.errors import UserError, first_line
 from speculator.heads import SpeculatorConfig
 from speculator.target.gguf import read_config
+from speculator.target.loading import load_config, text_config
 from train import checks
 from train.config import HERE, RunConfig, StageConfig
 from train.gpus import Place, place_of
@@ -36,7 +37,7 @@ class Run:
         target, text: the target's config, and the part about the text that it writes; None if it can't be read.
         shortens: the settings name no row length, so little text may have shorter rows.
         mixture: the sources.
-        head: config of the head; one for `_ANY_TARGET` if the target's config can't be read.
+        head: config of the head; one for `_ANY_TARGET` if the target is unknown.
         asking, self_writing: how the target writes the source `self`: user turns, and answers.
         own_writing: how the target writes the text of stage 2.
     """
@@ -55,7 +56,7 @@ class Run:
     @classmethod
     def of(cls, asked: RunConfig, target: PreTrainedConfig | None, place: Place) -> Run:
         """Decide what follows from the settings and the target's config; raises a UserError for what can't be."""
-        text = target and target.get_text_config(decoder=target.is_encoder_decoder or None)
+        text = target and text_config(target)
         config = with_sizes_of_target(asked, text)
         own, generate = config.data.self_source, config.stage2.generate
         if target is not None:
@@ -119,39 +120,29 @@ class Run:
         return with_steps(getattr(self.config, name), rows, self.processes)
 
 
-def settle(config: RunConfig, processes: int, needs_target: bool = False) -> Run:
+def settle(config: RunConfig, processes: int, local_only: bool = False, place: Place | None = None) -> Run:
     """Read the target's config and settle a run.
 
     Args:
         processes: number of the run's processes.
-        needs_target: the target's config must be readable; else loading the target says what is wrong with it.
+        local_only: read no more of the target than is on this machine, and look at no device.
+        place: the processes and their devices, if they are known.
 
     Raises:
-        UserError: a setting is out of range, contradicts another one, or does not fit the target.
+        UserError: the target's config can't be read, or a setting is out of range, contradicts another one, or does not
+            fit the target.
     """
-    if config.dry_run and not needs_target:
-        target = known_config(config)
+    named = config.target
+    if local_only:
+        target, place = known_config(config), Place(processes)
     else:
-        try:
-            target = target_config(config)
-        except UserError:
-            if needs_target:
-                raise
-            target = None
-    run = Run.of(config, target, place_of(config.plan or HERE, processes))
+        target = load_config(named.name_or_path, named.trust_remote_code, named.revision)
+        place = place or place_of(config.plan or HERE, processes)
+    if target is not None and (config.plan or config.dry_run or named.server):
+        checks.check_is_decoder(named.name_or_path, target)
+    run = Run.of(config, target, place)
     checks.settings(run)
     return run
-
-
-def target_config(config: RunConfig) -> PreTrainedConfig:
-    """Read the target's config from a folder, a GGUF file or the hub; raises a UserError if it can't be read."""
-    target = config.target
-    try:
-        return read_config(target.name_or_path, target.trust_remote_code, revision=target.revision)
-    except UserError:
-        raise
-    except Exception as error:  # a damaged file fails anywhere in the libraries that read it
-        raise UserError(f"target {target.name_or_path!r}: its config can't be read: {first_line(error)}") from None
 
 
 def known_config(config: RunConfig) -> PreTrainedConfig | None:

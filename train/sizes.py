@@ -7,7 +7,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None) -> Ru
         context = getattr(text, "max_position_embeddings", None) or most
         # A server generates a token after each text, see `ServerTarget`.
         data = replace(data, seq_length=min(most, context - bool(config.target.server)))
-    if text is not None and head.draft_vocab_size >= text.vocab_size:
+    if head.draft_vocab_size >= getattr(text, "vocab_size", inf):
         head = replace(head, draft_vocab_size=0)
     return replace(config, data=data, speculator=head)
 

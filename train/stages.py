@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import datasets
 from accelerate import PartialState
@@ -34,6 +34,7 @@ from train import checkpoint, checks, interrupts
 from train.config import StageConfig
 from train.inputs import Inputs
 from train.progress import ProgressLine
+from train.settle import Run
 from train.sizes import longest
 from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
@@ -145,7 +146,9 @@ def train_stage(
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
     if not ends(done.get("global_step", 0), done.get("best_global_step")):
         if state.is_main_process and config.report_to == "wandb":
-            start_tracking(inputs, name)
+            recorded = dataclasses.asdict(config)
+            recorded["data"]["seq_length"] = inputs.length
+            start_tracking(run, name, recorded | {name: dataclasses.asdict(settings)})
         with interrupts.saving():
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         done = {"global_step": trainer.state.global_step, "log_history": trainer.state.log_history}
@@ -223,22 +226,21 @@ def publish(head: Speculator, folder: Path) -> None:
         write_manifest(scratch)
 
 
-def start_tracking(inputs: Inputs, name: str) -> None:
+def start_tracking(run: Run, name: str, settings: dict[str, Any] | None = None) -> None:
     """Start a wandb run for a stage, in one group with the others; offline without a key.
 
     Its id is kept, so that a resumed stage continues it. It stays open until the next stage begins, so the last stage's
     run also gets the final report.
+
+    Args:
+        settings: what it records; None if it has been recorded.
     """
     tracking.stop()
-    run = inputs.run
     folder = run.folder / name
     record = folder / "wandb_id"
     if not (record.is_file() and _WANDB_ID.fullmatch(record.read_bytes())):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(record, secrets.token_hex(4))
-    settings = dataclasses.asdict(run.config)
-    settings["data"]["seq_length"] = inputs.length
-    settings[name] = dataclasses.asdict(run.stage(name, len(inputs.train_rows)))
     tracking.start(
         Path(os.environ.get("WANDB_DIR", run.folder)),
         group=os.environ.get("WANDB_RUN_GROUP", run.folder.name),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
@@ -47,12 +48,9 @@ def read_target(
     Raises:
         UserError: files are missing, damaged or not those of a supported model.
     """
-    refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
-    try:
+    with _explained(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns before errors that are reported here
-            if not is_gguf(name) and (name.startswith((".", "/")) or Path(name).exists()):
-                check_folder(Path(name))
             tokenizer = read_tokenizer(name, trust_remote_code, revision)
             config = read_config(name, trust_remote_code, revision)
             where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -80,6 +78,30 @@ def read_target(
         size = model.config.get_text_config().vocab_size
         if tokenizer.vocab_size > size:
             raise UserError(f"its tokenizer has {tokenizer.vocab_size} tokens, and the model only {size}")
+    return tokenizer, model
+
+
+def load_config(name: str, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedConfig:
+    """Read the config of a hub id, folder or GGUF file; a UserError says what loading the model would say."""
+    with _explained(name):
+        config = read_config(name, trust_remote_code, revision)
+        text_config(config)
+        return config
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a target's config that is about the text that it writes."""
+    return config.get_text_config(decoder=config.is_encoder_decoder or None)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn every error of reading a target into a UserError with its name."""
+    refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
+    try:
+        if not is_gguf(name) and (name.startswith((".", "/")) or Path(name).exists()):
+            check_folder(Path(name))
+        yield
     except Exception as error:  # a damaged folder fails anywhere in the libraries that read it
         reason = shorten(str(error), 300) or type(error).__name__
         if "trust_remote_code" in str(error):
@@ -88,7 +110,6 @@ def read_target(
                 "--target.trust_remote_code true"
             )
         raise UserError(f"can't load the target {name!r}: {reason}") from None
-    return tokenizer, model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -66,7 +66,7 @@ class SeenError(Exception):
 
 def dry_run(recipe: Path, *flags: str) -> None:
     config = parse(["--config", str(recipe), "--dry_run", *flags])
-    run_on_stand_ins(settle(config, processes=1), run_all)
+    run_on_stand_ins(settle(config, 1, local_only=True), run_all)
 
 
 @pytest.mark.parametrize("recipe", LONG)
@@ -126,7 +126,7 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
         seen.append((config, (Path(config.target.name_or_path) / "config.json").read_text()))
         run_all(config)
 
-    run_on_stand_ins(settle(given, processes=1), run)
+    run_on_stand_ins(settle(given, 1, local_only=True), run)
     ((config, target),) = seen
     assert '"model_type": "qwen3"' in target
     assert config.speculator == replace(given.speculator, inner_dim=config.speculator.inner_dim)
@@ -148,7 +148,7 @@ def test_a_dry_run_stands_a_llama_in_for_a_target_with_recurrent_layers(family, 
         raise SeenError
 
     with pytest.raises(SeenError):
-        run_on_stand_ins(settle(given, processes=1), run)
+        run_on_stand_ins(settle(given, 1, local_only=True), run)
     assert seen[0]["model_type"] == "llama"
 
 

@@ -176,7 +176,7 @@ def test_a_second_launch_does_not_write_as_well(chat_folder, target, tmp_path):
 
 
 def test_a_dry_run_writes_nothing(chat_folder, tmp_path, capsys):
-    run_on_stand_ins(settle(config_of(chat_folder, tmp_path / "run"), processes=1), run_all)
+    run_on_stand_ins(settle(config_of(chat_folder, tmp_path / "run"), 1, local_only=True), run_all)
     assert "stage1 on stand-ins" in capsys.readouterr().out
     assert not cache_folder().exists()
 

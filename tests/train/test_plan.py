@@ -107,7 +107,7 @@ def test_a_token_is_multiplied_by_the_experts_that_it_is_sent_to():
 
 
 def planned(config) -> Plan:
-    return Plan(settle(config, processes=1, needs_target=True))
+    return Plan(settle(config, processes=1))
 
 
 def config_of(folder, *flags):

@@ -1,10 +1,11 @@
 """A run is settled once: its sources are parsed, its head's config is built and its plan is made in one place."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from conftest import shorten_validation
-from transformers import AutoConfig
+from transformers import ViTConfig
 
 from data import mixture
 from speculator.errors import UserError
@@ -12,6 +13,7 @@ from speculator.heads import SpeculatorConfig
 from train import plan, run, server_command, settle
 from train.command_line import parse
 from train.config import ROOT
+from train.folder import check_same_run, write_record
 from train.gpus import GPUS, Place
 
 STAGE = {"max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1, "per_device_train_batch_size": 2}
@@ -61,11 +63,36 @@ def test_a_plan_and_a_line_for_servers_are_settled_once(flags, counts, capsys):
     assert counts == {"source": 1, "head": 1}
 
 
-def test_what_a_run_is_settled_for_is_what_it_loads(flags, target_folder, tmp_path, monkeypatch):
-    """A target that could not be reached at first has no head of its own."""
+def test_a_target_that_cant_be_read_is_named_before_the_folder_is_compared(flags, tmp_path):
+    """Its row length would be another one, as if this were another run."""
+    shape = ["--data.seq_length", "0", "--target.name_or_path", str(tmp_path / "moved")]
+    write_record(tmp_path / "run", parse([*flags, "--data.seq_length", "64"]), 1)
+    with pytest.raises(UserError, match=r"can't load the target .*moved"):
+        run.run(parse([*flags, *shape]))
+
+
+def test_a_finished_run_needs_no_target(flags, tmp_path, monkeypatch, capsys):
     config = parse([*flags, "--data.seq_length", "64"])
-    monkeypatch.setattr(settle, "target_config", lambda _: (_ for _ in ()).throw(UserError("no network")))
-    with pytest.raises(UserError, match="could not be reached when the run began"):
-        run.run(config)
-    assert not (tmp_path / "run").exists()
-    assert settle.Run.of(config, AutoConfig.from_pretrained(target_folder), Place(1)).head.vocab_size == 300
+    write_record(tmp_path / "run", config, 1)
+    monkeypatch.setattr(run, "is_finished", lambda _: True)
+    monkeypatch.setattr(run, "summary", lambda _: "its results")
+    monkeypatch.setattr(run, "write_card", lambda _: None)
+    monkeypatch.setattr(settle, "load_config", None)
+    run.run(config)
+    assert "is done" in capsys.readouterr().out
+
+
+def test_a_run_of_a_version_with_fewer_options_is_still_the_same(tmp_path):
+    config = parse(["--speculator.architecture", "dspark", "--output_dir", str(tmp_path / "run")])
+    write_record(tmp_path / "run", config, 1)
+    later = replace(config, speculator=replace(config.speculator, options={"selector_rank": 0, "selector_top_k": 16}))
+    check_same_run(tmp_path / "run", later, 1)
+    other = replace(config, speculator=replace(config.speculator, options={"selector_rank": 8}))
+    with pytest.raises(UserError, match=r"another speculator\.options\.selector_rank \(0, not 8\)"):
+        check_same_run(tmp_path / "run", other, 1)
+
+
+def test_a_model_without_a_vocabulary_is_refused_in_one_line(flags, tmp_path):
+    ViTConfig(hidden_size=8).save_pretrained(tmp_path / "vit")
+    with pytest.raises(UserError, match="can't load the target"):
+        run.run(parse([*flags, "--target.name_or_path", str(tmp_path / "vit"), "--speculator.draft_vocab_size", "64"]))
