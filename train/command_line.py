@@ -18,7 +18,17 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from speculator.errors import UserError, printable
-from train.config import HERE, ROOT, LossConfig, RunConfig, TargetConfig, mapping_names, optional_names, values_of
+from train.config import (
+    HERE,
+    ROOT,
+    HeadOptions,
+    LossConfig,
+    RunConfig,
+    TargetConfig,
+    mapping_names,
+    optional_names,
+    values_of,
+)
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -178,7 +188,7 @@ def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
 def parse(argv: list[str]) -> RunConfig:
     """Return the config of a command line; with a warm start, its head has the shape of the one to start from.
 
-    Where no loss is given, a warm start is trained with that of its architecture's recipes.
+    Where no loss is given, a warm start is trained with that of the recipes for its method.
 
     Exits with code 2 and one line on stderr for an unknown key or an unusable value; with 0 after --help.
     """
@@ -217,11 +227,18 @@ def parse(argv: list[str]) -> RunConfig:
         config = with_settings_of_start(config, vars(given.speculator))
     except (UserError, OSError) as error:
         _fail(str(error))
-    return config if given.get("loss") else replace(config, loss=LossConfig(**_loss_of(config.speculator.architecture)))
+    return config if given.get("loss") else replace(config, loss=LossConfig(**_loss_of(config.speculator)))
 
 
-def _loss_of(architecture: str) -> dict[str, float]:
-    """Return the settings of the loss with which our recipes train an architecture."""
-    recipes = (yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted(CONFIGS.glob("*.yaml")))
-    own = (each.get("loss", {}) for each in recipes if each.get("speculator", {}).get("architecture") == architecture)
-    return next(own, {})
+def _loss_of(head: HeadOptions) -> dict[str, float]:
+    """Return the settings of the loss with which our recipes train a head's architecture and method."""
+    from train.initialise import head_class
+
+    def method(options: HeadOptions) -> tuple[str, str]:
+        return options.architecture, head_class(options).config_class.method(options.options)
+
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        recipe = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if "speculator" in recipe and method(HeadOptions(**recipe["speculator"])) == method(head):
+            return recipe.get("loss", {})
+    return {}

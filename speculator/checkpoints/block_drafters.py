@@ -148,10 +148,7 @@ def parts_of(config: DSparkSpeculatorConfig) -> str:
 
 def kind_of(config: DSparkSpeculatorConfig) -> str:
     """Return the layout that fits a head: "dflash2" for one with a part of DFlash 2, "dflash" or "dspark"."""
-    if config.is_dflash2:
-        return "dflash2"
-    dspark = config.markov_rank or config.confidence_head or config.sample_from_anchor
-    return "dspark" if dspark else "dflash"
+    return "dflash2" if config.is_dflash2 else config.method(vars(config))
 
 
 def method_of(kind: str) -> str:

@@ -9,7 +9,7 @@ CONTRIBUTING.md describes how to add one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -119,6 +119,11 @@ class SpeculatorConfig(PreTrainedConfig):
         moved to the device, other objects stay as they are.
         """
         raise NotImplementedError
+
+    @classmethod
+    def method(cls, options: Mapping[str, Any]) -> str:
+        """Return the method of a head with these options; recipes of one method have one loss."""
+        return cls.model_type
 
     def starts_from_target(self, requested: bool) -> bool:
         """Return whether a new head copies the target's matrices; override it together with `initialise_from`.

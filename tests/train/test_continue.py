@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import settled, tiny_block_head, tiny_head
+from conftest import DFLASH, DFLASH2, settled, tiny_block_head, tiny_head
 from datasets import Dataset
 
 from data.mixture import mixture_of
@@ -122,11 +122,16 @@ def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(
     assert torch.equal(made.fc.weight, head.fc.weight)
 
 
-def test_a_block_drafter_goes_on_with_the_loss_of_its_recipes(target_folder, tmp_path):
-    tiny_block_head(Target.load(str(target_folder))).save_pretrained(tmp_path / "head")
+@pytest.mark.parametrize(
+    ("options", "total_variation", "cross_entropy"), [({}, 1.8, 0.1), (DFLASH, 0, 1), (DFLASH2, 0, 1)]
+)
+def test_a_block_drafter_goes_on_with_the_loss_of_its_recipes(
+    target_folder, tmp_path, options, total_variation, cross_entropy
+):
+    tiny_block_head(Target.load(str(target_folder)), **options).save_pretrained(tmp_path / "head")
     flags = ["--target.name_or_path", str(target_folder), "--speculator.warm_start", str(tmp_path / "head")]
-    assert (loss := parse(flags).loss).total_variation == 1.8
-    assert loss.kl == 0
+    loss = parse(flags).loss
+    assert (loss.total_variation, loss.cross_entropy, loss.kl) == (total_variation, cross_entropy, 0)
 
 
 @pytest.mark.parametrize(

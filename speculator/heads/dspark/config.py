@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -104,6 +104,12 @@ class DSparkSpeculatorConfig(AttentionConfig):
     @property
     def candidates(self) -> int:
         return self.selector_top_k if self.selector_rank else super().candidates
+
+    @classmethod
+    def method(cls, options: Mapping[str, Any]) -> str:
+        """Return "dspark" if a part of DSpark is on, else "dflash", which DFlash 2 is too."""
+        parts = ("markov_rank", "confidence_head", "sample_from_anchor")
+        return "dspark" if any(options.get(name, getattr(cls, name)) for name in parts) else "dflash"
 
     @property
     def block_size(self) -> int:
