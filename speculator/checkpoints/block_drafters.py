@@ -307,7 +307,6 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
         convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
         refused = llama_cpp.refusal(base)
         rope = (config.rope_parameters or {}).get("rope_type", "default")
-        window = ["tested sliding window"] * (config.sliding_window is not None)
         top_k = config.selector_top_k if config.selector_rank else 0
         narrow = [f"selector over {top_k} tokens at hidden size {config.emb_dim}"] * (config.emb_dim < top_k**2 + top_k)
         cut = ["draft vocabulary"] * (config.draft_vocab_size is not None)
@@ -325,7 +324,7 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
             ),
             server(
                 "SGLang 0.5.23",
-                cut + no_markov + window,
+                cut + no_markov,
                 line_for_folder(base, *sglang),
             ),
             Server(llama_cpp.NAME, False, refused)
