@@ -195,7 +195,7 @@ def rank_acceptance(
 
     A wide tree is drafted for `steps` steps after each prompt; steps from a token of `eos` on are left out.
     """
-    branches = tuple(min(n, head.config.output_size) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
+    branches = tuple(min(n, head.config.candidates) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
     hits = [torch.zeros(width) for width in branches]
     reached = [0] * len(branches)
     drafter = HeadDrafter(head, Candidates(branches))

@@ -36,7 +36,7 @@ class Hybrid:
         check_length(length)
         self.inner, self.length, self.capturable = inner, length, inner.capturable
         self.depth, self.levels, self.nodes = inner.depth + length, inner.levels, inner.nodes + length
-        self.width, self.offered = inner.width + 1, inner.offered
+        self.width, self.offered = inner.width, inner.offered
         check_nodes(self.nodes)
 
     def __eq__(self, other: object) -> bool:

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 import torch
-from conftest import tiny_head
+from conftest import DFLASH2, tiny_block_head, tiny_head
 
 from eval.__main__ import main
 from eval.tune import _with_costs, best_tree, lookup_acceptance, rank_acceptance
@@ -86,6 +86,12 @@ def test_measured_acceptance_by_rank_is_that_of_decoding(target, temperature, eo
     for depth, level in enumerate(acceptance):
         reached = sum(step.accepted >= depth for step in steps)
         assert sum(level) == pytest.approx(sum(step.accepted > depth for step in steps) / max(1, reached))
+
+
+def test_no_more_children_are_measured_than_a_selector_has_candidates(target):
+    head = tiny_block_head(target, **{**DFLASH2, "selector_top_k": 3})
+    acceptance = rank_acceptance(target, head, [[1, 2, 3, 4]], Sampling(0.0), steps=2)
+    assert [len(level) for level in acceptance] == [3, 2, 1]
 
 
 def test_tune_writes_what_generate_then_drafts_with(target_folder, text_file, tmp_path, capsys, monkeypatch):

@@ -10,7 +10,17 @@ from conftest import DFLASH
 from enumeration import distance_of_runs, four_token_pair, joint_distribution
 from torch import Tensor, nn
 
-from speculator import Candidates, Chain, Engine, FixedTree, HeadDrafter, Sampling, Target
+from speculator import (
+    Candidates,
+    Chain,
+    Engine,
+    FixedTree,
+    HeadDrafter,
+    HybridDrafter,
+    NgramDrafter,
+    Sampling,
+    Target,
+)
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
@@ -137,7 +147,7 @@ def test_what_dflash_2_does_not_have_is_refused(changes, message):
 
 def test_no_token_has_more_children_than_there_are_candidates():
     made = head(**PARTS["selector"])
-    HeadDrafter(made, Candidates((5, 1)))
+    HybridDrafter(HeadDrafter(made, Candidates((5, 1))), NgramDrafter(2))  # a lookup path is not drafted by the head
     with pytest.raises(UserError, match="6 children of a token: the head drafts from 5 tokens only"):
         HeadDrafter(made, Candidates((6, 1)))
     with pytest.raises(UserError, match="whole vocabulary"):
