@@ -13,7 +13,7 @@ from speculator.errors import UserError, first_line, refuse
 from speculator.terminal import log
 from speculator.vllm_counters import read_counters
 
-LAYOUTS = ("eagle3", "speculators", "dflash")
+LAYOUTS = ("eagle3", "speculators", "dflash", "dflash2")
 _DRAFTS = 2000  # that are compared of each head: the standard error of the acceptance length is then about 0.03
 _FALL = 0.03  # of the acceptance length, as a share, beyond which the old head comes back
 _WATCH_SECONDS, _POLL_SECONDS, _LOAD_SECONDS = 1800, 5, 600

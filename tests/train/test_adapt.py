@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import exit_code, write_tuning
+from conftest import DFLASH2, exit_code, tiny_block_head, tiny_head, write_tuning
 from kills import Killed
 from serving_here import chat_target, drafter, serving, tiny_head_for
 
@@ -99,6 +99,7 @@ def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_load
 
 def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monkeypatch):
     tried, outcomes = [], ["swapped back: 1.9", None]
+    tiny_head(architecture="eagle3").save_pretrained(loop.folder / "head")
 
     class Server:
         def __init__(self, url, key):
@@ -128,6 +129,23 @@ def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monke
     assert [head for name, head in loop.calls if name == "export"] == [made[0], start, made[1], start]
     assert str((runs / "speculator").resolve()) == made[1]
     assert not list(runs.glob("round-*/exported"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("dflash", "dflash has no convolutions and no selector: use dflash2"),
+        ("eagle3", "no eagle3 layout for a DSpark"),
+    ],
+)
+def test_a_layout_that_cannot_store_the_head_is_refused_before_the_first_round(
+    target, tmp_path, capsys, layout, message
+):
+    tiny_block_head(target, **DFLASH2).save_pretrained(tmp_path / "head")
+    flags = ["--head", str(tmp_path / "head"), "--record", str(tmp_path), "--target", "T", "--server", "http://nowhere"]
+    assert exit_code(main, ["adapt", *flags, "--output", str(tmp_path / "out"), "--layout", layout]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("moment", ["_copy_shards", "train", "_ask", "write_json", "write_page"])
