@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.head = head_folder(arguments.head, arguments.speculator_revision)
     read_config(arguments.head)
     if arguments.layout:  # a head that the layout can't store is refused here, and not after the first round
-        head = load_any(arguments.head)
-        layout_of(arguments.layout, head).fields(head.config, dtype_name(head.dtype))
+        start = load_any(arguments.head)
+        layout_of(arguments.layout, start).fields(start.config, dtype_name(start.dtype))
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     refuse((" --" in arguments.target, f"{arguments.record} was recorded with {arguments.target}: give --target"))

@@ -52,13 +52,24 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
             f"speculator.warm_start: {options.warm_start} holds a head of architecture {found['architecture']}, "
             f"not the {options.architecture} configured"
         )
-    for name in ("inner_dim", "draft_vocab_size"):
-        if name in given and getattr(options, name) not in (0, found[name]):
-            asked = getattr(options, name)
-            raise UserError(f"{options.warm_start} has {name} {found[name]}, but this run's head has {asked}")
+    own = {name: getattr(start, name) for name in start.own_options()}
+    fixed = [name for name in _SHARED_OPTIONS if name in given and name not in _free(start)]
+    asked = {name: value for name in fixed if (value := getattr(options, name))}
+    asked |= {name: value for name, value in options.options.items() if name in own and name not in _free(start)}
+    wrong = {name: value for name, value in asked.items() if value not in (None, getattr(start, name))}
+    if wrong:
+        has = " and ".join(f"{name} {getattr(start, name)}" for name in wrong)
+        raise UserError(
+            f"{options.warm_start} has {has}, but this run's head has {' and '.join(map(str, wrong.values()))}"
+        )
     left = {name: value for name, value in found.items() if name not in given}
-    own = {name: getattr(start, name) for name in start.own_options()} | options.options
-    return dataclasses.replace(config, speculator=dataclasses.replace(options, **left, options=own))
+    return dataclasses.replace(config, speculator=dataclasses.replace(options, **left, options=own | options.options))
+
+
+def _free(start: SpeculatorConfig) -> tuple[str, ...]:
+    """Return the fields in which a run may differ from the head that it starts from."""
+    # Weights that can draft to any depth fit any number of steps.
+    return start.extensions if start.max_speculative_tokens is not None else (*start.extensions, "n_predict")
 
 
 def start_of(config: RunConfig) -> str | Path | None:
@@ -180,13 +191,10 @@ def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, wher
         start: the trained head.
         where: its folder, for the error.
     """
-    names = ["vocab_size", "emb_dim", *_SHARED_OPTIONS, *options.options]
-    if head.config.max_speculative_tokens is None:
-        names.remove("n_predict")  # its weights fit any number of steps
     own, stored = head.state_dict(), start.state_dict()
-    for name in names:
+    for name in ("vocab_size", "emb_dim", *_SHARED_OPTIONS, *options.options):
         found, expected = getattr(start.config, name), getattr(head.config, name)
-        if found != expected and name not in head.config.extensions:
+        if found != expected and name not in _free(head.config):
             raise UserError(f"{where} has {name} {found}, but this run's head has {expected}")
     for name, tensor in stored.items():
         if name not in own or own[name].shape != tensor.shape:

@@ -56,7 +56,7 @@ class SpeculatorConfig(PreTrainedConfig):
     """Names of the fields whose values fit one target only, such as numbers of its layers."""
     extensions: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that may differ from those of the head in a warm start: they add parts that change nothing at
-    first, or weigh nothing."""
+    temperature 0 at first, or weigh nothing."""
     ships_with_target: ClassVar[bool] = False
     """Targets may have such a head in their own folder, from which `speculator.initialise target` reads it."""
 

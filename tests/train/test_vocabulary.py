@@ -143,6 +143,22 @@ def test_a_dflash_2_head_starts_from_a_dflash_head(target, tmp_path):
             new_head(run, target, ROWS, 6)
 
 
+def test_all_options_that_contradict_a_warm_start_are_named_before_the_target_is_loaded(target, tmp_path, capsys):
+    first = new_head(settled(completed(architecture="dspark", n_predict=2, options=BLOCK), target), target, ROWS, 6)
+    first.save_pretrained(tmp_path)
+    flags = ["--target.name_or_path", "x", "--speculator.warm_start", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        parse(["--config", "configs/qwen3-8b-dflash2.yaml", *flags])
+    assert (
+        "has n_predict 2 and num_hidden_layers 1 and sliding_window None and mask_token_id 3 and aux_layers [0, 1], "
+        "but this run's head has 7 and 5 and 2048 and 151669 and [2, 10, 18, 26, 34]"
+    ) in capsys.readouterr().err
+    parts = "{conv_group_size: 8, selector_rank: 4, selector_top_k: 6}"
+    run = settled(parse([*flags, "--speculator.options", parts]), target)
+    assert new_head(run, target, ROWS, 6).config.is_dflash2
+    assert run.config.loss.cross_entropy == 1
+
+
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
 def test_a_warm_start_from_a_servers_layout_keeps_unset_options(target, tmp_path, layout):
     """Unset options come from the trained head; its number of steps is not part of its weights."""
