@@ -204,8 +204,10 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
     confidence = bool(read.get("enable_confidence_head", False))
     kind, types = read.get("markov_head_type", "vanilla"), set(read.get("layer_types") or ())
     sliding = "sliding_attention" in types or nested.get("use_swa", False)
-    # Absent keys: in servers, layers with a window are causal, and with use_swa they are not.
-    causal = not read.get("sliding_window_non_causal", dflash2) if foreign else "sliding_attention" in types
+    # Absent keys: in servers, layers with a window are causal, and with use_swa they are not. DFlash 2 never is.
+    causal = (
+        not read.get("sliding_window_non_causal", dflash2) if foreign else not dflash2 and "sliding_attention" in types
+    )
     refuse(
         (layers.attention_bias, f"{file}: attention_bias must be false"),
         (kind != "vanilla", f"{file}: markov_head_type is {kind!r}; must be 'vanilla'"),

@@ -83,18 +83,20 @@ class DSparkSpeculatorConfig(AttentionConfig):
 
     def _check_dflash2(self) -> None:
         """Raise a ValueError unless all else is as DFlash 2 has it."""
-        group = self.conv_group_size
-        if group and (group & (group - 1) or self.emb_dim % group):
-            raise ValueError(f"conv_group_size must be a power of two that divides {self.emb_dim}, not {group}")
+        if self.conv_group_size and self.emb_dim % self.conv_group_size:
+            raise ValueError(f"conv_group_size {self.conv_group_size} does not divide the hidden size {self.emb_dim}")
         if self.selector_rank and self.selector_top_k > self.vocab_size:
             raise ValueError(f"selector_top_k {self.selector_top_k} is more than the vocabulary of {self.vocab_size}")
         needed = {"markov_rank": 0, "sample_from_anchor": False, "is_causal": False, "confidence_head": False}
-        for name, value in {**needed, "draft_vocab_size": None}.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name} must be {json.dumps(value)} with conv_group_size or selector_rank (DFlash 2), "
-                    f"not {json.dumps(getattr(self, name))}"
-                )
+        wrong = [
+            f"{name} must be {json.dumps(value)}, not {json.dumps(getattr(self, name))}"
+            for name, value in needed.items()
+            if getattr(self, name) != value
+        ]
+        if self.draft_vocab_size is not None:
+            wrong.append(f"draft_vocab_size must be 0 (all tokens), not {self.draft_vocab_size}")
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}: conv_group_size or selector_rank makes it a DFlash 2 head")
 
     @property
     def is_dflash2(self) -> bool:

@@ -205,6 +205,14 @@ def test_a_published_folder_is_read(tmp_path):
     }
 
 
+def test_a_folder_with_a_window_and_no_key_for_causal_blocks_has_none(tmp_path):
+    folder = write(tmp_path / "head", head(sliding_window=2048))
+    written = json.loads((folder / "config.json").read_text())
+    del written["is_causal"]
+    (folder / "config.json").write_text(json.dumps(written))
+    assert load_any(folder).config.is_causal is False
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
@@ -216,8 +224,8 @@ def test_a_published_folder_is_read(tmp_path):
         ({"dflash_config": {"output_multiplier": 0.2}}, "output_multiplier is 0.2; must be 1"),
         ({"dflash_config": {"final_logit_softcapping": 20.0}}, "final_logit_softcapping is 20.0; must be 0"),
         ({"dflash_config": {"sample_from_anchor": True}}, "sample_from_anchor must be false for DFlash"),
-        ({"is_causal": True}, "is_causal must be false with"),
-        ({"draft_vocab_size": 9}, "draft_vocab_size must be null with"),
+        ({"is_causal": True}, "is_causal must be false, not true: "),
+        ({"draft_vocab_size": 9}, r"draft_vocab_size must be 0 \(all tokens\), not 9"),
         ({"architectures": ["DFlashDraftModel"]}, "unexpected tensors: candidate_selector"),
     ],
 )

@@ -125,14 +125,16 @@ def test_a_new_head_drafts_as_the_dflash_head_without_the_parts(parts):
         torch.testing.assert_close(mine, theirs)
 
 
+END = ": conv_group_size or selector_rank makes it a DFlash 2 head"
 WRONG = [
-    ({"markov_rank": 4}, "markov_rank must be 0 with conv_group_size or selector_rank"),
-    ({"sample_from_anchor": True}, "sample_from_anchor must be false with"),
-    ({"is_causal": True}, "is_causal must be false with"),
-    ({"confidence_head": True}, "confidence_head must be false with"),
-    ({"draft_vocab_size": 8}, "draft_vocab_size must be null with"),
-    ({"conv_group_size": 3}, "conv_group_size must be a power of two that divides 16, not 3"),
-    ({"conv_group_size": 32}, "conv_group_size must be a power of two that divides 16, not 32"),
+    ({"markov_rank": 4}, f"markov_rank must be 0, not 4{END}"),
+    (
+        {"sample_from_anchor": True, "is_causal": True, "confidence_head": True, "draft_vocab_size": 8},
+        "sample_from_anchor must be false, not true; is_causal must be false, not true; "
+        rf"confidence_head must be false, not true; draft_vocab_size must be 0 \(all tokens\), not 8{END}",
+    ),
+    ({"conv_group_size": 3}, "conv_group_size 3 does not divide the hidden size 16"),
+    ({"conv_group_size": 32}, "conv_group_size 32 does not divide the hidden size 16"),
     ({"conv_group_size": -1}, "conv_group_size must be at least 0, not -1"),
     ({"selector_top_k": 0}, "selector_top_k must be at least 1, not 0"),
     ({"selector_top_k": V + 1}, f"selector_top_k {V + 1} is more than the vocabulary of {V}"),
@@ -143,6 +145,13 @@ WRONG = [
 def test_what_dflash_2_does_not_have_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**{**PARTS["both"], **changes})
+
+
+def test_channels_are_mixed_in_groups_of_any_size_that_divides_them():
+    made = DSparkSpeculator(config(emb_dim=24, conv_group_size=6))
+    convolution = made.layers[0].mlp_conv
+    y = torch.randn(4, 24)
+    torch.testing.assert_close(convolution(y, lambda x: 2 * x), 2 * y)  # initial weights are the identity
 
 
 def test_no_token_has_more_children_than_there_are_candidates():
