@@ -136,6 +136,19 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
     assert config.stage2.generate.top_p == given.stage2.generate.top_p
 
 
+def test_a_dry_run_shrinks_the_sizes_of_dflash_2():
+    sizes = "{conv_group_size: 64, selector_top_k: 512}"
+    recipe = ["--config", str(ROOT / "configs/qwen3-8b-dflash2.yaml"), "--speculator.options", sizes]
+
+    def run(config):
+        head = settle(config, processes=1).head
+        assert (head.conv_group_size, head.selector_top_k, head.selector_rank) == (32, 100, 256)
+        raise SeenError
+
+    with pytest.raises(SeenError):
+        run_on_stand_ins(settle(parse([*recipe, "--dry_run"]), processes=1), run)
+
+
 @pytest.mark.parametrize("family", ["mamba2", "lfm2_moe", "kimi_linear"])
 def test_a_dry_run_stands_a_llama_in_for_a_target_with_recurrent_layers(family, tmp_path):
     RECURRENT[family].save_pretrained(tmp_path)
