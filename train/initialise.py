@@ -199,4 +199,12 @@ def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, wher
     for name, tensor in stored.items():
         if name not in own or own[name].shape != tensor.shape:
             raise UserError(f"{where} has {name} {list(tensor.shape)}, which does not fit this run's head")
+    # With the extensions of the trained head, the new head would have no tensor that is not stored.
+    plain = copy.deepcopy(head.config)
+    for name in plain.extensions:
+        setattr(plain, name, getattr(start.config, name))
+    with torch.device("meta"):
+        needed = type(head)(plain).state_dict()
+    if missing := [name for name in needed if name not in stored]:
+        raise UserError(f"{where} has no {', '.join(missing)}, which this run's head needs")
     head.load_state_dict(own | stored)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
-from conftest import DFLASH, VOCAB, settled, tiny_head, tiny_model, tiny_tokenizer
+from conftest import DFLASH, DFLASH2, VOCAB, settled, tiny_block_head, tiny_head, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig
 
 from speculator import Target, UserError
@@ -15,7 +15,7 @@ from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train import checks
 from train.command_line import parse
 from train.config import HeadOptions, RunConfig
-from train.initialise import for_rows, new_head, parameters, with_settings_of_start
+from train.initialise import copy_weights, for_rows, new_head, parameters, with_settings_of_start
 from train.plan import Plan
 from train.settle import settle
 from train.vocabulary import count_tokens, most_frequent, unused_token
@@ -141,6 +141,13 @@ def test_a_dflash_2_head_starts_from_a_dflash_head(target, tmp_path):
         run = settled(completed(**shape, options=changed, warm_start=str(tmp_path / "dflash2")), target)
         with pytest.raises(UserError, match=f"has .*{tensor}.* does not fit this run's head"):
             new_head(run, target, ROWS, 6)
+
+
+def test_only_the_parts_of_an_extension_may_be_missing_in_the_head_of_a_warm_start(target):
+    start = tiny_block_head(target, **DFLASH)
+    copy_weights(tiny_block_head(target, **DFLASH2), start, HeadOptions(), "HEAD")
+    with pytest.raises(UserError, match=r"HEAD has no confidence_head\..*weight, confidence_head\..*bias, which"):
+        copy_weights(tiny_block_head(target, **DFLASH | {"confidence_head": True}), start, HeadOptions(), "HEAD")
 
 
 def test_all_options_that_contradict_a_warm_start_are_named_before_the_target_is_loaded(target, tmp_path, capsys):
