@@ -31,7 +31,13 @@ SINGLE = ("mixtral", "qwen3_moe", "gpt_oss")
 NAMES = [
     "none",
     *(f"{source}-{shape}" for source in ("head", "model") for shape in SHAPES),
-    *(f"{source}-{shape}" for source in HEADS if source not in ("head", "dflash2") for shape in ("chain", "tree")),
+    *(
+        f"{source}-{shape}"
+        for source in HEADS
+        if "dflash" not in source and source != "head"
+        for shape in ("chain", "tree")
+    ),
+    "dflash2-chain",
     *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ("candidates", "fixed-tree")),
     "block-cautious-chain",
     "dflash-greedy-chain",
