@@ -53,9 +53,11 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
             f"not the {options.architecture} configured"
         )
     own = {name: getattr(start, name) for name in start.own_options()}
+    unset = [name for name in start.target_options if getattr(start, name) is None]  # they follow from the target
+    known = own.keys() - {*unset, *_free(start)}
     fixed = [name for name in _SHARED_OPTIONS if name in given and name not in _free(start)]
     asked = {name: value for name in fixed if (value := getattr(options, name))}
-    asked |= {name: value for name, value in options.options.items() if name in own and name not in _free(start)}
+    asked |= {name: value for name, value in options.options.items() if name in known}
     wrong = {name: value for name, value in asked.items() if value not in (None, getattr(start, name))}
     if wrong:
         has = " and ".join(f"{name} {getattr(start, name)}" for name in wrong)

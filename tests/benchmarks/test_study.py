@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import study
-from benchmarks.study import ARCHITECTURES, RECIPES, TABLES, Arm, Study, fresh_head, table
+from benchmarks.study import ARCHITECTURES, KNOBS, RECIPES, TABLES, Arm, Study, fresh_head, table
 from speculator.target.model import Target
 
 
@@ -66,12 +66,17 @@ def deep_target(target_folder) -> Target:
     return Target(AutoModelForCausalLM.from_config(config).eval(), AutoTokenizer.from_pretrained(target_folder))
 
 
-def test_every_arm_trains_and_is_measured(tmp_path, deep_target, text_file, monkeypatch):
+def test_every_arm_has_a_head_and_one_of_each_kind_is_trained_and_measured(
+    tmp_path, deep_target, text_file, monkeypatch
+):
     small = {"SOURCES": [str(text_file)], "LENGTH": 32, "PROMPT_TOKENS": 8, "NEW_TOKENS": 4}
     for name, value in (small | {"PROMPTS": {"validation": 1, "held-out": 1}}).items():
         monkeypatch.setattr(study, name, value)
     real = Study(deep_target, tmp_path, steps=2)
-    arms = [arm for table in TABLES.values() for arm in table]
+    every = {arm.name: arm for table in TABLES.values() for arm in table}
+    for arm in every.values():
+        fresh_head(arm, 0, deep_target, Dataset.from_list([]))
+    arms = [*ARCHITECTURES, RECIPES[0], KNOBS[-1], every["DFlash 2, 2 layers"]]
     for arm in arms:
         result = real.result(arm, 1e-3, seed=0)
         assert all(1 <= figure <= 5 for figure in result["held-out"].values())

@@ -80,7 +80,7 @@ def run(target_folder, text_file, tmp_path_factory):
     return run
 
 
-def report(target, head, suites, output: Path, **settings) -> None:
+def report(target, head, suites, output: Path, *how, **names) -> None:
     """Stands in for the final evaluation, which takes half of a small run's time."""
     output.mkdir(exist_ok=True)
     for name in ("report.md", "report.json"):
