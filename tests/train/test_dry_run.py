@@ -146,7 +146,7 @@ def test_a_dry_run_shrinks_the_sizes_of_dflash_2():
         raise SeenError
 
     with pytest.raises(SeenError):
-        run_on_stand_ins(settle(parse([*recipe, "--dry_run"]), processes=1), run)
+        run_on_stand_ins(settle(parse([*recipe, "--dry_run"]), 1, local_only=True), run)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "lfm2_moe", "kimi_linear"])
