@@ -173,8 +173,9 @@ def evaluate(
     for batch_size in batch_sizes:
         engines: Engines = {}
         if server == "ours":
-            others = draft_model, compared.baselines
-            fixed, reasons = decoders(target, head, chains, *others, batch_size, engines, rule, compared.hybrid)
+            fixed, reasons = decoders(
+                target, head, chains, draft_model, compared.baselines, batch_size, engines, rule, compared.hybrid
+            )
             not_run |= reasons
         else:
             fixed = server_decoders(target, head, chains, engines, rule)

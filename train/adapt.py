@@ -34,7 +34,6 @@ import speculator
 from speculator.checkpoints import head_folder, layout_of, load_any
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
-from speculator.device import dtype_name
 from speculator.drafters.tuning import TUNED
 from speculator.errors import UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     read_config(arguments.head)
     if arguments.layout:  # a head that the layout can't store is refused here, and not after the first round
         start = load_any(arguments.head)
-        layout_of(arguments.layout, start).fields(start.config, dtype_name(start.dtype))
+        layout_of(arguments.layout, start).fields_of(start)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     refuse((" --" in arguments.target, f"{arguments.record} was recorded with {arguments.target}: give --target"))

@@ -8,7 +8,6 @@ The head, the losses, dtypes, sampling and stages stay as configured; steps, row
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -175,11 +174,6 @@ def _shrunk(run: Run, folder: Path) -> RunConfig:
     inner = 0 if config.speculator.initialise == "target" else config.speculator.inner_dim and _INNER
     kind = head_class(config.speculator).config_class
     drafted = min(config.speculator.draft_vocab_size, _DRAFTED)
-    options = {name: value for name, value in config.speculator.options.items() if name not in kind.target_options}
-    if group := options.get("conv_group_size"):
-        options["conv_group_size"] = math.gcd(group, _HIDDEN)
-    if top_k := options.get("selector_top_k"):
-        options["selector_top_k"] = min(top_k, _DRAFTED)
     return replace(
         config,
         target=TargetConfig(str(folder / "target"), dtype=config.target.dtype),
@@ -190,7 +184,7 @@ def _shrunk(run: Run, folder: Path) -> RunConfig:
             initialise="random" if kind.ships_with_target else config.speculator.initialise,
             warm_start=None,
             warm_start_revision=None,
-            options=options,
+            options=kind.shrunk(config.speculator.options, _HIDDEN, _DRAFTED),
         ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),
         stage1=_one_step(config.stage1),

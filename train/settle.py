@@ -34,7 +34,8 @@ class Run:
     Attributes:
         config: the settings, with the row length and the draft vocabulary that the target allows.
         place: the processes and their devices.
-        target, text: the target's config, and the part about the text that it writes; None if it can't be read.
+        target, text: the target's config, and the part about the text that it writes; None if it is unknown, to a dry
+            run or a finished one.
         shortens: the settings name no row length, so little text may have shorter rows.
         mixture: the sources.
         head: config of the head; one for `_ANY_TARGET` if the target is unknown.

@@ -151,11 +151,6 @@ def kind_of(config: DSparkSpeculatorConfig) -> str:
     return "dflash2" if config.is_dflash2 else config.method(vars(config))
 
 
-def method_of(kind: str) -> str:
-    """Return the servers' name of the method for a layout; to them DFlash 2 is DFlash with another architecture."""
-    return "dspark" if kind == "dspark" else "dflash"
-
-
 def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json in the layout of the `speculators` library."""
     full = config.sliding_window is None
@@ -300,7 +295,7 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
 
     def listed(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
         base = config.base_model_name_or_path
-        method = method_of(name)
+        method = "dspark" if name == "dspark" else "dflash"  # to servers DFlash 2 is DFlash of another architecture
         options = {"model": folder, "method": method, "num_speculative_tokens": config.n_predict}
         # SGLang counts the slots of a block, the anchor's included, and vLLM the drafted tokens.
         slots = config.n_predict + 1

@@ -264,7 +264,7 @@ def servers(config: AttentionConfig, folder: str) -> list[Server]:
     base = config.base_model_name_or_path or ""
     if refused := llama_cpp.refusal(base):
         return [Server(llama_cpp.NAME, False, refused)]
-    kind = block_drafters.method_of(block_drafters.kind_of(config)) if block else "eagle3"  # type: ignore[arg-type]
+    kind = config.method(vars(config)) if block else "eagle3"
     head = ("-md", f"{folder}/{FILE}", "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(config.n_predict))
     start = line(base if is_gguf(base) else "TARGET.gguf", "llama-server", "-m", BASE, *head)
     return [Server(llama_cpp.NAME, True, start)]

@@ -117,14 +117,24 @@ class Layout:
 
     def stores(self, head: Speculator) -> bool:
         """Return whether a head can be exported to this layout, as `save` decides it from the config."""
-        config: Any = head.config
-        if self.head is not type(head) or not self.carries(config):
-            return False
         try:
-            self.fields(config, dtype_name(head.dtype))
+            self.fields_of(head)
         except UserError:
             return False
         return True
+
+    def fields_of(self, head: Speculator) -> dict[str, Any]:
+        """Return the content of a head's config.json; raise a UserError if the layout can't store the head."""
+        config: Any = head.config
+        refuse(
+            (type(head) is not self.head, f"{self.architecture} can't store a {type(head).__name__}"),
+            (
+                not self.carries(config),
+                f"{self.name} can't store a draft vocabulary: its loaders need {config.vocab_size} rows in the output "
+                f"matrix, and this head has {config.draft_vocab_size}; `speculator inspect` lists the layouts that can",
+            ),
+        )
+        return self.fields(config, dtype_name(head.dtype))
 
 
 def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
@@ -166,16 +176,10 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     it, under that step's name.
     """
     folder = Path(folder).resolve()
-    config: Any = head.config
     stored = head.state_dict()
     check_new_folder(folder)
+    made = layout.fields_of(head)
     refuse(
-        (type(head) is not layout.head, f"{layout.architecture} can't store a {type(head).__name__}"),
-        (
-            not layout.carries(config),
-            f"{layout.name} can't store a draft vocabulary: its loaders need {config.vocab_size} rows in the output "
-            f"matrix, and this head has {config.draft_vocab_size}; `speculator inspect` lists the layouts that can",
-        ),
         (expand_tied and not head.aliases(), "--expand-tied: this head is not tied, so all its tensors are written"),
         (expand_tied and not layout.expandable, f"--expand-tied: {layout.name} stores a tied tensor once"),
     )
@@ -185,7 +189,6 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     written = {layout.prefix + name: stored[aliases.get(name, name)] for name in tensor_shapes(head, expand_tied)}
     if layout.pack is not None:
         written = layout.pack(head)
-    made = layout.fields(config, dtype_name(head.dtype))
     with new_folder(folder) as scratch:
         if layout.write is not None:
             return layout.write(head, made, scratch)

@@ -77,6 +77,11 @@ class SpeculatorConfig(PreTrainedConfig):
         """Build the config of a head for a target, given its text config; `changes` override the target's sizes."""
         return cls(**{"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, **changes})
 
+    @classmethod
+    def shrunk(cls, options: Mapping[str, Any], emb_dim: int, vocab_size: int) -> dict[str, Any]:
+        """Return options of a head as they fit a target of this small size: without `target_options`."""
+        return {name: value for name, value in options.items() if name not in cls.target_options}
+
     @property
     def max_speculative_tokens(self) -> int | None:
         """Depth of the deepest draft that the head can make; None: no limit."""

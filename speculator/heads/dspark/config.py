@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -97,6 +98,15 @@ class DSparkSpeculatorConfig(AttentionConfig):
             wrong.append(f"draft_vocab_size must be 0 (all tokens), not {self.draft_vocab_size}")
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}: conv_group_size or selector_rank makes it a DFlash 2 head")
+
+    @classmethod
+    def shrunk(cls, options: Mapping[str, Any], emb_dim: int, vocab_size: int) -> dict[str, Any]:
+        fitting = super().shrunk(options, emb_dim, vocab_size)
+        if group := fitting.get("conv_group_size"):
+            fitting["conv_group_size"] = math.gcd(group, emb_dim)
+        if top_k := fitting.get("selector_top_k"):
+            fitting["selector_top_k"] = min(top_k, vocab_size)
+        return fitting
 
     @property
     def is_dflash2(self) -> bool:
