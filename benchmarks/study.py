@@ -1,6 +1,6 @@
 """Measure how much each part of the training recipe contributes, on the embedded target.
 
-    python -m benchmarks.study [--table recipes|architectures|blocks|knobs|text] [--steps N] [--seeds N] --output OUT
+    python -m benchmarks.study [--table TABLE] [--steps N] [--seeds N] --output OUT
 
 Each arm trains a fresh head on the same rows for the same number of tokens. Its learning rate is the best of a grid for
 seed 0 on validation prompts; the table shows held-out prompts over all seeds. The target's hidden states are computed
@@ -141,7 +141,19 @@ AMOUNTS = [
     Arm(f"Muon, read {passes} times", KL, muon=True, passes=passes, rates=(5e-3,), shape={"architecture": "eagle3"})
     for passes in (16, 8, 4, 2, 1)
 ]
-TABLES = {"recipes": RECIPES, "architectures": ARCHITECTURES, "blocks": BLOCKS, "knobs": KNOBS, "text": AMOUNTS}
+OPTIMIZERS = [
+    arm if not muon else dataclasses.replace(arm, name=f"{arm.name}, Muon", muon=True, rates=(2.5e-3, 5e-3, 1e-2))
+    for arm in (ARCHITECTURES[0], block_drafter("DSpark, 2 layers", DSPARK), *ARCHITECTURES[2:4])
+    for muon in (False, True)
+]
+TABLES = {
+    "recipes": RECIPES,
+    "architectures": ARCHITECTURES,
+    "blocks": BLOCKS,
+    "knobs": KNOBS,
+    "optimizers": OPTIMIZERS,
+    "text": AMOUNTS,
+}
 LONGER = {
     "recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6]),
     "blocks": (BLOCKS[0], BLOCKS[2], BLOCKS[4]),
