@@ -118,7 +118,9 @@ def test_every_drafted_token_is_ours(kind, llama_cpp, base, tmp_path, report):
     for name, weight in head.named_parameters():
         if weight.ndim == 1 and "norm" in name:
             torch.nn.init.normal_(weight, mean=1.0, std=0.2)
-    head = fitted(head, target, [prompt], NEW)
+    # The server logs no token of a selector's draft, only how many were accepted, so many have to be.
+    logged = layout != "dflash2"
+    head = fitted(head, target, [prompt], NEW, steps=8 if logged else 16)
     save(head, tmp_path / "head", layout_of(layout, head))
     convert(llama_cpp, tmp_path / "head", tmp_path / "theirs.gguf", "--target-model-dir", base)
     head.config.base_model_name_or_path = str(base / "target.gguf")
@@ -135,14 +137,18 @@ def test_every_drafted_token_is_ours(kind, llama_cpp, base, tmp_path, report):
         tmp_path / "log",
     )
     assert found["tokens"] == text
-    theirs, counts = drafts_of(tmp_path / "log")
-    whole = [i for i, draft in enumerate(theirs) if len(draft) == DRAFTED]  # the last ones are cut to what is asked for
+    theirs, sizes, counts = drafts_of(tmp_path / "log")
+    whole = [i for i, size in enumerate(sizes) if size == DRAFTED]  # the last ones are cut to what is asked for
     assert len(whole) >= 5
-    equal = sum(theirs[i] == drafts[i] for i in whole)
     report(f"{kind}: {compared} tensors and all keys are the converter's")
-    report(f"{kind}: {equal} of {len(whole)} drafts are ours, {sum(counts)} of {sum(map(len, theirs))} tokens accepted")
-    assert equal == len(whole)
+    report(f"{kind}: {sum(counts)} of {sum(sizes)} tokens accepted")
     assert [counts[i] for i in whole] == accepted[: len(whole)]
+    if logged:
+        equal = sum(theirs[i] == drafts[i] for i in whole)
+        report(f"{kind}: {equal} of {len(whole)} drafts are ours")
+        assert equal == len(whole)
+    else:
+        assert len({counts[i] for i in whole}) >= 3, "steps too alike to tell drafts apart"
 
 
 def compare(ours: Path, theirs: Path) -> int:
@@ -196,9 +202,10 @@ def served(llama_cpp: Path, target: Path, head: Path, kind: str, prompt: list[in
         return answer_of(f"{address}/completion", asked)
 
 
-def drafts_of(log: Path) -> tuple[list[list[int]], list[int]]:
-    """Read the drafts and the numbers of accepted tokens from a server's log."""
+def drafts_of(log: Path) -> tuple[list[list[int]], list[int], list[int]]:
+    """Read the drafts, where they are logged, their lengths and the numbers of accepted tokens from a server's log."""
     drafts: list[list[int]] = []
+    sizes: list[int] = []
     counts: list[int] = []
     draft: dict[int, int] = {}
     for line in log.read_text(errors="replace").splitlines():
@@ -206,9 +213,10 @@ def drafts_of(log: Path) -> tuple[list[list[int]], list[int]]:
             draft[int(found[1])] = int(found[2])
         elif found := re.search(r"accepted\s+(\d+)/\s*(\d+) draft tokens", line):
             drafts.append([draft[place] for place in sorted(draft)][: int(found[2])])
+            sizes.append(int(found[2]))
             counts.append(int(found[1]))
             draft = {}
-    return drafts, counts
+    return drafts, sizes, counts
 
 
 ODD = [
