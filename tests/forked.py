@@ -5,6 +5,7 @@ That holds where pytest runs in the root of the repository; elsewhere each proce
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -112,6 +113,7 @@ def finish(started: list[Popen]) -> None:
 
 
 def _python(argv: list[str], environment: dict[str, str], *streams: Connection) -> None:
+    gc.freeze()  # trainers collect garbage, and would search all modules each time
     multiprocessing.set_start_method(None, force=True)  # data loaders start as in a user's run, not as this process did
     os.environ.clear()  # after the imports, which took their variables from the first run's environment
     os.environ.update(environment)

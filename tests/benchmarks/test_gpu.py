@@ -41,7 +41,6 @@ def small(monkeypatch, tmp_path):
     changes |= {"_PROMPTS": ((2, 24),), "_NEW_TOKENS": 3, "_HEAD": str(tmp_path / "head")}
     for name, value in changes.items():
         monkeypatch.setattr(gpu, name, value)
-    monkeypatch.setattr(gpu.gc, "collect", lambda: 0)  # a second in a process of this size
     for name in gpu._OFFLINE:
         monkeypatch.setenv(name, os.environ.get(name, "0"))
 
