@@ -186,21 +186,21 @@ def _is_final(name: str) -> bool:
 
 
 @torch.no_grad()
-def naive(target: Target, mtp: MtpModel, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:  # [V]
-    """Logits after a text, whose last token is pending, and a drafted path, by whole rows without a cache."""
-    row = torch.tensor([text])
-    states = target.hidden(row[:, :-1])
-    tokens = row[:, 1:]
-    if len(mtp.layers) > 1:  # layer i reads the token 1 + i further at every position
-        for i in range(len(path) + 1):
-            states = _layer(mtp, i, states, tokens)
-            tokens = torch.cat([tokens[:, 1:], torch.tensor([path[i : i + 1]], dtype=torch.long)], 1)
-        return mtp.shared_head(states[:, -1])[0]
-    for i in range(len(path) + 1):
-        out = _layer(mtp, 0, states, tokens)
-        states = torch.cat([states, out[:, -1:]], 1)
-        tokens = torch.cat([tokens, torch.tensor([path[i : i + 1]], dtype=torch.long)], 1)
-    return mtp.shared_head(out[:, -1])[0]
+def naive(target: Target, mtp: MtpModel, drafts: list[tuple]) -> Tensor:  # [len(drafts), V]
+    """Logits after drafts (text, path), by whole rows without a cache. Texts have one length, and a pending token."""
+    row, steps = torch.tensor([text for text, _ in drafts]), 1 + max(len(path) for _, path in drafts)
+    paths = torch.tensor([[*path, *[0] * (steps - len(path))] for _, path in drafts])
+    states, tokens, last = target.hidden(row[:, :-1]), row[:, 1:], []
+    for i in range(steps):
+        if len(mtp.layers) > 1:  # layer i reads the token 1 + i further at every position
+            states = out = _layer(mtp, i, states, tokens)
+            tokens = torch.cat([tokens[:, 1:], paths[:, i : i + 1]], 1)
+        else:
+            out = _layer(mtp, 0, states, tokens)
+            states = torch.cat([states, out[:, -1:]], 1)
+            tokens = torch.cat([tokens, paths[:, i : i + 1]], 1)
+        last.append(out[:, -1])
+    return mtp.shared_head(torch.stack(last)[[len(path) for _, path in drafts], torch.arange(len(drafts))])
 
 
 def _layer(mtp: MtpModel, index: int, states: Tensor, tokens: Tensor) -> Tensor:

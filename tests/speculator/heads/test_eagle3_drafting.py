@@ -1,6 +1,7 @@
 """EAGLE-3 in the engine: its drafts follow the training form while requests join, leave, share prefixes and are
 prefilled in chunks."""
 
+from collections import defaultdict
 from copy import copy
 
 import pytest
@@ -66,25 +67,33 @@ def head(target):
 
 
 @torch.no_grad()
-def trained_form(target, head, text, path) -> torch.Tensor:  # [V]
-    """Logits of the training form after a path, with the text packed after another document."""
-    row = torch.tensor([[*BEFORE, *text[:-1]]])
-    documents = torch.tensor([[0] * len(BEFORE) + [1] * (len(text) - 1)])
+def trained_form(target, head, drafts: list[tuple]) -> torch.Tensor:  # [len(drafts), V]
+    """Logits of the training form after drafts (text, path). Texts have one length, and follow another document."""
+    row = torch.tensor([[*BEFORE, *text[:-1]] for text, _ in drafts])
+    length = row.shape[1]
+    documents = (torch.arange(length) >= len(BEFORE)).long().expand_as(row)
     with target.aux_layers.recorded(head.aux_layers) as states:
-        hidden = target.hidden(row, documents)
-    tokens = torch.tensor([[*BEFORE[1:], *text, *path, *[0] * STEPS]])[:, : row.shape[1] + STEPS - 1]
-    loss_mask = torch.arange(row.shape[1])[None] == row.shape[1] - 1
-    features = head.unrolled(states(hidden), tokens, documents, loss_mask)
-    return head.to_full_vocabulary(head.lm_head(features[len(path)][0, -1]))
+        hidden = states(target.hidden(row, documents))
+    rest = head.n_predict - 1
+    tokens = torch.tensor([[*BEFORE[1:], *text, *path, *[0] * (rest - len(path))] for text, path in drafts])
+    loss_mask = (torch.arange(length) == length - 1).expand_as(row)
+    features = torch.stack(head.unrolled(hidden, tokens, documents, loss_mask))
+    last = features[[len(path) for _, path in drafts], torch.arange(len(drafts)), -1]
+    return head.to_full_vocabulary(head.output(0)(last))
+
+
+def largest_gap(log: list, expected_of) -> float:
+    """Compare a log with `expected_of(drafts)`, called with the drafts (text, path) after all texts of one length."""
+    drafts = defaultdict(list)
+    for text, path in {(text, path) for text, path, _ in log}:
+        drafts[len(text)].append((text, path))
+    expected = {draft: row for some in drafts.values() for draft, row in zip(some, expected_of(some), strict=True)}
+    return max((logits - expected[text, path]).abs().max().item() for text, path, logits in log)
 
 
 def gap(target, head, drafter: Noted) -> float:
     assert len(drafter.log) > 40
-    expected: dict = {}
-    for text, path, _ in drafter.log:
-        if (text, path) not in expected:
-            expected[text, path] = trained_form(target, head, text, path)
-    return max((logits - expected[text, path]).abs().max().item() for text, path, logits in drafter.log)
+    return largest_gap(drafter.log, lambda drafts: trained_form(target, head, drafts))
 
 
 @pytest.mark.parametrize(("slots", "chunk", "short"), [(1, 3, 64), (2, 64, 64), (5, 3, 64), (5, 64, 2)])

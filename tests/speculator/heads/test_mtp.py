@@ -12,7 +12,7 @@ from speculator.errors import UserError
 from speculator.heads import MTPSpeculator, MTPSpeculatorConfig
 from speculator.heads.mtp.drafting import DraftingForm, MTPSource
 from speculator.heads.mtp.model import Joint
-from tests.speculator.heads.test_eagle3_drafting import BEFORE, Noted, Seldom
+from tests.speculator.heads.test_eagle3_drafting import Noted, Seldom, largest_gap, trained_form
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
 LIMITS = [7, 3, 5, 6]
@@ -41,11 +41,7 @@ def drafted(target, head, shape, slots: int = 3, chunk: int = 3, temperature: fl
 
 def gap(drafter: Noted, expected_of) -> float:
     assert len(drafter.log) > 30
-    expected: dict = {}
-    for text, path, _ in drafter.log:
-        if (text, path) not in expected:
-            expected[text, path] = expected_of(text, path)
-    return max((logits - expected[text, path]).abs().max().item() for text, path, logits in drafter.log)
+    return largest_gap(drafter.log, expected_of)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +65,7 @@ def gap(drafter: Noted, expected_of) -> float:
 def test_drafts_are_those_of_transformers_layers_run_on_whole_rows(family, layers, shape):
     target, mtp, head = case(family, layers)
     assert head.is_chain == (layers > 1)
-    assert gap(drafted(target, head, shape), lambda text, path: naive(target, mtp, text, path)) < 1e-4
+    assert gap(drafted(target, head, shape), lambda drafts: naive(target, mtp, drafts)) < 1e-4
 
 
 def test_a_chain_reads_later_what_was_accepted_in_steps_without_a_draft():
@@ -78,18 +74,7 @@ def test_a_chain_reads_later_what_was_accepted_in_steps_without_a_draft():
     drafter.every = 3
     made = Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
     assert made == Engine(target, None, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
-    assert gap(drafter, lambda text, path: naive(target, mtp, text, path)) < 1e-4
-
-
-@torch.no_grad()
-def trained_form(target, head, text, path) -> torch.Tensor:  # [V]
-    """Logits of the training form after a path, with the text packed after another document."""
-    row = torch.tensor([[*BEFORE, *text[:-1]]])
-    documents = torch.tensor([[0] * len(BEFORE) + [1] * (len(text) - 1)])
-    hidden = target.hidden(row, documents)
-    tokens = torch.tensor([[*BEFORE[1:], *text, *path, *[0] * head.n_predict]])[:, : row.shape[1] + head.n_predict - 1]
-    loss_mask = torch.arange(row.shape[1])[None] == row.shape[1] - 1
-    return head.draft_logits(head.unrolled(hidden, tokens, documents, loss_mask)[len(path)][0, -1])
+    assert gap(drafter, lambda drafts: naive(target, mtp, drafts)) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -108,7 +93,7 @@ def test_the_training_form_equals_the_drafting_form(family, layers, options):
     head = head_of(target, mtp_of(target.model, layers).double(), **options)
     assert head.n_predict == (layers if layers > 1 else 3)
     drafter = drafted(target, head, Tree((2, 1, 1), nodes=4) if layers == 1 and not options else Chain(head.n_predict))
-    assert gap(drafter, lambda text, path: trained_form(target, head, text, path)) < 1e-6
+    assert gap(drafter, lambda drafts: trained_form(target, head, drafts)) < 1e-6
 
 
 # ---- known-wrong variants
@@ -180,7 +165,7 @@ def test_known_wrong_variants_are_detected(glm, wrong, monkeypatch):
     try:
         drafter = Noted(head, Chain(2))
         Engine(target, drafter, slots=2).generate(PROMPTS, max_new_tokens=10)
-        assert gap(drafter, lambda text, path: naive(target, mtp, text, path)) > 0.01
+        assert gap(drafter, lambda drafts: naive(target, mtp, drafts)) > 0.01
     finally:
         head.load_state_dict(weights)
         vars(head.config).update(options)
@@ -204,7 +189,7 @@ def test_training_with_each_steps_own_keys_only_is_detected(monkeypatch):
         with torch.no_grad():
             return head.draft_logits(head.unrolled(target.hidden(row), tokens)[len(path)][0, -1])
 
-    assert gap(drafter, everywhere) > 0.01
+    assert gap(drafter, lambda drafts: [everywhere(*draft) for draft in drafts]) > 0.01
 
 
 # ---- the head itself
