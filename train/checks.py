@@ -146,14 +146,11 @@ def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
 
 
 def fits_config(run: Run) -> None:
-    """Raise a UserError if the target has an encoder, or if a sequence exceeds the context that its config states."""
-    if run.target is None:
-        return
-    name = run.config.target.name_or_path
-    check_is_decoder(name, run.target)
+    """Raise a UserError if a sequence exceeds the context that the target's config states."""
     context = getattr(run.text, "max_position_embeddings", None)
     if context is not None:
-        _fits_context(run, name, context - bool(run.config.target.server))  # see `ServerTarget.context_length`
+        # see `ServerTarget.context_length`
+        _fits_context(run, run.config.target.name_or_path, context - bool(run.config.target.server))
 
 
 def fits_target(run: Run, target: TrainingTarget) -> None:

@@ -62,7 +62,6 @@ def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
             _look_at(source, config)
         elif source.location not in (PYTHON_SOURCES, SELF):
             hub_id(source.location)
-    checks.fits_config(run)
     for name in ("stage1", "stage2") if state.is_main_process else ():
         if not (stage := getattr(config, name)).epochs:
             checks.warn_of_warm_up(name, stage)

@@ -143,6 +143,7 @@ def settle(config: RunConfig, processes: int, local_only: bool = False, place: P
         checks.check_is_decoder(named.name_or_path, target)
     run = Run.of(config, target, place)
     checks.settings(run)
+    checks.fits_config(run)
     return run
 
 

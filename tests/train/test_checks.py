@@ -6,13 +6,14 @@ import pytest
 from conftest import settled
 from datasets import Dataset
 from mtp_models import config_of, model_of
-from transformers import T5Config
+from transformers import LlamaConfig, T5Config
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES
 from train import checks
 from train.command_line import parse
 from train.initialise import new_head, parameters
+from train.settle import settle
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,16 @@ def test_rows_with_a_token_that_the_target_lacks_are_refused(target):
             checks.rows(run, target, *pair)
 
 
-def test_heads_for_encoder_decoder_targets_are_refused():
+def test_encoder_decoder_targets_are_refused_where_they_are_not_known():
     with pytest.raises(UserError, match="encoder-decoder"):
-        checks.fits_config(settled(parse(["--speculator.architecture", "mlp"]), T5Config()))
+        checks.check_is_decoder("t5", T5Config())
+
+
+@pytest.mark.parametrize("plan", [[], ["--plan", "H100"]])
+def test_rows_beyond_the_context_are_refused_by_the_config_alone(tmp_path, plan):
+    LlamaConfig(max_position_embeddings=64).save_pretrained(tmp_path)  # no weights
+    flags = ["--target.name_or_path", str(tmp_path), "--eval.prompt_tokens", "8", "--eval.max_new_tokens", "8"]
+    flags += ["--stage2.max_steps", "0", *plan]
+    settle(parse([*flags, "--data.seq_length", "64"]), processes=1)
+    with pytest.raises(UserError, match=r"data\.seq_length is 65, but .* has a context of 64"):
+        settle(parse([*flags, "--data.seq_length", "65"]), processes=1)

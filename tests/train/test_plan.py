@@ -120,6 +120,12 @@ def config_of(folder, *flags):
         "0",
         "--speculator.initialise",
         "random",
+        "--eval.prompt_tokens",
+        "32",
+        "--data.seq_length",
+        "64",
+        "--eval.max_new_tokens",
+        "32",
     ]
     return parse([*small, *flags])
 
