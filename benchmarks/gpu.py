@@ -54,7 +54,7 @@ _CONFIGS = {name: f"configs/llama-3.1-8b-instruct{end}.yaml" for name, end in
             {"mlp": "", "eagle3": "-eagle3", "dspark": "-dspark"}.items()}  # fmt: skip
 _TARGET, _HEAD = "HuggingFaceTB/SmolLM2-135M-Instruct", "examples/smollm2_135m_instruct"
 _TESTS = ("tests/train/test_losses.py", "tests/speculator/target/test_model.py")
-_TESTS += ("tests/speculator/heads/test_joint_attention.py", "tests/speculator/decoding/test_cuda_graphs.py")
+_TESTS += ("tests/speculator/heads/test_joint_attention.py", "tests/speculator/kernels/test_cuda_graphs.py")
 
 
 class OutOfTime(BaseException):

@@ -39,7 +39,7 @@ from matplotlib import pyplot as plt
 from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
 from eval.suites import check_flags, check_lengths, suite_of
-from speculator import model_flags
+from speculator.cli import model_flags
 from speculator.device import hardware
 from speculator.errors import OneLineParser, refuse, run_command
 from speculator.files import make_folder, write_json

@@ -39,8 +39,8 @@ from speculator.files import make_folder, write_text
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import TrainingBatch
 from speculator.heads.unrolled import align
+from speculator.kernels.linear import HAS_ONEDNN
 from speculator.tables import markdown_table
-from speculator.target.linear import HAS_ONEDNN
 from speculator.target.model import Target
 from train.config import LossConfig
 from train.losses import ChunkedLoss

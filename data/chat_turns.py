@@ -18,7 +18,7 @@ from data.duplicates import NearDuplicates
 from data.writing import Ends
 from speculator.chat import DATA_DAY, chat_text, chat_tokens
 from speculator.errors import UserError, refuse
-from speculator.target.training import TrainingTarget
+from speculator.target.base import TrainingTarget
 
 _MARKS = ("MARKofUSERone", "MARKofANSWER", "MARKofUSERtwo")
 _NGRAM, _MIN_NGRAMS = 4, 12

@@ -20,11 +20,11 @@ from data.conversations import Answering, Conversation
 from data.onpolicy import record_of
 from data.tally import log
 from data.writing import Writing
-from speculator.api_servers import UNAVAILABLE, Connection, base_urls
 from speculator.chat import end_token
+from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
+from speculator.clients.hidden_states import discard
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
-from speculator.target.hidden_state_servers import discard
 
 CONCURRENCY = 32
 """Concurrent requests to each server."""

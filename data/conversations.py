@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from speculator.chat import DATA_DAY, RefusedError, answer_message, chat_text, chat_tokens
-from speculator.target.encoder import source_of
+from speculator.target.encoder.encoder import source_of
 
 
 @dataclass(frozen=True)

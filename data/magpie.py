@@ -23,9 +23,9 @@ from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
 from speculator.files import read_json
+from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
-from speculator.target.server import ServerTarget
-from speculator.target.training import TrainingTarget
+from speculator.target.remote.server_target import ServerTarget
 
 ROWS = 4000
 """Default number of chats."""

@@ -23,7 +23,7 @@ from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostTable, entries_from_json
 from speculator.heads import Speculator
-from speculator.target.encoder import source_of
+from speculator.target.encoder.encoder import source_of
 from speculator.target.model import Target
 
 BATCH_SIZE = 16

@@ -18,7 +18,7 @@ from data.rows import RowError, errors_of_row
 from data.sources import interleave, name_of, streams
 from data.tally import TOO_LONG, Tally, log
 from speculator.chat import chat_tokens
-from speculator.target.training import TrainingTarget
+from speculator.target.base import TrainingTarget
 
 _PACKED_HEAD = 256
 Item = TypeVar("Item")

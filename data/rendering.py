@@ -26,7 +26,7 @@ from data.tally import Tally
 from data.workers import map_in_order
 from speculator.chat import DATA_DAY, RefusedError, chat_text, set_template_variables
 from speculator.errors import UserError, first_line, refuse
-from speculator.target.gguf import read_config, read_tokenizer
+from speculator.target.gguf.file import read_config, read_tokenizer
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000

@@ -18,7 +18,7 @@ from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridD
 from speculator.drafters.measure import StepSeconds, measure
 from speculator.errors import UserError, refuse
 from speculator.heads import Speculator
-from speculator.target.gguf import load_model
+from speculator.target.gguf.file import load_model
 from speculator.target.loading import auto_class
 from speculator.target.model import Target
 from speculator.terminal import Progress, working

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from eval.tracking import Tracker
+from speculator.cli.shared_flags import add_drafter_flags, add_revision, add_target_flags
 from speculator.errors import OneLineParser
-from speculator.flags import add_drafter_flags, add_revision, add_target_flags
 from speculator.tables import OPTIONAL
 
 _FITTING = "at most 32, as many as take seven minutes"

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from eval.as_server import default_lengths
 from eval.metrics import paired_bootstrap
-from eval.servers import default_lengths
 from eval.suites import Suite, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head, model_flags

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from data.mixture import PYTHON_SOURCES
-from eval import serving, tracking
+from eval import in_server, tracking
+from eval.as_server import default_lengths, server_decoders, server_log
 from eval.decoders import Decoder, assisted_settings, check_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
 from eval.report import markdown, warnings
-from eval.servers import default_lengths, server_decoders, server_log
 from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     check_output_folder("--output", arguments.output)
     if arguments.server_url:
-        return serving.run(arguments)
+        return in_server.run(arguments)
     tracking.check(arguments.report_to)
     target = model_flags.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)

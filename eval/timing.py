@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from speculator.decoding.cuda_graphs import Captured, capturable
 from speculator.decoding.engine import Engine, generate
 from speculator.decoding.request import Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter
+from speculator.kernels.cuda_graphs import Captured, capturable
 from speculator.target.attention import using_attention
 from speculator.target.model import Target
 

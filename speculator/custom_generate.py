@@ -31,10 +31,10 @@ from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads import Speculator
-from speculator.target import positions
+from speculator.kernels.linear import pack_linears, unpack_linears
 from speculator.target.attention import ATTENTION, original_attention, set_attention
-from speculator.target.encoder import Encoded, Text
-from speculator.target.linear import pack_linears, unpack_linears
+from speculator.target.encoder import positions
+from speculator.target.encoder.encoder import Encoded, Text
 from speculator.target.model import Target
 
 # In the order in which `Sampling` applies them, with its name for each.
@@ -69,7 +69,7 @@ def speculative(
         tokenizer: required for stop strings only.
 
     The function returns [B, S + new], as `generate` does. The model is restored after each call, and its weights may
-    change between calls in any way. On a CPU each call packs them again (`speculator.target.linear`), which takes as
+    change between calls in any way. On a CPU each call packs them again (`speculator.kernels.linear`), which takes as
     long as two to five plain steps.
     """
     borrowed = _BorrowedModel(tokenizer)

@@ -12,9 +12,9 @@ from drafters import SHAPES
 from torch.utils import _pytree
 
 from speculator import Engine, Sampling, Target
-from speculator.decoding import cuda_graphs as graphs
-from speculator.target import kv_cache as cache_module
-from speculator.target.host_sync import HostSyncs
+from speculator.kernels import cuda_graphs as graphs
+from speculator.kernels.host_sync import HostSyncs
+from speculator.target.cache import kv_cache as cache_module
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6, 7], [3, 3, 4]]
 SAMPLINGS = {

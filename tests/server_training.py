@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 from speculator import Target
 from speculator.heads import Speculator
-from speculator.target.server import ServerTarget
+from speculator.target.remote.server_target import ServerTarget
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 

@@ -13,7 +13,7 @@ from replays import capturing
 from transformers import AutoModelForCausalLM
 
 from speculator import Engine, Sampling, Target
-from speculator.decoding import cuda_graphs, prefill
+from speculator.decoding import prefill
 from speculator.decoding.rows import Rows
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.adaptive import AdaptiveDrafter
@@ -21,9 +21,11 @@ from speculator.drafters.measure import packs_rows
 from speculator.drafters.price import Choice
 from speculator.heads.dspark import model as dspark
 from speculator.heads.training import TrainingBatch
-from speculator.target import in_process, kv_cache
-from speculator.target.fused_norms import fuse_norms
-from speculator.target.server import ServerTarget
+from speculator.kernels import cuda_graphs
+from speculator.kernels.fused_norms import fuse_norms
+from speculator.target import in_process
+from speculator.target.cache import kv_cache
+from speculator.target.remote.server_target import ServerTarget
 from train.config import LossConfig
 from train.losses import ChunkedLoss
 from train.trainer import Collator

@@ -17,10 +17,10 @@ from data.writing import Writing
 from eval.suites import Suite
 from eval.validation import real_acceptance
 from speculator import Engine, HeadDrafter, Sampling, Target, generate
-from speculator.decoding import cuda_graphs
 from speculator.heads import Speculator
-from speculator.target import kv_cache
+from speculator.kernels import cuda_graphs
 from speculator.target.attention import VARLEN
+from speculator.target.cache import kv_cache
 from train.config import LossConfig
 from train.losses import ChunkedLoss
 from train.trainer import Collator, SpeculatorTrainer

@@ -34,11 +34,11 @@ import speculator
 from speculator.checkpoints import head_folder, layout_of, load_any
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
+from speculator.clients.vllm_updates import VLLMServer
 from speculator.drafters.tuning import TUNED
 from speculator.errors import UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
 from speculator.terminal import log
-from train.vllm_server import VLLMServer
 
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30

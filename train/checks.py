@@ -15,9 +15,9 @@ from data.mixture import SELF
 from speculator.checkpoints import head_folder, recognise, shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
-from speculator.heads.recurrent import RecurrentHead
+from speculator.heads.rnn import RecurrentHead
+from speculator.target.base import TrainingTarget
 from speculator.target.sharding import SHARDED
-from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 from train.config import HeadOptions, RunConfig, StageConfig
 from train.initialise import head_class, parameters, start_of

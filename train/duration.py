@@ -9,8 +9,8 @@ from math import ceil
 
 from eval.timing import step_seconds
 from eval.validation import NEW_TOKENS
+from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
-from speculator.target.training import TrainingTarget
 from train.config import StageConfig
 from train.inputs import Inputs, sizes_of
 from train.plan import GeneratedText, generated_texts

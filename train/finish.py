@@ -7,8 +7,8 @@ import json
 import shlex
 from pathlib import Path
 
+from eval.in_server import FORECAST_FILE, commands_for_server
 from eval.run import Compared, Measuring, evaluate, render
-from eval.serving import FORECAST_FILE, commands_for_server
 from eval.suites import Suite
 from eval.tune import write_tuning
 from speculator.checkpoints.card import NAME as CARD

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from speculator.cli.shared_flags import add_revision
 from speculator.errors import OneLineParser
-from speculator.flags import add_revision
 from speculator.workshop import ROOT
 
 

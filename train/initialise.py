@@ -19,8 +19,8 @@ from speculator.checkpoints import head_folder, load_any, recognise
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
+from speculator.target.base import TrainingTarget
 from speculator.target.sharding import whole
-from speculator.target.training import TrainingTarget
 from train.config import HeadOptions, RunConfig
 from train.sizes import longest
 from train.vocabulary import count_tokens, most_frequent, unused_token

@@ -17,11 +17,11 @@ from eval.suites import Suite, from_text
 from speculator.chat import set_template_variables
 from speculator.errors import UserError
 from speculator.files import cache_folder
+from speculator.target.base import TrainingTarget
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
-from speculator.target.server import ServerTarget
+from speculator.target.remote.server_target import ServerTarget
 from speculator.target.sharding import SHARDED
-from speculator.target.training import TrainingTarget
 from speculator.terminal import loading, log
 from train import checks
 from train.checkpoint import reporting_full_disk

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speculator.target.server import PendingStates, ServerTarget, split
+from speculator.target.remote.server_target import PendingStates, ServerTarget, split
 
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
 DOCUMENTS, STATES = "documents", "hidden_states"

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculator.compiled import Compiled, can_compile
 from speculator.device import compute_dtype, exact, send
 from speculator.heads.training import IGNORE, Drafts, Metric, Term, TokenLosses, forecast_error
-from speculator.target.linear import product
+from speculator.kernels.compiled import Compiled, can_compile
+from speculator.kernels.linear import product
 from train.config import LossConfig
 
 _CHUNK = {"cpu": 2**25}

@@ -25,9 +25,9 @@ from speculator.checkpoints.loading import load_drafter, load_head
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.files import acquire, cache_folder, make_folder
+from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
-from speculator.target.server import ServerTarget
-from speculator.target.training import TrainingTarget
+from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log
 from train.checkpoint import reporting_full_disk
 from train.settle import Run

@@ -22,7 +22,7 @@ from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
 from speculator.tables import gigabytes, markdown_table
-from speculator.target.kv_cache import BUCKETS
+from speculator.target.cache.kv_cache import BUCKETS
 from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.sharding import divided
 from train.checks import check_is_decoder

@@ -19,16 +19,16 @@ from accelerate import PartialState
 from transformers import set_seed
 
 from eval import tracking
-from eval.serving import FORECAST_FILE
+from eval.in_server import FORECAST_FILE
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
 from speculator.errors import run_command
 from speculator.files import read_json
 from speculator.heads import Speculator
+from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
-from speculator.target.server import ServerTarget
-from speculator.target.training import TrainingTarget
+from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, phase, quiet_libraries, working
 from train import checks, duration, interrupts, processes
 from train.checkpoint import reporting_full_disk

@@ -66,7 +66,7 @@ def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: 
         storage: folder of the files.
         more: flags of the user.
     """
-    from speculator.target.server import layers_folder
+    from speculator.target.remote.server_target import layers_folder
 
     target = config.target
     speculative = {
@@ -101,7 +101,7 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
         storage, more: see `serve_line`.
     """
     from speculator.target.probe import context_length
-    from speculator.target.server import ServerTarget
+    from speculator.target.remote.server_target import ServerTarget
     from train import checks
     from train.gpus import Place
     from train.inputs import load_target

@@ -14,7 +14,7 @@ from data.mixture import Mixture, mixture_of
 from data.writing import Writing
 from speculator.errors import UserError, first_line
 from speculator.heads import SpeculatorConfig
-from speculator.target.gguf import read_config
+from speculator.target.gguf.file import read_config
 from speculator.target.loading import load_config, text_config
 from train import checks
 from train.config import HERE, RunConfig, StageConfig

@@ -23,7 +23,7 @@ from data.tally import Tally
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
 from speculator.errors import UserError
-from speculator.target.server import split
+from speculator.target.remote.server_target import split
 from speculator.terminal import log
 from train.config import GenerateConfig, RunConfig, StageConfig
 

@@ -19,16 +19,16 @@ import datasets
 from accelerate import PartialState
 
 from eval import tracking
-from eval.serving import write_forecast
+from eval.in_server import write_forecast
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
 from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
-from speculator.target.linear import bfloat16_pays
+from speculator.kernels.linear import bfloat16_pays
+from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
-from speculator.target.server import ServerTarget
-from speculator.target.training import TrainingTarget
+from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log
 from train import checkpoint, checks, interrupts
 from train.config import StageConfig

@@ -21,10 +21,10 @@ from speculator.errors import UserError
 from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
 from speculator.heads.training import Metric, TrainingBatch
-from speculator.target.linear import pack_linears
+from speculator.kernels.linear import pack_linears
+from speculator.target.base import TrainingTarget
 from speculator.target.probe import not_finite
-from speculator.target.server import ServerTarget
-from speculator.target.training import TrainingTarget
+from speculator.target.remote.server_target import ServerTarget
 from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig

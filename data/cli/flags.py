@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from speculator.cli.shared_flags import add_revision, add_target_flags, add_tokenizer_flags
 from speculator.errors import OneLineParser
-from speculator.flags import add_revision, add_target_flags, add_tokenizer_flags
 
 ALL = sys.maxsize
 """Value of `--turns all`."""

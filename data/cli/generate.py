@@ -21,17 +21,17 @@ from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import tokenizer_of
 from data.tally import Tally
 from data.writing import Writing
-from speculator import model_flags
 from speculator.chat import DATA_DAY, set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
+from speculator.cli import model_flags
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
 from speculator.errors import UserError, check_text, printable, refuse
 from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
-from speculator.target.gguf import read_config
+from speculator.target.gguf.file import read_config
 from speculator.target.model import Target
-from speculator.target.server import ServerTarget
+from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import quiet_libraries
 
 TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}

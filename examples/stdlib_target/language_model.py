@@ -23,7 +23,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # an installed package has no `train` at the top
 
-from speculator.target.linear import bfloat16_pays
+from speculator.kernels.linear import bfloat16_pays
 from train.trainer import on_one_gpu
 
 EOS = "<|endoftext|>"

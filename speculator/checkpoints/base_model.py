@@ -15,7 +15,7 @@ from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, refuse
 from speculator.heads.base import SpeculatorConfig
 from speculator.target.fingerprint import has_matrix, sample_indices
-from speculator.target.gguf import is_gguf
+from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class
 
 Which = Literal["embedding", "output"]

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from speculator.target.gguf import is_gguf
+from speculator.target.gguf.file import is_gguf
 
 BASE = "BASE"
 """Word of a line that stands for the target."""

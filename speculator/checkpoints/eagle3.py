@@ -23,7 +23,7 @@ from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.layout import Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
-from speculator.heads.attention import DEFAULT_AUX_LAYERS, AttentionConfig
+from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig
 from speculator.heads.base import Speculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator

@@ -19,13 +19,13 @@ from speculator.checkpoints import block_drafters, eagle3, gguf_head, llama_cpp
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layout import Layout, Server
 from speculator.errors import UserError, refuse
-from speculator.heads.attention import DEFAULT_AUX_LAYERS, AttentionConfig
+from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 from speculator.target.fingerprint import has_matrix, sample_indices
-from speculator.target.gguf import is_gguf, metadata
+from speculator.target.gguf.file import is_gguf, metadata
 
 FILE = "head.gguf"
 _FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}

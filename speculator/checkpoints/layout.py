@@ -21,7 +21,7 @@ from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import check_new_folder, new_folder
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.target.gguf import read_config
+from speculator.target.gguf.file import read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE: dict[str, type] = {

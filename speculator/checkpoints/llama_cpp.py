@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from speculator.checkpoints.layout import base_config
-from speculator.target.gguf import is_gguf, metadata
+from speculator.target.gguf.file import is_gguf, metadata
 
 NAME = "llama.cpp 0.5"
 ARCHITECTURES = {

@@ -12,10 +12,10 @@ from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
+from speculator.kernels.linear import pack_linears
+from speculator.target.base import TrainingTarget
 from speculator.target.fingerprint import same_target, similar_target
-from speculator.target.linear import pack_linears
 from speculator.target.model import Target
-from speculator.target.training import TrainingTarget
 
 _log = logging.getLogger(__name__)
 

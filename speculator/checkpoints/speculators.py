@@ -31,7 +31,7 @@ from speculator.checkpoints.eagle3 import (
 )
 from speculator.checkpoints.layout import Layout, Server
 from speculator.errors import refuse
-from speculator.heads.attention import DEFAULT_AUX_LAYERS
+from speculator.heads.attention.base import DEFAULT_AUX_LAYERS
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator

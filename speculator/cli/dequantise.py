@@ -8,7 +8,7 @@ import torch
 
 from speculator.errors import refuse
 from speculator.files import check_new_folder, new_folder
-from speculator.target.gguf import is_gguf
+from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import read_target
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from speculator.cli.shared_flags import add_drafter_flags, add_revision, add_target_flags
 from speculator.errors import OneLineParser
-from speculator.flags import add_drafter_flags, add_revision, add_target_flags
 
 FORMATS = (
     "ibm",

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from speculator import model_flags
 from speculator.chat import answer_message
+from speculator.cli import model_flags
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, acceptance_length, check_prompts
 from speculator.decoding.sampling import Sampling

@@ -17,7 +17,7 @@ from speculator.checkpoints.hub import FILES, MODEL_FILES
 from speculator.checkpoints.mtp import MTP
 from speculator.errors import UserError, check_secret, hide, refuse
 from speculator.files import read_json, write_json, write_text
-from speculator.target.gguf import metadata
+from speculator.target.gguf.file import metadata
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from speculator import model_flags
 from speculator.checkpoints.files import read_config
+from speculator.cli import model_flags
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
 from speculator.drafters.ngram import MEMORY

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from speculator.target.tree import TokenTree
+from speculator.target.cache.tree import TokenTree
 
 if TYPE_CHECKING:
-    from speculator.target.kv_cache import KVCache
+    from speculator.target.cache.kv_cache import KVCache
 
 
 def take_at(values: Tensor, position: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]

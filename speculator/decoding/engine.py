@@ -37,7 +37,7 @@ from speculator.decoding.sampling import Noise, Sampling, draw
 from speculator.decoding.scheduler import DECODING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
 from speculator.errors import UserError, refuse
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
 

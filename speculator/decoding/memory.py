@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from speculator.decoding import cuda_graphs
-from speculator.target.kv_cache import KVCache
+from speculator.kernels import cuda_graphs
+from speculator.target.cache.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ from speculator.decoding.memory import Sequences
 from speculator.decoding.request import Request, held_back, max_logprobs
 from speculator.decoding.sampling import Noise, RowSampling, without_held_back
 from speculator.errors import refuse
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
 

@@ -13,7 +13,7 @@ from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import decode, last
 from speculator.errors import UserError
-from speculator.target.encoder import Text, source_of
+from speculator.target.encoder.encoder import Text, source_of
 from speculator.target.model import Target
 
 

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculator.decoding import cuda_graphs
-from speculator.decoding.cuda_graphs import Captured
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Shape
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
@@ -29,7 +27,9 @@ from speculator.decoding.request import Request, held_back, max_logprobs
 from speculator.decoding.sampling import RowSampling, without_held_back
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.device import is_out_of_memory
-from speculator.target.kv_cache import KVCache, coarse_buckets
+from speculator.kernels import cuda_graphs
+from speculator.kernels.cuda_graphs import Captured
+from speculator.target.cache.kv_cache import KVCache, coarse_buckets
 from speculator.target.model import Target
 
 RESERVED_NEW_TOKENS = 1024

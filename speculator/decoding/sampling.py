@@ -11,9 +11,9 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from speculator.compiled import Compiled, can_compile
 from speculator.decoding.draft import Draft
 from speculator.errors import UserError, refuse
+from speculator.kernels.compiled import Compiled, can_compile
 
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-30, 1e30  # beyond them, float32 logits over- or underflow
 _TOP_P_CANDIDATES = 2048  # on a CPU, top-p sorts the whole vocabulary only if it needs more tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from speculator.decoding.request import Request
-from speculator.target.encoder import source_of
+from speculator.target.encoder.encoder import source_of
 
 DECODING, PREFILLING, WAITING_FOR_PREFIX, FREE = range(4)
 """Phases of a slot, in the order of the rows. WAITING_FOR_PREFIX: another slot is prefilling the prompt's prefix."""

@@ -12,7 +12,7 @@ from speculator.decoding.drafter import Drafter, LogitsSource, Shape
 from speculator.decoding.memory import Sequences
 from speculator.drafters.shapes import Chain, grown
 from speculator.errors import UserError
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
 
 

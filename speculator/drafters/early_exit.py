@@ -10,7 +10,7 @@ from speculator.decoding.memory import Sequences
 from speculator.drafters.draft_model import CausalSource
 from speculator.drafters.shapes import Chain
 from speculator.errors import UserError, refuse
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
 
 

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from speculator.decoding import cuda_graphs
-from speculator.decoding.cuda_graphs import Captured, capturable
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Shape
 from speculator.decoding.engine import Engine, Verified
@@ -30,6 +28,8 @@ from speculator.drafters.adaptive import PathOrDraft
 from speculator.drafters.costs import CostEntry, fitted
 from speculator.drafters.price import LONGEST_PATH
 from speculator.heads import Speculator
+from speculator.kernels import cuda_graphs
+from speculator.kernels.cuda_graphs import Captured, capturable
 from speculator.target.model import Target
 
 Result = TypeVar("Result")

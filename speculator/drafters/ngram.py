@@ -13,7 +13,7 @@ from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.decoding.verify import CHAIN_RULES
 from speculator.drafters.shapes import check_length
-from speculator.target.encoder import source_of
+from speculator.target.encoder.encoder import source_of
 
 MEMORY = 2**17
 """Tokens of other sequences that a server, or several samples of a prompt, search: about 40 MB."""

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from speculator.decoding import cuda_graphs
 from speculator.decoding.drafter import Shape
 from speculator.device import dtype_name, hardware, processor
 from speculator.drafters.adaptive import AdaptiveDrafter
@@ -29,6 +28,7 @@ from speculator.drafters.shapes import Chain
 from speculator.errors import UserError
 from speculator.files import cached_object, read_json
 from speculator.heads import Speculator
+from speculator.kernels import cuda_graphs
 from speculator.target.model import Target
 from speculator.terminal import log
 

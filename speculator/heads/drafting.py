@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import gather_at, take_at
 from speculator.decoding.drafter import LogitsSource
 from speculator.decoding.memory import Sequences
 from speculator.heads.cache import HeadCache
-from speculator.target.kv_cache import KVCache
+from speculator.kernels import cuda_graphs
+from speculator.target.cache.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from speculator.errors import UserError
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.target.linear import pack_linears
+from speculator.kernels.linear import pack_linears
 from speculator.target.sharding import whole
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from speculator.decoding.request import Request, rejection_marks
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_json, write_bytes, write_text
-from speculator.target.encoder import source_of
+from speculator.target.encoder.encoder import source_of
 from speculator.target.model import Target
 
 SHARD_ROWS = 256

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from speculator.target.encoder import decoder_config
+from speculator.target.encoder.encoder import decoder_config
 from speculator.target.sharding import whole
 
 _SAMPLES = 8  # weights per matrix

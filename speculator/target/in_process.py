@@ -11,18 +11,18 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
+from speculator.kernels.fused_norms import fuse_norms
+from speculator.kernels.linear import pack_linears
 from speculator.target.attention import avoid_cudnn, original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers, without_output_layer
-from speculator.target.encoder import Encoder, StatesOnly, decoder_config
+from speculator.target.base import TrainingTarget
+from speculator.target.encoder.encoder import Encoder, StatesOnly, decoder_config
 from speculator.target.fingerprint import fingerprint
-from speculator.target.fused_norms import fuse_norms
-from speculator.target.gguf import is_gguf
-from speculator.target.linear import pack_linears
+from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import add_adapter, drop_vision_tower, read_target
 from speculator.target.packed import Layout, indices_by_document, one_per_row, packed
 from speculator.target.probe import context_length, probe_training
 from speculator.target.sharding import DECODE_INSTEAD, SHARDED, Group, make_whole, whole
-from speculator.target.training import TrainingTarget
 from speculator.terminal import log
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class InProcessTarget(ModelHere):
     `hidden` is always the state after the final norm, [B, T, D]: the input of the lm_head. The model's own code
     computes everything, logit scaling and soft-capping included.
 
-    The model is modified: it is frozen, in eval mode, and uses `speculator.target.linear` for few rows. If you change
+    The model is modified: it is frozen, in eval mode, and uses `speculator.kernels.linear` for few rows. If you change
     its weights, make another target of it.
 
     Args:

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import is_accelerate_available
 
 from speculator.errors import UserError, refuse
-from speculator.target.gguf import complete, is_gguf, load_model, read_config, read_tokenizer
+from speculator.target.gguf.file import complete, is_gguf, load_model, read_config, read_tokenizer
 from speculator.target.sharding import Group, check_heads
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculator.errors import UserError
-from speculator.target import positions
-from speculator.target.cross_memory import CrossMemory
-from speculator.target.encoder import Text
+from speculator.target.cache.kv_cache import KVCache, forms
+from speculator.target.cache.tree import TokenTree
+from speculator.target.encoder import positions
+from speculator.target.encoder.cross_memory import CrossMemory
+from speculator.target.encoder.encoder import Text
 from speculator.target.in_process import InProcessTarget
-from speculator.target.kv_cache import KVCache, forms
 from speculator.target.probe import probe
-from speculator.target.recurrences import intercept
-from speculator.target.recurrent import state_forms
+from speculator.target.recurrent.layer import state_forms
+from speculator.target.recurrent.recurrences import intercept
 from speculator.target.sharding import DECODE_INSTEAD, is_sharded
-from speculator.target.tree import TokenTree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +38,7 @@ class Target(InProcessTarget):
         tokenizer: its tokenizer.
 
     Attributes:
-        recurrent: some of its layers are recurrent, see `speculator.target.recurrent`.
+        recurrent: some of its layers are recurrent, see `speculator.target.recurrent.layer`.
         capturable: its forward pass never waits for the device, so that CUDA graphs can replay it.
         cache_name: name of the cache among the arguments of its forward pass and in its output.
 
@@ -81,7 +81,7 @@ class Target(InProcessTarget):
     def count_by_row(self) -> None:
         """Let the decoder of an encoder-decoder model count positions row by row; other models already do.
 
-        `speculator.target.positions.remove` undoes it.
+        `speculator.target.encoder.positions.remove` undoes it.
         """
         if self.encoder:
             positions.install(self._body, self.context_length, self.config.pad_token_id)

@@ -13,17 +13,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.utils import is_flash_attn_2_available
 
 from speculator.errors import UserError, refuse
+from speculator.kernels.host_sync import has_host_sync
 from speculator.target.attention import ATTENTION, VARLEN, WINDOWS, attention, set_attention, using_attention
-from speculator.target.encoder import Source, StatesOnly, Text
-from speculator.target.host_sync import has_host_sync
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
+from speculator.target.cache.tree import TokenTree
+from speculator.target.encoder.encoder import Source, StatesOnly, Text
 from speculator.target.packed import Layout, in_one_row, in_one_row_with_bounds, masked, one_per_row, packed
-from speculator.target.tree import TokenTree
 
 if TYPE_CHECKING:
+    from speculator.target.base import TrainingTarget
     from speculator.target.in_process import InProcessTarget
     from speculator.target.model import Target
-    from speculator.target.training import TrainingTarget
 
 _log = logging.getLogger(__name__)
 _PROBE = "speculator_probe"

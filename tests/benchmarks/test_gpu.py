@@ -17,7 +17,7 @@ from conftest import tiny_head
 from make_believe_gpu import gpu as make_believe
 
 from benchmarks import gpu, recipe, shapes
-from speculator.decoding import cuda_graphs
+from speculator.kernels import cuda_graphs
 from train.command_line import parse
 
 __all__ = ["make_believe"]

@@ -105,7 +105,7 @@ def test_rows_of_prompts_are_all_used_or_one_is_an_error_in_one_line(folder, tmp
     assert said_of_rows(capfd.readouterr().err) == {f"--prompts {folder / 'prompts.jsonl'}": (2, 2, 0)}
 
     target = Target.load(str(folder / "TARGET"))
-    monkeypatch.setattr("speculator.model_flags.load_target", lambda arguments: target)
+    monkeypatch.setattr("speculator.cli.model_flags.load_target", lambda arguments: target)
     monkeypatch.setattr("speculator.cli.generate.check_prompts", begin)
     monkeypatch.setattr("data.cli.generate.generate_rows", begin)
     arguments = vars(build_parser(name).parse_args([*flags[:2], "--prompts", str(tmp_path / "row.jsonl"), *sizes]))

@@ -8,10 +8,10 @@ from conftest import VOCAB, exit_code, measured, tiny_head, tiny_model, write_tu
 
 from eval import decoders
 from eval.__main__ import main
+from eval.as_server import server_decoders, server_log
 from eval.metrics import speedup
 from eval.report import markdown
 from eval.run import render
-from eval.servers import server_decoders, server_log
 from eval.suites import Suite
 from eval.timing import Decoded, Timed
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError

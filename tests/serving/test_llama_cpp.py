@@ -33,7 +33,7 @@ from speculator.heads import (
     Eagle3Speculator,
     Eagle3SpeculatorConfig,
 )
-from speculator.target.gguf import is_gguf, read_tokenizer
+from speculator.target.gguf.file import is_gguf, read_tokenizer
 
 DRAFTED, NEW = 4, 40
 BLOCK = {"num_hidden_layers": 2, "markov_rank": 16, "mask_token_id": 4}

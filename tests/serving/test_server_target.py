@@ -23,7 +23,7 @@ from eval.suites import held_out
 from speculator import Target
 from speculator.checkpoints.loading import bind
 from speculator.heads import ARCHITECTURES
-from speculator.target.server import ServerTarget
+from speculator.target.remote.server_target import ServerTarget
 from train import server_command
 
 SOURCES = ("train", "data", "eval")

@@ -13,9 +13,9 @@ from serving.shared import ENVIRONMENT, TARGET, fitted
 from speculator import Target, generate
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
+from speculator.clients import vllm_updates
+from speculator.clients.vllm_updates import VLLMServer
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from train import vllm_server
-from train.vllm_server import VLLMServer
 
 PROMPTS = ["import argparse\n", "class Stack:\n    def __init__(self):\n", "def read(path):\n", "for i in range("]
 NEW, LENGTH = 48, 3
@@ -54,8 +54,8 @@ def test_a_drafter_is_updated_while_requests_are_decoded(start_in, tmp_path, mon
             break
         except httpx.TransportError:
             time.sleep(1)
-    monkeypatch.setattr(vllm_server, "_DRAFTS", 150)
-    monkeypatch.setattr(vllm_server, "_POLL_SECONDS", 0.5)
+    monkeypatch.setattr(vllm_updates, "_DRAFTS", 150)
+    monkeypatch.setattr(vllm_updates, "_POLL_SECONDS", 0.5)
     server, ended = VLLMServer(url, ""), []
 
     def client(first: int) -> list[bool]:

@@ -165,7 +165,7 @@ def _replace_output(model) -> None:
 )
 def test_weights_that_changed_between_calls_are_used(monkeypatch, change):
     """A fused optimizer, `data` and merged adapters leave address and version of a weight as they were."""
-    monkeypatch.setattr("speculator.target.linear._MIN_MULTIPLICATIONS_PACKED", 0)
+    monkeypatch.setattr("speculator.kernels.linear._MIN_MULTIPLICATIONS_PACKED", 0)
     model = tiny_model()
     settings = dict(max_new_tokens=COUNT, do_sample=False)  # noqa: C408
     ids, drafted = torch.tensor([PROMPTS[0]]), speculative(NgramDrafter())

@@ -12,15 +12,15 @@ from data.client import CONCURRENCY
 from data.magpie import ROWS
 from data.onpolicy import BATCH_SIZE
 from eval import flags as eval_flags
-from speculator import flags
 from speculator.__main__ import COMMANDS, build_parser
 from speculator.checkpoints import FORMATS
 from speculator.checkpoints.layout import DTYPES
+from speculator.cli import shared_flags as flags
 from speculator.cli.serve import KEY_VARIABLE
+from speculator.clients.vllm_updates import LAYOUTS
 from speculator.decoding import verify
 from speculator.heads import ARCHITECTURES, SpeculatorConfig
 from train import command_line, server_command
-from train.vllm_server import LAYOUTS
 
 _ALL_PARSERS = """
 import sys

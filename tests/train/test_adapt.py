@@ -11,9 +11,8 @@ from conftest import DFLASH2, exit_code, tiny_block_head, tiny_head, write_tunin
 from kills import Killed
 from serving_here import chat_target, drafter, serving, tiny_head_for
 
-from speculator import model_flags
 from speculator.__main__ import build_parser, main
-from speculator.cli import serve
+from speculator.cli import model_flags, serve
 from train import adapt
 
 __all__ = ["chat_target", "drafter"]

@@ -15,7 +15,7 @@ from speculator import Engine, HeadDrafter, Sampling, Target
 from speculator.checkpoints import load_any
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.server.recorder import Recorder
-from speculator.target.server import split
+from speculator.target.remote.server_target import split
 from train import run
 from train.command_line import parse
 from train.initialise import new_head

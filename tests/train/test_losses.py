@@ -7,10 +7,10 @@ from forked import finish, launch
 from torch import nn
 from torch.nn import functional as F
 
-from speculator.compiled import can_compile
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch, forecast_error, step_metrics
 from speculator.heads.unrolled import UnrolledHead, align
+from speculator.kernels.compiled import can_compile
 from train import losses as losses_module
 from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise

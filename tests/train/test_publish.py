@@ -2,7 +2,7 @@
 
 from conftest import tiny_head
 
-from eval.serving import FORECAST_FILE
+from eval.in_server import FORECAST_FILE
 from speculator.checkpoints.card import NAME as CARD
 from speculator.files import write_text
 from train.config import RunConfig, TargetConfig

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
+from speculator.clients import hidden_states as hidden_state_servers
 from speculator.files import read_json
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
-from speculator.target import hidden_state_servers
-from speculator.target.server import ServerTarget
+from speculator.target.remote.server_target import ServerTarget
 from train import run, server_command
 from train.command_line import parse
 from train.look_ahead import DOCUMENTS, Documents, LookAhead

@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
-from speculator.target.training import TrainingTarget
+from speculator.target.base import TrainingTarget
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from speculator.heads.attention import AttentionConfig
+from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.training import IGNORE
 from speculator.target.packed import document_starts
 

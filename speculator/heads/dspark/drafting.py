@@ -10,10 +10,10 @@ from torch import Tensor
 
 from speculator.decoding.drafter import Shape
 from speculator.decoding.memory import Sequences
-from speculator.heads.attention import attend
+from speculator.heads.attention.base import attend
 from speculator.heads.cache import HeadCache
 from speculator.heads.drafting import CachedSource
-from speculator.target.kv_cache import KVCache, aligned, bucketed
+from speculator.target.cache.kv_cache import KVCache, aligned, bucketed
 
 if TYPE_CHECKING:
     from speculator.heads.dspark.model import DSparkSpeculator

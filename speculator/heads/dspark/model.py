@@ -36,7 +36,16 @@ from transformers import PreTrainedConfig
 
 from speculator.device import send
 from speculator.errors import refuse
-from speculator.heads.attention import MLP, Attention, AttentionHead, Norm, Rope, attend, default_aux_layers, narrowed
+from speculator.heads.attention.base import (
+    MLP,
+    Attention,
+    AttentionHead,
+    Norm,
+    Rope,
+    attend,
+    default_aux_layers,
+    narrowed,
+)
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.dflash2 import CandidateSelector, Convolution
 from speculator.heads.dspark.drafting import DSparkSource

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speculator.heads.attention import AttentionConfig
+from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.unrolled import UnrolledConfig
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from speculator.decoding import cuda_graphs
 from speculator.decoding.draft import gather_at, take_at
 from speculator.decoding.drafter import Shape
 from speculator.decoding.memory import Sequences
-from speculator.heads.attention import attend
+from speculator.heads.attention.base import attend
 from speculator.heads.cache import HeadCache
 from speculator.heads.drafting import CachedSource
-from speculator.target.kv_cache import KVCache, aligned, bucketed
+from speculator.kernels import cuda_graphs
+from speculator.target.cache.kv_cache import KVCache, aligned, bucketed
 
 if TYPE_CHECKING:
     from speculator.heads.eagle3.model import Eagle3Speculator

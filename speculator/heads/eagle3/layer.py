@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from speculator.heads.attention import MLP, Attention, Norm, narrowed
+from speculator.heads.attention.base import MLP, Attention, Norm, narrowed
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 
 

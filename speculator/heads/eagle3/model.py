@@ -32,10 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from speculator.errors import UserError
-from speculator.heads.attention import AttentionHead, Norm, Rope, default_aux_layers
+from speculator.heads.attention.base import AttentionHead, Norm, Rope, default_aux_layers
+from speculator.heads.attention.joint_attention import QueryRows, fused_dtype, joint_attention
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import Eagle3Source
-from speculator.heads.eagle3.joint_attention import QueryRows, fused_dtype, joint_attention
 from speculator.heads.eagle3.layer import Layer
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts

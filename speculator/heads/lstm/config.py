@@ -1,6 +1,6 @@
 """Config of the LSTM speculator."""
 
-from speculator.heads.recurrent import RecurrentConfig
+from speculator.heads.rnn import RecurrentConfig
 
 
 class LSTMSpeculatorConfig(RecurrentConfig):

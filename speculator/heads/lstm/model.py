@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from speculator.heads.lstm.config import LSTMSpeculatorConfig
-from speculator.heads.recurrent import BiasedRMSNorm, RecurrentHead
+from speculator.heads.rnn import BiasedRMSNorm, RecurrentHead
 
 
 class LSTMSpeculator(RecurrentHead):

@@ -7,7 +7,7 @@ drafts x_{t+2+i} from the state of step i-1 and token x_{t+1+i}:
     s_{i+1} = gelu(norm_i(proj_i(s_i) + alpha * emb_i(x_{t+1+i})))
     logits_i = head_i(s_{i+1})
 
-`norm` is an RMS norm with weight and bias; `speculator.heads.recurrent` explains alpha.
+`norm` is an RMS norm with weight and bias; `speculator.heads.rnn` explains alpha.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from speculator.heads.mlp.config import MLPSpeculatorConfig
-from speculator.heads.recurrent import BiasedRMSNorm, RecurrentHead
+from speculator.heads.rnn import BiasedRMSNorm, RecurrentHead
 
 
 class MLPSpeculator(RecurrentHead):

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from speculator.decoding.draft import gather_at
 from speculator.decoding.drafter import Shape
-from speculator.heads.attention import attend
+from speculator.heads.attention.base import attend
 from speculator.heads.eagle3.drafting import DraftingCache, Eagle3Source, with_own
 
 if TYPE_CHECKING:

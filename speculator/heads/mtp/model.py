@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from speculator.heads.eagle3.joint_attention import QueryRows, fused_dtype, joint_attention
+from speculator.heads.attention.joint_attention import QueryRows, fused_dtype, joint_attention
 from speculator.heads.mtp.block import MTPLayer, Rotary, empty_decoder
 from speculator.heads.mtp.config import MTPSpeculatorConfig
 from speculator.heads.mtp.drafting import MTPSource

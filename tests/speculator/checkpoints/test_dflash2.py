@@ -15,7 +15,7 @@ from speculator import Chain, UserError
 from speculator.checkpoints import layout_of, load_any, recognise, save
 from speculator.decoding.drafter import LogitsSource
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 
 V, D, G, TEXT = 48, 32, 4, 9
 PARTS = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}

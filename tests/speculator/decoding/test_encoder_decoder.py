@@ -14,7 +14,7 @@ from speculator.decoding import scheduler
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.early_exit import EarlyExitDrafter
 from speculator.drafters.ngram import NgramDrafter
-from speculator.target.encoder import Text
+from speculator.target.encoder.encoder import Text
 
 _SOURCES = random_texts(9, 3, 14, 5, 7, 9, 2, 11)
 _COUNTS = [16, 5, 9, 16, 1, 12, 16, 7]

@@ -27,7 +27,7 @@ from speculator.decoding import engine as engine_module
 from speculator.decoding import scheduler as scheduler_module
 from speculator.decoding.request import Request
 from speculator.decoding.scheduler import PREFILLING, WAITING_FOR_PREFIX, Scheduler
-from speculator.target import kv_cache
+from speculator.target.cache import kv_cache
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
 
@@ -542,7 +542,7 @@ def test_a_destination_of_a_copy_is_not_a_source_in_the_same_pass():
 def test_missing_or_early_copies_change_completions(monkeypatch):
     alone = without_siblings("none")
     with monkeypatch.context() as patch:
-        patch.setattr("speculator.target.kv_cache.KVCache.move", lambda *given: None)
+        patch.setattr("speculator.target.cache.kv_cache.KVCache.move", lambda *given: None)
         assert beside_siblings("none", 64, 0)[0] != alone
     share_prefixes = Scheduler.share_prefixes
 

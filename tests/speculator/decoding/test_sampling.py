@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from speculator.compiled import Compiled, can_compile
 from speculator.decoding import sampling
 from speculator.decoding.sampling import RowSampling, Sampling, draw, most_likely, uniforms
 from speculator.errors import UserError
+from speculator.kernels.compiled import Compiled, can_compile
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_position_and_slot():

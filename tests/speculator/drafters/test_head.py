@@ -5,7 +5,7 @@ import torch
 from conftest import VOCAB, tiny_head
 
 from speculator import FixedTree, HeadDrafter, Tree, UserError
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])

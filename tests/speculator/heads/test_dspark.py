@@ -14,7 +14,7 @@ from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.dspark.config import OnHost
 from speculator.heads.training import IGNORE, TrainingBatch
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 from speculator.target.packed import document_starts
 from train.config import LossConfig
 from train.losses import ChunkedLoss

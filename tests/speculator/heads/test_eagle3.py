@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
+from speculator.heads.attention import joint_attention
 from speculator.heads.cache import HeadCache
-from speculator.heads.eagle3 import joint_attention
 from speculator.heads.eagle3 import model as eagle3
 from speculator.heads.eagle3.drafting import DraftingCache, DraftingForm
 

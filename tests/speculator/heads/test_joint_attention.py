@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from speculator.heads.eagle3 import joint_attention
-from speculator.heads.eagle3.joint_attention import BlockedAttention, FusedAttention, QueryRows
+from speculator.heads.attention import joint_attention
+from speculator.heads.attention.joint_attention import BlockedAttention, FusedAttention, QueryRows
 from speculator.target.packed import document_starts
 from tests.speculator.heads.test_eagle3 import DOCUMENTS, STEPS, head_of, inputs
 

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from transformers import AutoModel
 
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 

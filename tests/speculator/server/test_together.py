@@ -14,7 +14,7 @@ from conftest import alternating_drafter
 from serving_here import serving, tiny_head_for, until
 
 from speculator import Engine, HeadDrafter, Sampling, UserError, generate
-from speculator.target.kv_cache import KVCache
+from speculator.target.cache.kv_cache import KVCache
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
 

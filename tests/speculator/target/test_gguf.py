@@ -16,9 +16,9 @@ from data.rendering import load_tokenizer
 from speculator import Sampling, Target, UserError, generate
 from speculator.__main__ import build_parser
 from speculator.checkpoints.layout import base_config
-from speculator.target import gguf_header
-from speculator.target.gguf import end_tokens, metadata, read_tokenizer
-from speculator.target.gguf_splits import SPLITS, set_split
+from speculator.target.gguf import header as gguf_header
+from speculator.target.gguf.file import end_tokens, metadata, read_tokenizer
+from speculator.target.gguf.splits import SPLITS, set_split
 from train.command_line import parse
 from train.settle import known_config
 
@@ -143,7 +143,7 @@ def test_config_and_tokenizer_are_made_once_per_file(file, model, tokenizer, tmp
     moved = tmp_path / "moved.gguf"
     moved.write_bytes(file.read_bytes())
     with monkeypatch.context() as patch:
-        patch.setattr("speculator.target.gguf.quick_loader", None)
+        patch.setattr("speculator.target.gguf.file.quick_loader", None)
         load_tokenizer(str(moved))  # the same bytes
         base_config(str(moved))
     write_gguf(moved, model, tokenizer, changes={"context_length": 64})

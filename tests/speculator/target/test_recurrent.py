@@ -38,8 +38,8 @@ from speculator import (
     generate,
 )
 from speculator.decoding.scheduler import Scheduler
-from speculator.target.recurrences import delta_rule
-from speculator.target.recurrent import RecurrentLayer
+from speculator.target.recurrent.layer import RecurrentLayer
+from speculator.target.recurrent.recurrences import delta_rule
 
 pytestmark = RECURRENT_RUNS
 PROMPTS = [[(7 * i + 3 * n) % VOCAB for i in range(n)] for n in (5, 1, 13, 4, 23, 2, 31, 9)]

@@ -1,7 +1,8 @@
 """Encoder-decoder targets: the encoder belongs to the request, and the decoder is decoded as any other target.
 
 A source, the input of the encoder, becomes keys and values of cross attention when its request is admitted
-(`speculator.target.cross_memory`). From then on a row is a decoder's row, whose prompt is the decoder's start tokens.
+(`speculator.target.encoder.cross_memory`). From then on a row is a decoder's row, whose prompt is the decoder's start
+tokens.
 """
 
 from __future__ import annotations

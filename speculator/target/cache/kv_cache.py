@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from speculator.target import recurrent
-from speculator.target.encoder import source_of
-from speculator.target.recurrent import RecurrentLayer, StateForm
-from speculator.target.tree import TokenTree
-from speculator.target.write import CacheWrite, Packing, current, in_progress
+from speculator.target.cache.tree import TokenTree
+from speculator.target.cache.write import CacheWrite, Packing, current, in_progress
+from speculator.target.encoder.encoder import source_of
+from speculator.target.recurrent.layer import RecurrentLayer, StateForm, pass_ended
 
 if TYPE_CHECKING:
-    from speculator.target.cross_memory import CrossMemory
+    from speculator.target.encoder.cross_memory import CrossMemory
 
 Form = tuple[int, int, torch.dtype, torch.device]
 """Heads, head size, dtype and device of one layer's keys or values."""
@@ -124,7 +123,7 @@ class KVCache(Cache):
         rows: B, the number of rows.
         capacity: positions per row: tokens of the longest sequence, plus those that one pass writes after it.
         device: device of the lengths.
-        states: forms of each layer's states, see `speculator.target.recurrent.state_forms`.
+        states: forms of each layer's states, see `speculator.target.recurrent.layer.state_forms`.
         cross: keys and values of the rows' sources; None without an encoder.
 
     Attributes:
@@ -272,7 +271,7 @@ class KVCache(Cache):
             try:
                 yield self.write
             finally:
-                recurrent.pass_ended()
+                pass_ended()
 
     # ---- called by recurrent layers, in place of transformers' own
 

@@ -26,7 +26,7 @@ from transformers.utils import cached_file
 
 from speculator.errors import UserError, refuse
 from speculator.files import read_weight_map
-from speculator.target.gguf import is_gguf
+from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import OTHER_PARTS, check_folder
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"

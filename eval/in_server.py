@@ -20,11 +20,11 @@ from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
 from eval.suites import Suite, suite_of
 from speculator.checkpoints import head_folder, layouts, load_any
+from speculator.clients.vllm_counters import read_counters
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import make_folder, read_json, write_json
 from speculator.tables import markdown_table
-from speculator.vllm_counters import read_counters
 
 FORECAST_FILE = "forecast.json"
 _REQUESTS = 8  # at a time
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure every suite at every temperature, and print drafts and acceptance next to the forecast."""
     import openai
 
-    from speculator.api_servers import Connection, base_urls
+    from speculator.clients.connection import Connection, base_urls
 
     (base,) = base_urls([arguments.server_url], "--server")
     server = Connection(base, "--server", openai.OpenAI)

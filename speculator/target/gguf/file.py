@@ -27,8 +27,8 @@ from transformers import (
 
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import cache_folder, check_input, make_folder, new_folder
-from speculator.target.gguf_header import MAGIC, Header, quick_loader, read_header
-from speculator.target.gguf_splits import SPLITS, set_split
+from speculator.target.gguf.header import MAGIC, Header, quick_loader, read_header
+from speculator.target.gguf.splits import SPLITS, set_split
 
 # transformers shows one line per tensor in log files; `disable=None` keeps its progress bar to terminals.
 modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from speculator.files import cache_folder
-from speculator.target import linear
-from speculator.target.linear import HAS_ONEDNN, PackedLinear, pack_linears, product, unpack_linears
+from speculator.kernels import linear
+from speculator.kernels.linear import HAS_ONEDNN, PackedLinear, pack_linears, product, unpack_linears
 
 WIDE, HIGH = 1024, 1152  # large enough for oneDNN with one row
 

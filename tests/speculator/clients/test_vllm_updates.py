@@ -7,8 +7,8 @@ from threading import Thread
 import pytest
 
 from speculator import UserError
-from train import vllm_server
-from train.vllm_server import VLLMServer
+from speculator.clients import vllm_updates
+from speculator.clients.vllm_updates import VLLMServer
 
 UPDATE = ["/pause?mode=keep", "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
@@ -57,8 +57,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def start(monkeypatch):
-    monkeypatch.setattr(vllm_server, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(vllm_server, "_DRAFTS", 300)
+    monkeypatch.setattr(vllm_updates, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(vllm_updates, "_DRAFTS", 300)
     running = []
 
     def start(**lengths: float) -> tuple[VLLMServer, Stub]:
@@ -106,7 +106,7 @@ def test_a_server_that_takes_neither_head_is_an_error(start):
 
 def test_without_traffic_the_new_head_stays(start, monkeypatch, capsys):
     server, stub = start(old=2.0, new=1.0)
-    monkeypatch.setattr(vllm_server, "_WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(vllm_updates, "_WATCH_SECONDS", 0.0)
     assert server.try_head("new", "old") is None
     assert stub.head == "new"
     assert "fewer than 300 drafts" in capsys.readouterr().err

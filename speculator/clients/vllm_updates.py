@@ -9,9 +9,9 @@ import time
 
 import httpx
 
+from speculator.clients.vllm_counters import read_counters
 from speculator.errors import UserError, first_line, refuse
 from speculator.terminal import log
-from speculator.vllm_counters import read_counters
 
 LAYOUTS = ("eagle3", "speculators", "dflash", "dflash2")
 _DRAFTS = 2000  # that are compared of each head: the standard error of the acceptance length is then about 0.03

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from speculator.compiled import Compiled, can_compile
+from speculator.kernels.compiled import Compiled, can_compile
 
 needs_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler here")
 

@@ -5,7 +5,7 @@ from conftest import exit_code
 from hidden_state_server import StandIn
 
 from eval.__main__ import main
-from eval.serving import FORECAST_FILE
+from eval.in_server import FORECAST_FILE
 from speculator import Target
 from speculator.files import read_json, write_json
 

@@ -24,10 +24,10 @@ from speculator import (
     Target,
     generate,
 )
-from speculator.decoding import cuda_graphs as graphs
 from speculator.drafters.measure import StepSeconds, measure
-from speculator.target import kv_cache as cache_module
-from speculator.target.host_sync import HostSyncs
+from speculator.kernels import cuda_graphs as graphs
+from speculator.kernels.host_sync import HostSyncs
+from speculator.target.cache import kv_cache as cache_module
 
 
 class Comparison(Double):

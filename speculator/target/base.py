@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from speculator.chat import end_token
-from speculator.target.encoder import Encoder
+from speculator.target.encoder.encoder import Encoder
 
 
 class TrainingTarget(ABC):

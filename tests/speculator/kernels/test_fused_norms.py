@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import CONFIGS, RECURRENT, tiny_model
 
-from speculator.target.fused_norms import fuse_norms
+from speculator.kernels.fused_norms import fuse_norms
 
 # Gemma 2 and 3, Qwen3-Next and 3.5 multiply by 1 + weight; GPT-2 and GPT-NeoX subtract the mean; gated norms read more.
 OTHERS = {"gemma2", "gemma3", "gpt2", "gpt_neox", "qwen3_next", "qwen3_5", "qwen3_5_moe"}

@@ -26,10 +26,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from speculator.api_servers import UNAVAILABLE, Connection, base_urls
+from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
-from speculator.target.server import layers_folder
+from speculator.target.remote.server_target import layers_folder
 from speculator.terminal import log
 
 _NAME = "speculator"  # of requests, and thereby of files

@@ -14,16 +14,16 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from speculator.device import resolve_device
 from speculator.errors import refuse
+from speculator.kernels.linear import pack_linears
 from speculator.target.attention import avoid_cudnn
 from speculator.target.aux_layers import check_layers
 from speculator.target.fingerprint import fingerprint
 from speculator.target.in_process import ModelHere
-from speculator.target.linear import pack_linears
-from speculator.target.outside_layers import read_outside_layers
 from speculator.target.probe import context_length
+from speculator.target.remote.outside_layers import read_outside_layers
 
 if TYPE_CHECKING:
-    from speculator.target.hidden_state_servers import HiddenStateServers
+    from speculator.clients.hidden_states import HiddenStateServers
 
 _TOLERANCE = 0.25
 """Largest difference of a log-probability, in nats. Rounding of 16 bits stays below it, another model does not."""
@@ -94,7 +94,7 @@ class ServerTarget(ModelHere):
         Raises:
             UserError: a server is not there, can't give hidden states, or serves another model, layers or dtype.
         """
-        from speculator.target.hidden_state_servers import Expected, HiddenStateServers  # imports openai, for a second
+        from speculator.clients.hidden_states import Expected, HiddenStateServers  # imports openai, for a second
 
         self.close()
         layers = (*aux_layers, self.config.num_hidden_layers)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
-from speculator.target.encoder import Encoder, Source
-from speculator.target.kv_cache import Form, KVCache, aligned
+from speculator.target.cache.kv_cache import Form, KVCache, aligned
+from speculator.target.encoder.encoder import Encoder, Source
 
 
 class CrossMemory:
@@ -19,7 +19,7 @@ class CrossMemory:
 
     Args:
         encoder: encodes the sources.
-        layers: forms of each layer's keys and values, see `speculator.target.kv_cache.forms`.
+        layers: forms of each layer's keys and values, see `speculator.target.cache.kv_cache.forms`.
         rows: B, the number of rows.
         device: where keys and values are kept.
 

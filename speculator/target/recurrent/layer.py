@@ -14,7 +14,7 @@ state is its last K inputs, so rolling it back is a gather. Of a token tree, the
 its own, and the accepted path is replayed.
 
 transformers' models are used unmodified: they read and write states through their cache, and compute recurrences with
-functions of their modules, which `speculator.target.recurrences` wraps. The calls of a pass, in order:
+functions of their modules, which `speculator.target.recurrent.recurrences` wraps. The calls of a pass, in order:
 
     cache.writing            begin             the row's width, tree and counts
     model: update_conv_state   convolve        this layer becomes the running one
@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from speculator.target.recurrences import RecurrencePass, convolution, like, running
-from speculator.target.tree import TokenTree
+from speculator.target.cache.tree import TokenTree
+from speculator.target.recurrent.recurrences import RecurrencePass, convolution, like, running
 
 StateForm = tuple[torch.Size, torch.dtype, torch.device]
 """Shape without the rows, dtype and device of a state."""
