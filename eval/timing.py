@@ -22,7 +22,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter
 from speculator.kernels.cuda_graphs import Captured, capturable
-from speculator.target.attention import using_attention
+from speculator.target.attention.attention import using_attention
 from speculator.target.model import Target
 
 _TRIES = 4  # runs of a batch until no CUDA graph had to be captured

@@ -32,7 +32,7 @@ from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads import Speculator
 from speculator.kernels.linear import pack_linears, unpack_linears
-from speculator.target.attention import ATTENTION, original_attention, set_attention
+from speculator.target.attention.attention import ATTENTION, original_attention, set_attention
 from speculator.target.encoder import positions
 from speculator.target.encoder.encoder import Encoded, Text
 from speculator.target.model import Target

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from speculator import Sampling, Target
+from speculator.clients.hidden_states import layers_folder
 from speculator.decoding.engine import Engine
-from speculator.target.remote.server_target import layers_folder
 
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0",model_name="served"}} {}.0

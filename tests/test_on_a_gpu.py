@@ -19,7 +19,7 @@ from eval.validation import real_acceptance
 from speculator import Engine, HeadDrafter, Sampling, Target, generate
 from speculator.heads import Speculator
 from speculator.kernels import cuda_graphs
-from speculator.target.attention import VARLEN
+from speculator.target.attention.attention import VARLEN
 from speculator.target.cache import kv_cache
 from train.config import LossConfig
 from train.losses import ChunkedLoss

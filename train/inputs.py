@@ -28,7 +28,6 @@ from train.checkpoint import reporting_full_disk
 from train.folder import prompts_fingerprint, rows_fingerprint
 from train.own_text import with_self_written
 from train.plan import Plan
-from train.server_command import needed_of_server
 from train.settle import Run
 from train.sizes import Prompt, count_of_tokens, length_of_chats, shortened
 
@@ -116,6 +115,22 @@ def load_target(run: Run) -> TrainingTarget:
         checks.check_writes_no_text(run, str(error))
         log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
         return target
+
+
+def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
+    """Return the auxiliary layers that the run's head reads, and the tokens of the longest document that it sends.
+
+    Args:
+        context: tokens of the longest text that a server reads, one below the target's context length.
+    """
+    config = run.config
+    longest = config.data.seq_length
+    if run.mixture.names_self:
+        own = config.data.self_source
+        longest = max(longest, own.turns * (own.max_prompt_tokens + own.max_new_tokens))
+    if config.stage2.max_steps:
+        longest = max(longest, config.data.seq_length) + config.stage2.generate.max_new_tokens
+    return tuple(getattr(run.head, "aux_layers", None) or ()), min(longest, context)
 
 
 def rows(

@@ -8,14 +8,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from speculator.errors import OneLineParser, refuse, run_command
 from train.command_line import parse
 from train.config import RunConfig
-
-if TYPE_CHECKING:
-    from train.settle import Run
 
 # Libraries that take seconds are imported where they are used, so that a mistyped flag shows at once.
 _STORAGE = "/dev/shm/speculator"
@@ -41,22 +37,6 @@ def split(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
     return own, settings, argv[at + 1 :]
 
 
-def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
-    """Return the auxiliary layers that the run's head reads, and the tokens of the longest document that it sends.
-
-    Args:
-        context: tokens of the longest text that a server reads, one below the target's context length.
-    """
-    config = run.config
-    longest = config.data.seq_length
-    if run.mixture.names_self:
-        own = config.data.self_source
-        longest = max(longest, own.turns * (own.max_prompt_tokens + own.max_new_tokens))
-    if config.stage2.max_steps:
-        longest = max(longest, config.data.seq_length) + config.stage2.generate.max_new_tokens
-    return tuple(getattr(run.head, "aux_layers", None) or ()), min(longest, context)
-
-
 def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: str, more: Sequence[str]) -> str:
     """Return the `vllm serve` line.
 
@@ -66,7 +46,7 @@ def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: 
         storage: folder of the files.
         more: flags of the user.
     """
-    from speculator.target.remote.server_target import layers_folder
+    from speculator.clients.hidden_states import layers_folder
 
     target = config.target
     speculative = {
@@ -104,7 +84,7 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
     from speculator.target.remote.server_target import ServerTarget
     from train import checks
     from train.gpus import Place
-    from train.inputs import load_target
+    from train.inputs import load_target, needed_of_server
     from train.settle import settle
 
     run = settle(config, processes=1, place=Place(1))

@@ -29,7 +29,6 @@ from torch import Tensor
 from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
-from speculator.target.remote.server_target import layers_folder
 from speculator.terminal import log
 
 _NAME = "speculator"  # of requests, and thereby of files
@@ -43,6 +42,11 @@ _PAUSES = (0.2, 15.0)  # seconds before a server is tried again: the first pause
 _BAD_FILES = 4  # for one document
 _SMOOTHING = 0.2
 _START = "start it with the line that `speculator server-command` prints"
+
+
+def layers_folder(layers: Sequence[int]) -> str:
+    """Return the name of the folder in which a server writes, which tells the reader what layers its files hold."""
+    return "-".join(["layers", *map(str, layers)])
 
 
 class _BadFile(Exception):  # noqa: N818

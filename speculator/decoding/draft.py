@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from speculator.target.cache.tree import TokenTree
+from speculator.target.attention.tree import TokenTree
 
 if TYPE_CHECKING:
     from speculator.target.cache.kv_cache import KVCache

@@ -13,7 +13,7 @@ from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
 from speculator.kernels.fused_norms import fuse_norms
 from speculator.kernels.linear import pack_linears
-from speculator.target.attention import avoid_cudnn, original_attention, using_attention
+from speculator.target.attention.attention import avoid_cudnn, original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers, without_output_layer
 from speculator.target.base import TrainingTarget
 from speculator.target.encoder.encoder import Encoder, StatesOnly, decoder_config

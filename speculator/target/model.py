@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculator.errors import UserError
+from speculator.target.attention.tree import TokenTree
+from speculator.target.cache.cross_memory import CrossMemory
 from speculator.target.cache.kv_cache import KVCache, forms
-from speculator.target.cache.tree import TokenTree
 from speculator.target.encoder import positions
-from speculator.target.encoder.cross_memory import CrossMemory
 from speculator.target.encoder.encoder import Text
 from speculator.target.in_process import InProcessTarget
 from speculator.target.probe import probe
@@ -31,7 +31,8 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv
 class Target(InProcessTarget):
     """A target that is decoded: the training half, and passes that write a KV cache and can be rolled back.
 
-    The model's attention becomes `speculator.target.attention`, which ignores padding. Run batches through this class.
+    The model's attention becomes `speculator.target.attention.attention`, which ignores padding. Run batches through
+    this class.
 
     Args:
         model: a transformers causal LM whose layers are attention or recurrent, whole in this process.

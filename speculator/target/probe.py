@@ -14,9 +14,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from speculator.errors import UserError, refuse
 from speculator.kernels.host_sync import has_host_sync
-from speculator.target.attention import ATTENTION, VARLEN, WINDOWS, attention, set_attention, using_attention
+from speculator.target.attention.attention import ATTENTION, VARLEN, WINDOWS, attention, set_attention, using_attention
+from speculator.target.attention.tree import TokenTree
 from speculator.target.cache.kv_cache import KVCache
-from speculator.target.cache.tree import TokenTree
 from speculator.target.encoder.encoder import Source, StatesOnly, Text
 from speculator.target.packed import Layout, in_one_row, in_one_row_with_bounds, masked, one_per_row, packed
 

@@ -31,7 +31,7 @@ from speculator.checkpoints import load_any
 from speculator.decoding.draft import take_at
 from speculator.decoding.verify import REJECTION_RULES
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
-from speculator.target.attention import ATTENTION
+from speculator.target.attention.attention import ATTENTION
 from speculator.target.cache.kv_cache import KVCache
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]

@@ -2,7 +2,7 @@
 
 A row's positions below its length are committed; those above are free and will be overwritten. A verification writes
 its tokens after each row's length. Keeping n of them is one addition to `lengths`; a tree's accepted path moves to the
-front first. `speculator.target.attention` decides which positions a token sees.
+front first. `speculator.target.attention.attention` decides which positions a token sees.
 
 transformers' models are used unmodified: their layers write through `KVCache`. A pass runs over the neighbouring rows
 that `select` chose.
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from speculator.target.cache.tree import TokenTree
-from speculator.target.cache.write import CacheWrite, Packing, current, in_progress
+from speculator.target.attention.tree import TokenTree
+from speculator.target.attention.write import CacheWrite, Packing, current, in_progress
 from speculator.target.encoder.encoder import source_of
 from speculator.target.recurrent.layer import RecurrentLayer, StateForm, pass_ended
 
 if TYPE_CHECKING:
-    from speculator.target.encoder.cross_memory import CrossMemory
+    from speculator.target.cache.cross_memory import CrossMemory
 
 Form = tuple[int, int, torch.dtype, torch.device]
 """Heads, head size, dtype and device of one layer's keys or values."""

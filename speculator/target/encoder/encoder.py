@@ -1,7 +1,7 @@
 """Encoder-decoder targets: the encoder belongs to the request, and the decoder is decoded as any other target.
 
 A source, the input of the encoder, becomes keys and values of cross attention when its request is admitted
-(`speculator.target.encoder.cross_memory`). From then on a row is a decoder's row, whose prompt is the decoder's start
+(`speculator.target.cache.cross_memory`). From then on a row is a decoder's row, whose prompt is the decoder's start
 tokens.
 """
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from speculator.errors import refuse
-from speculator.target.attention import using_attention
+from speculator.target.attention.attention import using_attention
 
 Source = tuple[int, ...]
 """Token ids that an encoder reads; () without an encoder."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculator.target.cache.write import current
+from speculator.target.attention.write import current
 
 
 class _SeenError(Exception):

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from speculator.target.cache.tree import TokenTree
+from speculator.target.attention.tree import TokenTree
 from speculator.target.recurrent.recurrences import RecurrencePass, convolution, like, running
 
 StateForm = tuple[torch.Size, torch.dtype, torch.device]

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from speculator.device import resolve_device
 from speculator.errors import refuse
 from speculator.kernels.linear import pack_linears
-from speculator.target.attention import avoid_cudnn
+from speculator.target.attention.attention import avoid_cudnn
 from speculator.target.aux_layers import check_layers
 from speculator.target.fingerprint import fingerprint
 from speculator.target.in_process import ModelHere
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 _TOLERANCE = 0.25
 """Largest difference of a log-probability, in nats. Rounding of 16 bits stays below it, another model does not."""
 _PROBED = 16  # tokens of the text that every server reads before training
-
-
-"""Default folder of hidden states: a RAM disk."""
-
-
-def layers_folder(layers: Sequence[int]) -> str:
-    """Return the name of the folder in which a server writes, which tells the reader what layers its files hold."""
-    return "-".join(["layers", *map(str, layers)])
 
 
 class ServerTarget(ModelHere):

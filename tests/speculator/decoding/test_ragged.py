@@ -80,7 +80,7 @@ def test_noise_that_made_the_draft_is_not_made_again(ragged, monkeypatch):
 def test_a_row_reads_its_own_keys(target, drafter, monkeypatch):
     """Neighbours of like length are padded to the longest of them, by less than another call costs."""
     # A position has the keys of 2 heads of 8, so that a call costs as much as 64 positions.
-    monkeypatch.setattr("speculator.target.cache.write._CALL", 64 * 2 * 8)
+    monkeypatch.setattr("speculator.target.attention.write._CALL", 64 * 2 * 8)
     engine, fused, read = Engine(target, drafter, slots=5), torch.nn.functional.scaled_dot_product_attention, []
     for length in (7, 100, 5, 9, 30):
         engine.submit([i * i % 31 for i in range(length)], max_new_tokens=99)

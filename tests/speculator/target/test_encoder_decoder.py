@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from speculator import Target, UserError
 from speculator.decoding.draft import Draft
-from speculator.target.attention import set_attention
+from speculator.target.attention.attention import set_attention
 from speculator.target.encoder import positions
 from speculator.target.encoder.encoder import Text
 from speculator.target.loading import auto_class

@@ -20,7 +20,7 @@ from transformers.masking_utils import create_chunked_causal_mask, create_slidin
 from transformers.models.llama import modeling_llama
 
 from speculator import HeadDrafter, Target, Tree, UserError, generate
-from speculator.target import attention
+from speculator.target.attention import attention
 
 _HEADS = {"head_dim": 8}
 _LONG = {

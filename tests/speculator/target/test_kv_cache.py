@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speculator.target.attention import mask as mask_of
+from speculator.target.attention.attention import mask as mask_of
+from speculator.target.attention.write import current
 from speculator.target.cache.kv_cache import KVCache, bucketed, coarse_buckets
-from speculator.target.cache.write import current
 
 CPU = torch.device("cpu")
 # Two heads of 3; one head of 5 in another dtype.

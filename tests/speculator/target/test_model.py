@@ -19,9 +19,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
 from speculator import Target, UserError
-from speculator.target import attention
 from speculator.target import packed as documents
-from speculator.target.attention import VARLEN
+from speculator.target.attention import attention
+from speculator.target.attention.attention import VARLEN
 from speculator.target.in_process import InProcessTarget
 
 TOKENS = torch.randint(0, 32, (2, 20), generator=torch.Generator().manual_seed(0))

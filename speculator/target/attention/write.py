@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speculator.target.cache.tree import TokenTree
+from speculator.target.attention.tree import TokenTree
 
 if TYPE_CHECKING:
-    from speculator.target.encoder.cross_memory import CrossMemory
+    from speculator.target.cache.cross_memory import CrossMemory
 
 _CALL = 2**15
 """Values of keys that attention on a CPU reads in the time of one more call; a position has heads times head size."""

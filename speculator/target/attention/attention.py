@@ -2,8 +2,8 @@
 
 `VARLEN` is for training on packed documents.
 
-The function attends over the KV cache that is being written (`speculator.target.cache.write.current`). A token sees the
-committed positions of its row, and its ancestors among the new tokens. Without such a cache attention is causal.
+The function attends over the KV cache that is being written (`speculator.target.attention.write.current`). A token sees
+the committed positions of its row, and its ancestors among the new tokens. Without such a cache attention is causal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from speculator.target.cache.write import CacheWrite, current
+from speculator.target.attention.write import CacheWrite, current
 
 ATTENTION, VARLEN = "speculator", "speculator_varlen"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
@@ -157,8 +157,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
 
-    Packed rows (`speculator.target.cache.write.Packing`) are unpacked here alone. On a CPU the tokens attend part by
-    part (`CacheWrite.parts`); where shapes must be few, all do together, padded.
+    Packed rows (`speculator.target.attention.write.Packing`) are unpacked here alone. On a CPU the tokens attend part
+    by part (`CacheWrite.parts`); where shapes must be few, all do together, padded.
     """
     write = current()
     if write is not None and write.cross is not None and write.cross.holds(key):
