@@ -18,7 +18,8 @@ from tqdm import tqdm
 from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
 from eval.suites import Suite, check_flags, check_rows, suite_of
-from speculator import Engine, HeadDrafter, Sampling, Target, load_head, model_flags
+from speculator import Engine, HeadDrafter, Sampling, Target, load_head
+from speculator.cli import model_flags
 from speculator.drafters import Drafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import OneLineParser, run_command

@@ -34,8 +34,8 @@ from speculator import (
     Target,
     Tree,
     load_head,
-    model_flags,
 )
+from speculator.cli import model_flags
 from speculator.decoding.request import acceptance_length
 from speculator.device import dtype_name, hardware
 from speculator.drafters.tuning import adaptive_drafter, read_tuning

@@ -17,9 +17,10 @@ from eval.as_server import default_lengths
 from eval.metrics import paired_bootstrap
 from eval.suites import Suite, check_flags, check_lengths, suite_of
 from eval.timing import Engines, Timed, time_ours
-from speculator import HeadDrafter, Sampling, Target, generate, load_head, model_flags
+from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import load_drafter
+from speculator.cli import model_flags
 from speculator.decoding.request import acceptance_length
 from speculator.drafters import Chain
 from speculator.errors import refuse, show

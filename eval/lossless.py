@@ -16,8 +16,9 @@ from eval.greedy_check import greedy_checks
 from eval.sampled_check import batch_size, coupled_checks, sampled_checks
 from eval.suites import Suite, check_flags, check_lengths, suite_of
 from eval.timing import step_seconds
-from speculator import Drafter, Target, model_flags
+from speculator import Drafter, Target
 from speculator.checkpoints import head_folder
+from speculator.cli import model_flags
 from speculator.decoding.drafter import Shape
 from speculator.decoding.verify import MATCH
 from speculator.device import dtype_name

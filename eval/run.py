@@ -33,8 +33,9 @@ from eval.report import markdown, warnings
 from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
 from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
-from speculator import HeadDrafter, Sampling, Target, load_head, model_flags
+from speculator import HeadDrafter, Sampling, Target, load_head
 from speculator.checkpoints import head_folder
+from speculator.cli import model_flags
 from speculator.device import dtype_name, hardware
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import refuse

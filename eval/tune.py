@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
-from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head, model_flags
+from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints.hub import is_hub_id
+from speculator.cli import model_flags
 from speculator.decoding.drafter import Shape
 from speculator.drafters.costs import CostTable
 from speculator.drafters.fixed_tree import FixedTree

@@ -12,10 +12,10 @@ import pytest
 from conftest import alternating_drafter, exit_code, tiny_head
 from serving_here import serving, tiny_head_for, until
 
-from speculator import Engine, HeadDrafter, Sampling, generate, model_flags
+from speculator import Engine, HeadDrafter, Sampling, generate
 from speculator.__main__ import build_parser, main
 from speculator.checkpoints.loading import bind
-from speculator.cli import serve
+from speculator.cli import model_flags, serve
 from speculator.files import write_manifest
 from speculator.server.errors import APIError
 
