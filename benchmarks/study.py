@@ -272,7 +272,11 @@ class Study:
     def __init__(self, target: Target, folder: Path, steps: int = STEPS):
         self.target, self.folder, self.steps = target, folder, steps
         mixture = mixture_of(SOURCES)
-        text = token_rows(RowRequest(mixture, "train", target.tokenizer, LENGTH, max_tokens=4 * steps * LENGTH))
+        text = token_rows(
+            RowRequest(
+                mixture=mixture, split="train", tokenizer=target.tokenizer, length=LENGTH, max_tokens=4 * steps * LENGTH
+            )
+        )
         self.text = text.select_columns("input_ids")
         self.suites = {
             split: from_text(mixture, target.tokenizer, PROMPT_TOKENS, count, split=split)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations import Row
 from data.duplicates import NearDuplicates
 from data.writing import Ends
-from speculator.chat import DATA_DAY, chat_text, chat_tokens
+from speculator.chat import DATA_DAY, chat_text, chat_tokens, decoded
 from speculator.errors import UserError, refuse
 from speculator.target.base import TrainingTarget
 
@@ -97,7 +97,11 @@ class UserTurns:
         self.template = asdict(self._texts)
         # What the template writes after a user turn ends the turn: its first token that is no space, such as
         # <|im_end|>.
-        ask = [token for token in chat_tokens(self._texts.ask, tokenizer) if tokenizer.decode([token]).strip()]
+        ask = [
+            token
+            for token in chat_tokens(self._texts.ask, tokenizer)
+            if decoded(tokenizer, [token], special=True).strip()
+        ]
         if ask and ask[0] in tokenizer.added_tokens_decoder:
             self.ends = Ends(sorted({ask[0], *target.eos_token_ids}))
         else:  # plain words, such as "ASSISTANT:"
@@ -111,7 +115,7 @@ class UserTurns:
         for row in Dataset.load_from_disk(str(folder / "rows")):
             # The first answer begins at the first token with loss; before it are the turn and the template's texts.
             ids = row["input_ids"][0 if self._texts else len(self._first) : row["loss_mask"].index(1)]
-            text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            text = decoded(self.tokenizer, ids, special=True)
             if self._texts:
                 text = text.removeprefix(self._texts.before).partition(self._texts.ask)[0]
             self._seen.add(text)
@@ -168,7 +172,7 @@ class UserTurns:
         """Return the text of a turn, and whether an end token or a stop string ended it."""
         ends = self.ends or Ends([])
         ended = tokens[-1] in {*ends.eos_token_ids, *self._special}
-        text = self.tokenizer.decode(tokens[:-1] if ended else tokens, clean_up_tokenization_spaces=False)
+        text = decoded(self.tokenizer, tokens[:-1] if ended else tokens, special=True)
         for string in ends.stop_strings:
             text, found, _ = text.partition(string)
             ended |= bool(found)

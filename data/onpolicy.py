@@ -173,6 +173,7 @@ def _answer(
     options = {"max_new_tokens": writing.max_new_tokens, **(asdict(writing.ends) if writing.ends else {})}
 
     def ask(row: int, each: Answering) -> tuple[Request, int, Answering]:
+        assert each.prompt is not None  # it has not ended
         return engine.submit(each.prompt, writing.sampling(row, count, each.answers), **options), row, each
 
     unfinished = [ask(row, each) for row, each in zip(rows, answering, strict=True)]

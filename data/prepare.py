@@ -38,7 +38,7 @@ class TooLittleTextError(SourceError):
     """Raised for a split that has no text because the source has too few documents."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowRequest:
     """Packed rows (see `data.packing.pack`) of one split of some sources; with `pairs`, one row a document.
 
@@ -133,8 +133,15 @@ def save_rows(
     rows: dict[str, Dataset] = {}
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
-        how = {"max_tokens": max_tokens, "max_bad_rows": max_bad_rows, "num_proc": num_proc}
-        request = RowRequest(mixture, split, tokenizer, length, **how)
+        request = RowRequest(
+            mixture=mixture,
+            split=split,
+            tokenizer=tokenizer,
+            length=length,
+            max_tokens=max_tokens,
+            max_bad_rows=max_bad_rows,
+            num_proc=num_proc,
+        )
         try:
             rows[split], counts[split] = _cached(request)
         except TooLittleTextError:
@@ -190,8 +197,9 @@ def _prepare(folder: Path, request: RowRequest) -> None:
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
     tally, name = Tally(request.max_share), request.name
     processes = request.num_proc or default_processes()
-    how = {"tally": tally, "processes": processes, "pairs": request.pairs}
-    documents = token_documents(request.mixture, request.split, request.tokenizer, **how)
+    documents = token_documents(
+        request.mixture, request.split, request.tokenizer, tally=tally, processes=processes, pairs=request.pairs
+    )
     make, columns = (one_per_row, (*COLUMNS, "source_ids")) if request.pairs else (pack, COLUMNS)
     features = Features({column: List(Value("int32")) for column in columns})
     bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=request.max_tokens)

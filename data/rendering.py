@@ -77,8 +77,13 @@ def load_tokenizer(
 
 def tokenizer_of(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a command's flags name."""
-    how = {name: getattr(arguments, name, False) for name in ("revision", "trust_remote_code", "raw")}
-    return load_tokenizer(arguments.target, variables=arguments.chat_template_kwargs, **how)
+    return load_tokenizer(
+        arguments.target,
+        revision=getattr(arguments, "revision", None),
+        trust_remote_code=getattr(arguments, "trust_remote_code", False),
+        variables=arguments.chat_template_kwargs,
+        raw=getattr(arguments, "raw", False),
+    )
 
 
 def as_chat(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

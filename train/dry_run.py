@@ -105,7 +105,7 @@ def _cache_in(folder: Path) -> Iterator[None]:
 def _family(target: PreTrainedConfig | None) -> str:
     """Return the target's family, or Llama if that is unknown or has recurrent layers, whose sizes can't be shrunk."""
     text = target and target.get_text_config()
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text else None
     kinds = getattr(text, "layer_types", None) or []
     recurrent = getattr(model, "_is_stateful", False) or any("attention" not in kind for kind in kinds)
     return "llama" if text is None or model is None or recurrent else text.model_type

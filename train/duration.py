@@ -76,25 +76,25 @@ def line(inputs: Inputs, target: TrainingTarget, step: float) -> str:
     On a GPU decoding is not timed: its graphs take longer to capture than the text to write.
     """
     timed: dict[int, float] = {}
-    texts = isinstance(target, Target) and target.device.type == "cpu"
+    decoder = target if isinstance(target, Target) and target.device.type == "cpu" else None
 
     def decode(rows: int) -> float:
-        if texts and rows not in timed:
-            timed[rows] = step_seconds(target, inputs.suites["validation"].prompts[0][:_PROMPT], rows)
+        if decoder and rows not in timed:
+            timed[rows] = step_seconds(decoder, inputs.suites["validation"].prompts[0][:_PROMPT], rows)
         return timed.get(rows, 0.0)
 
-    prompts = inputs.own_prompts and sizes_of(inputs.own_prompts)
+    prompts = sizes_of(inputs.own_prompts)
     text = generated_texts(inputs.run, inputs.length, prompts).get("generating")
     if text is not None and prompts:
         text = replace(text, rows=len(prompts))
     if text is not None and target.encoder:
         text = replace(text, mean=inputs.length)  # each text is a row
     parts = expected_parts(inputs, text, step, decode)
-    if not texts:
+    if decoder is None:
         parts = {name: seconds for name, seconds in parts.items() if name.startswith("stage")}
     longest = max(parts, key=lambda name: parts[name])
     shown = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
-    whole = "this run" if texts else "training, without decoding,"
+    whole = "this run" if decoder else "training, without decoding,"
     return f"{whole} takes at most about {_time(sum(parts.values()))} here: {shown} ({_FLAGS[longest]} shortens it)"
 
 

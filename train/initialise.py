@@ -64,7 +64,7 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
         raise UserError(
             f"{options.warm_start} has {has}, but this run's head has {' and '.join(map(str, wrong.values()))}"
         )
-    left = {name: value for name, value in found.items() if name not in given}
+    left: dict[str, Any] = {name: value for name, value in found.items() if name not in given}
     return dataclasses.replace(config, speculator=dataclasses.replace(options, **left, options=own | options.options))
 
 

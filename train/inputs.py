@@ -79,15 +79,15 @@ def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
     }
     own_prompts = own_prompts_of(run, target, mixture, length) if run.continues else None
     checks.rows(run, target, train_rows, validation_rows, None if own_prompts is None else len(own_prompts))
-    plan = run.plan and run.plan.knowing(length, own_prompts and sizes_of(own_prompts))
+    plan = run.plan and run.plan.knowing(length, sizes_of(own_prompts))
     if plan is not None:  # what the plan at the start could only estimate
         plan.refuse_too_large()
     return Inputs(run, length, train_rows, validation_rows, suites, own_prompts, plan)
 
 
-def sizes_of(prompts: list[Conversation]) -> list[Prompt]:
-    """Return the sizes of stage 2's prompts, as the plan counts them."""
-    return [Prompt(each.size, 1 + len(each.later)) for each in prompts]
+def sizes_of(prompts: list[Conversation] | None) -> list[Prompt] | None:
+    """Return the sizes of stage 2's prompts, as the plan counts them; None without such prompts."""
+    return None if prompts is None else [Prompt(each.size, 1 + len(each.later)) for each in prompts]
 
 
 def load_target(run: Run) -> TrainingTarget:
@@ -142,10 +142,10 @@ def rows(
     with reporting_full_disk(cache_folder()):
         return token_rows(
             RowRequest(
-                mixture,
-                split,
-                target.tokenizer,
-                length,
+                mixture=mixture,
+                split=split,
+                tokenizer=target.tokenizer,
+                length=length,
                 max_tokens=config.data.max_tokens if split == "train" else None,
                 max_bad_rows=config.data.max_bad_rows,
                 first_rows=config.eval.validation_rows if split == "validation" else None,

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from math import ceil
-from typing import Any
+from typing import Any, Final, TypedDict
 
 from torch import Tensor
 
+from data.packing import Columns
 from speculator.target.remote.server_target import PendingStates, ServerTarget, split
 
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
-DOCUMENTS, STATES = "documents", "hidden_states"
-"""Keys of a batch: its `Documents`, and what `LookAhead.take` needs."""
+DOCUMENTS: Final = "documents"
+STATES: Final = "hidden_states"
+SOURCES: Final = "source_ids"
+
+
+class Batch(TypedDict, total=False):
+    """A batch of rows, with the head's training targets, tensors by names of their own.
+
+    `documents` is for servers, and `hidden_states` for `LookAhead.take`.
+    """
+
+    input_ids: Tensor  # [B, L]
+    document_ids: Tensor  # [B, L]
+    token_weights: Tensor  # [B, L]
+    source_ids: list[array]  # B of them, what an encoder reads
+    documents: Documents
+    hidden_states: _Request
 
 
 class Documents:
@@ -25,7 +42,7 @@ class Documents:
         rows: each row's documents, each a list of tokens.
     """
 
-    def __init__(self, rows: list[dict[str, Any]]):
+    def __init__(self, rows: list[Columns]):
         tokens = [row["input_ids"] for row in rows]
         numbers = [row.get("document_ids") or [0] * len(row["input_ids"]) for row in rows]
         self.rows = [split(*pair) for pair in zip(tokens, numbers, strict=True)]
@@ -38,9 +55,9 @@ class _Line:
     read.
     """
 
-    def __init__(self, look_ahead: LookAhead, batches: Iterable[dict[str, Any]]):
+    def __init__(self, look_ahead: LookAhead, batches: Iterable[Batch]):
         self._look_ahead, self._source = look_ahead, iter(batches)
-        self._read = deque[dict[str, Any]]()  # and not handed out
+        self._read = deque[Batch]()  # and not handed out
         self._unused = deque[_Request]()
 
     def fill(self) -> None:
@@ -56,14 +73,16 @@ class _Line:
         if batch is not None:
             request = _Request(self._look_ahead.target, self, batch)
             self._unused.append(request)
-            self._read.append({**batch, STATES: request})
+            batch = batch.copy()
+            batch[STATES] = request
+            self._read.append(batch)
         return batch is not None
 
     def used(self, request: _Request) -> None:
         self._unused.remove(request)
         self.fill()
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         while True:
             self.fill()
             if not self._read and not self._read_one():
@@ -74,7 +93,7 @@ class _Line:
 class _Request:
     """The states of one batch, which are requested when `begin` is first called."""
 
-    def __init__(self, target: ServerTarget, line: _Line, batch: dict[str, Any]):
+    def __init__(self, target: ServerTarget, line: _Line, batch: Batch):
         self._target, self.line = target, line
         self._documents, self._length = batch[DOCUMENTS].rows, batch["input_ids"].shape[1]
         self._pending: PendingStates | None = None
@@ -106,14 +125,14 @@ class LookAhead:
         self.target = target
         self.depth, self._taken_at = 1, 0.0
         self._waited = self._trained = 0.0
-        self._source: Iterator[Any] | None = None
-        self._batches: Iterator[Any] = iter(())
+        self._source: Iterator[Batch] | None = None
+        self._batches: Iterator[Batch] = iter(())
 
-    def over(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches with what `take` needs at `STATES`."""
         return iter(_Line(self, batches))
 
-    def continued(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def continued(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return `over(batches)`, or the iterator of the last call if `batches` is the same object.
 
         The Trainer fetches a few batches at a time; a new iterator would drop those requested ahead.
@@ -122,9 +141,9 @@ class LookAhead:
             self._source, self._batches = batches, self.over(batches)
         return self._batches
 
-    def take(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def take(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Wait for a batch's states [B, S, D] and [B, S, nD] (`PendingStates.result`), and update the measurements."""
-        request: _Request = batch[STATES]
+        request = batch[STATES]
         pending, asked_at = request.take(), time.perf_counter()
         states = pending.result()
         # Between two takes the head trains; before the first one nothing is known, so one batch is ahead.
@@ -155,5 +174,5 @@ class LookAheadLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self._look_ahead.over(self._loader)

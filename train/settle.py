@@ -71,7 +71,7 @@ class Run:
             text=text,
             shortens=not asked.data.seq_length,
             mixture=mixture_of(config.data.sources),
-            head=head_config(config.speculator, text if hasattr(text, "vocab_size") else _ANY_TARGET),
+            head=head_config(config.speculator, text if text and hasattr(text, "vocab_size") else _ANY_TARGET),
             asking=Asking(rows=own.max_rows, turns=own.turns, sampling=asking, max_prompt_tokens=own.max_prompt_tokens),
             self_writing=Writing(
                 samplings=checks.samplings("data.self_source", own.temperatures),
@@ -151,8 +151,9 @@ def known_config(config: RunConfig) -> PreTrainedConfig | None:
     """Read the target's config if it is on this machine; None without one."""
     target = config.target
     try:
-        here = {"revision": target.revision, "local_files_only": True}
-        return read_config(target.name_or_path, target.trust_remote_code, **here)
+        return read_config(
+            target.name_or_path, target.trust_remote_code, revision=target.revision, local_files_only=True
+        )
     except (OSError, ValueError):
         return None
     except StrictDataclassError as error:

@@ -143,6 +143,7 @@ def train_stage(
         )
     done = _state_of(resume) if resume else {}
     # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
+    assert settings.save_steps is not None  # settled
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
     if not ends(done.get("global_step", 0), done.get("best_global_step")):
         if state.is_main_process and config.report_to == "wandb":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
+from data.packing import Columns
 from eval import tracking
 from speculator.errors import UserError
 from speculator.files import write_manifest
@@ -29,7 +30,7 @@ from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
-from train.look_ahead import DOCUMENTS, STATES, Documents, LookAhead, LookAheadLoader
+from train.look_ahead import DOCUMENTS, SOURCES, STATES, Batch, Documents, LookAhead, LookAheadLoader
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.muon import MuonAndAdamW
 from train.progress import Pace, ProgressLine
@@ -68,7 +69,7 @@ class Collator:
         self.multiple, self.longest = multiple, longest
         self.epoch = 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, rows: list[Columns]) -> Batch:
         # A row too short for one label is padded, not dropped: every process must have the same number of rows.
         length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
         # Not beyond the longest row: it fits the target's context.
@@ -83,7 +84,7 @@ class Collator:
         # batch nor on where a run was resumed.
         seeds = [crc32(array("q", [self.epoch, *row["input_ids"]])) for row in rows]
         targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1), seeds)
-        batch = {"input_ids": input_ids, "document_ids": documents, **targets}
+        batch: Batch = {"input_ids": input_ids, "document_ids": documents, **targets}  # type: ignore[typeddict-item]
         if self.rejected_token_weight is not None:
             batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
         if SOURCES in rows[0]:
@@ -95,7 +96,6 @@ class Collator:
 
 
 _SINCE_LOG = "since_log.pt"
-SOURCES = "source_ids"
 _ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
 
@@ -164,6 +164,7 @@ class SpeculatorTrainer(Trainer):
         if self.shard_optimizer and self.args.world_size > 1:
             self.optimizer = ShardedAdam(self.optimizer)
         elif self.muon:
+            assert isinstance(self.model, Speculator)
             self.optimizer = MuonAndAdamW(self.optimizer, self.model)
         return self.optimizer
 
@@ -185,7 +186,7 @@ class SpeculatorTrainer(Trainer):
     def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
@@ -207,7 +208,7 @@ class SpeculatorTrainer(Trainer):
             hidden,
             # float32, because heads are trained in it whatever the target's dtype is.
             states.float(),
-            {name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
+            {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name not in _ROW_COLUMNS},
             # An evaluation counts every token once, so that its loss is comparable between runs.
             inputs.get("token_weights") if model.training else None,
         )
@@ -291,15 +292,17 @@ class SpeculatorTrainer(Trainer):
         figures = self._take("eval")
         self._refuse_unless_finite("the loss", figures["loss"])
         figures |= self.decode(head)
+        assert output.metrics is not None
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # Only a step whose checkpoint is saved can be the best.
-        saved = planned(self.state.global_step, self.args.save_steps, self.args.max_steps)
+        saved = planned(self.state.global_step, int(self.args.save_steps), self.args.max_steps)
         return saved and super()._determine_best_metric(metrics=metrics, trial=trial)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        assert self.args.output_dir is not None
         stage = Path(self.args.output_dir)
         folder = stage / f"checkpoint-{self.state.global_step}"
         self._refuse_unless_finite("the loss", self._tr_loss.item())

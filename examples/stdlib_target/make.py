@@ -85,7 +85,7 @@ def train(model: LlamaForCausalLM, phase: Phase, rows: dict[str, Dataset], args:
 
 def corpus_rows(tokenizer, split: str) -> Dataset:
     """The split's text as shuffled rows of LENGTH tokens."""
-    rows = token_rows(RowRequest(mixture_of([PYTHON_SOURCES]), split, tokenizer, LENGTH))
+    rows = token_rows(RowRequest(mixture=mixture_of([PYTHON_SOURCES]), split=split, tokenizer=tokenizer, length=LENGTH))
     return rows.select_columns("input_ids").shuffle(seed=0)
 
 

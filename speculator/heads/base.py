@@ -166,6 +166,7 @@ class Speculator(PreTrainedModel, ABC):
     """
 
     config_class = SpeculatorConfig
+    config: SpeculatorConfig
     base_model_prefix = "speculator"
     main_input_name = "hidden"
     draft_tokens: Tensor | None

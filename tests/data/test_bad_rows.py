@@ -45,7 +45,15 @@ def write(path, rows):
 
 
 def prepared(source, most=0.05, length=16):
-    return token_rows(RowRequest(mixture_of([source]), "train", chat_tokenizer("llama3"), length, max_bad_rows=most))
+    return token_rows(
+        RowRequest(
+            mixture=mixture_of([source]),
+            split="train",
+            tokenizer=chat_tokenizer("llama3"),
+            length=length,
+            max_bad_rows=most,
+        )
+    )
 
 
 def test_bad_rows_are_skipped_and_counted_by_reason(tmp_path, capsys):

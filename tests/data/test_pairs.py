@@ -80,10 +80,26 @@ def test_every_pair_has_a_row_of_its_own(tmp_path, monkeypatch):
     pairs = [{"source_ids": [n, 7], "input_ids": [299, 8, 0], "loss_mask": [0, 1, 1]} for n in range(1, 41)]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in [*pairs, pairs[0]]))
     assert len(list(documents(mixture_of([str(file)]), None))) == 40
-    rows = token_rows(RowRequest(mixture_of([str(file)]), "train", tokenizer, 2, pairs=_PAIRS))
+    rows = token_rows(
+        RowRequest(mixture=mixture_of([str(file)]), split="train", tokenizer=tokenizer, length=2, pairs=_PAIRS)
+    )
     assert len({row["source_ids"][0] for row in rows}) == len(rows) >= 36
     assert {len(row["input_ids"]) for row in rows} == {2}  # cut at the row length
-    assert len(token_rows(RowRequest(mixture_of([str(file)]), "train", tokenizer, 2, pairs=_PAIRS, max_tokens=7))) == 3
+    assert (
+        len(
+            token_rows(
+                RowRequest(
+                    mixture=mixture_of([str(file)]),
+                    split="train",
+                    tokenizer=tokenizer,
+                    length=2,
+                    pairs=_PAIRS,
+                    max_tokens=7,
+                )
+            )
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
@@ -98,7 +114,13 @@ def test_generated_rows_keep_the_source_apart_and_are_a_source_of_training(tmp_p
     tokenizer, rows = tiny_tokenizer(), list(load_from_disk(out / "rows"))
     assert [row["source_ids"] for row in rows] == [tokenizer(text)["input_ids"] for text in texts]
     assert all(row["input_ids"][0] == 299 and row["loss_mask"][:2] == [0, 1] for row in rows)
-    read = list(token_rows(RowRequest(mixture_of([str(out)]), "train", tokenizer, 16, pairs=Pairs((299,), 16))))
+    read = list(
+        token_rows(
+            RowRequest(
+                mixture=mixture_of([str(out)]), split="train", tokenizer=tokenizer, length=16, pairs=Pairs((299,), 16)
+            )
+        )
+    )
     assert {tuple(row["source_ids"]) for row in read} < {tuple(row["source_ids"]) for row in rows}
     found, _ = conversations(mixture_of([str(out)]), None, tokenizer, Cut(4), 6)
     assert [prompt.ids for prompt in found] == [row["source_ids"] for row in rows]

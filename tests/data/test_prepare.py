@@ -79,7 +79,15 @@ def test_only_a_chat_longer_than_a_row_is_cut():
 
 
 def prepare(source, length=16, tokenizer=None, **kwargs):
-    return token_rows(RowRequest(mixture_of([str(source)]), "train", tokenizer or tiny_tokenizer(), length, **kwargs))
+    return token_rows(
+        RowRequest(
+            mixture=mixture_of([str(source)]),
+            split="train",
+            tokenizer=tokenizer or tiny_tokenizer(),
+            length=length,
+            **kwargs,
+        )
+    )
 
 
 @pytest.fixture
@@ -143,7 +151,7 @@ def test_packed_loss_masks_stay_with_their_tokens(source, tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     tokenizer = chat_tokenizer("llama3")
-    rows = token_rows(RowRequest(mixture_of([str(file)]), "train", tokenizer, 64))
+    rows = token_rows(RowRequest(mixture=mixture_of([str(file)]), split="train", tokenizer=tokenizer, length=64))
     learnt = [part for row in rows for part in parts_of(row)]
     answers = [tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]) for _, ids, mask, _ in learnt]
     kept = [row["messages"][1]["content"] for row in documents(mixture_of([str(file)]), "train")]
@@ -174,8 +182,10 @@ def test_saved_rows_are_a_source_with_the_same_documents_and_splits(source, tmp_
     saved = load_from_disk(str(folder))
     assert set(saved) == set(counts) == set(SPLITS)
     for split, rows in saved.items():
-        expected = token_rows(RowRequest(mixture_of([str(source)]), split, tokenizer, 64))
-        again = token_rows(RowRequest(mixture_of([str(folder)]), split, tokenizer, 64))
+        expected = token_rows(
+            RowRequest(mixture=mixture_of([str(source)]), split=split, tokenizer=tokenizer, length=64)
+        )
+        again = token_rows(RowRequest(mixture=mixture_of([str(folder)]), split=split, tokenizer=tokenizer, length=64))
         assert all(list(rows[name]) == list(expected[name]) for name in COLUMNS)
         # Rows are packed again, so documents may change places.
         assert same_chats(rows, again)

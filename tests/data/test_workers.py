@@ -148,7 +148,14 @@ def test_rows_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch, ca
     for processes in (1, 2, 3):
         monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / f"cache{processes}"))
         made = token_rows(
-            RowRequest(mixture_of(given), "train", chat_tokenizer("llama3"), 16, max_bad_rows=0.5, num_proc=processes)
+            RowRequest(
+                mixture=mixture_of(given),
+                split="train",
+                tokenizer=chat_tokenizer("llama3"),
+                length=16,
+                max_bad_rows=0.5,
+                num_proc=processes,
+            )
         )
         seen.append((made.to_dict(), capsys.readouterr().err))
     assert " left out: " in seen[0][1]
@@ -207,8 +214,16 @@ def test_first_rows_continue_to_a_row_with_loss(tmp_path):
     first = next(row for row in learnt if split_of(name_of(row)) == "validation")
     rows = [{key: row[key] for key in ("input_ids", "loss_mask")} for row in [*validation[:5], first, *others]]
     source = write(tmp_path / "rows.jsonl", rows)
-    rows = token_rows(RowRequest(mixture_of([source]), "validation", tiny_tokenizer(), 16, first_rows=3))
+    rows = token_rows(
+        RowRequest(
+            mixture=mixture_of([source]), split="validation", tokenizer=tiny_tokenizer(), length=16, first_rows=3
+        )
+    )
     assert [any(mask) for mask in rows["loss_mask"]] == [False] * 5 + [True]
     none = token_file(tmp_path / "none.jsonl", [0] * 400)
     with pytest.raises(SourceError, match="no token has loss"):
-        token_rows(RowRequest(mixture_of([none]), "validation", tiny_tokenizer(), 16, first_rows=3))
+        token_rows(
+            RowRequest(
+                mixture=mixture_of([none]), split="validation", tokenizer=tiny_tokenizer(), length=16, first_rows=3
+            )
+        )

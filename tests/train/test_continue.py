@@ -44,7 +44,11 @@ def test_rows_keep_where_drafts_were_rejected_and_the_newest_are_held_out(traffi
     folder, requests = traffic
     monkeypatch.setenv("SPECULATOR_CACHE", str(folder / "cache"))
     target = Target.load(str(target_folder))
-    rows = token_rows(RowRequest(mixture_of([str(folder / "recorded")]), "train", target.tokenizer, 128))
+    rows = token_rows(
+        RowRequest(
+            mixture=mixture_of([str(folder / "recorded")]), split="train", tokenizer=target.tokenizer, length=128
+        )
+    )
     rejected, mask = ([value for row in rows for value in row[name]] for name in ("rejected", "loss_mask"))
     answers = [answer for row in rows for answer in split(row["input_ids"], row["document_ids"])]
     assert sorted(answers) == sorted(request.sequence for request in requests[:54])
