@@ -98,9 +98,11 @@ def test_the_old_head_is_freed_and_a_failed_engine_gets_the_new_one(chat_target)
             asyncio.run_coroutine_threadsafe(worker.replace_drafter(made), worker._loop).result(20)
             gc.collect()
             assert [head() is None for head in heads] == [True] * (len(heads) - 1) + [False]
-        worker.engine.step = None  # the engine fails and is created again, with the newest head
+        # The engine fails at the next request and is created again, with the newest head.
+        failing = worker.engine
+        failing.step = lambda: 1 / 0 if failing.waiting else None
         assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 500
-        until(lambda: worker.engine.step is not None)
+        until(lambda: worker.engine is not failing)
         assert worker.engine.drafter.head is heads[-1]()
 
 
