@@ -36,7 +36,7 @@ from speculator.decoding.rows import Batch, Rows
 from speculator.decoding.sampling import Noise, Sampling, draw
 from speculator.decoding.scheduler import DECODING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
 from speculator.target.probe import not_finite
@@ -443,7 +443,8 @@ class Engine:
             # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.
             slot.num_computed_tokens += 1 + accepted
             if not request.finish_reason:  # an `on_step` of this step may have cancelled it
-                refuse((not finite, not_finite(self.target)))
+                if not finite:
+                    raise UserError(not_finite(self.target))
                 logprobs = None if batch.token_logprobs is None else batch.token_logprobs[i]
                 request.append([*path[:accepted], next_token], drafted, logprobs)
 
