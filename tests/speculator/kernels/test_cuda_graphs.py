@@ -50,28 +50,23 @@ class Comparison(Double):
 
 
 @pytest.mark.parametrize(
-    ("name", "sampling"),
+    ("name", "sampling", "rows"),
     [
-        *((name, "sampled") for name in NAMES),
-        ("none", "greedy"),
-        ("head-tree", "greedy"),
-        ("adaptive-attention", "greedy"),
+        *((name, "sampled", 4) for name in NAMES),
+        *((name, "greedy", 1) for name in ("none", "head-tree", "adaptive-attention")),
+        ("model-chain", "sampled", 1),
     ],
 )
-def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, monkeypatch):
-    """With cache buckets, then with replays; one row, and a batch whose rows end at different times."""
+def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, rows, monkeypatch):
+    """With cache buckets and replays; one row, and a batch whose rows end at different times."""
     target = make_target()
-    for rows in (1, 4):
-        whole = texts(target, make_drafter(name, target), sampling, rows)
-        eos = early_end(whole)
-        expected = [row[: next((i for i, token in enumerate(row, 1) if token in eos), len(row))] for row in whole]
-        assert len({len(row) for row in expected}) > 1 or rows == 1
-        with monkeypatch.context() as patch:
-            patch.setitem(cache_module.BUCKETS, "cpu", 16)
-            assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
-            capturing(patch, Double)
-            assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
-            assert Double.made >= (1 if name == "adaptive-attention" else 2)  # its shapes take turns
+    whole = texts(target, make_drafter(name, target), sampling, rows)
+    eos = early_end(whole)
+    expected = [row[: next((i for i, token in enumerate(row, 1) if token in eos), len(row))] for row in whole]
+    assert len({len(row) for row in expected}) > 1 or rows == 1
+    capturing(monkeypatch, Double)
+    assert texts(target, make_drafter(name, target), sampling, rows, eos) == expected
+    assert Double.made >= (1 if name == "adaptive-attention" else 2)  # its shapes take turns
 
 
 QUICK = (
