@@ -17,7 +17,7 @@ from speculator.drafters.ngram import NgramDrafter
 from speculator.target.encoder.encoder import Text
 
 _SOURCES = random_texts(9, 3, 14, 5, 7, 9, 2, 11)
-_COUNTS = [16, 5, 9, 16, 1, 12, 16, 7]
+_COUNTS = [10, 4, 7, 10, 1, 8, 10, 5]
 _FAMILIES = ("t5", "flan", "umt5", "bart", "marian", "t5gemma")
 _SHAPES = {"chain": 3, "tree": FixedTree([(0,), (1,), (0, 0), (0, 1)])}
 
