@@ -10,7 +10,7 @@ from speculator import Target
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig, Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.heads.eagle3.drafting import DraftingForm
+from speculator.heads.eagle3.drafting import Eagle3Form
 
 PROMPTS = ["import argparse\n", "class Stack:\n    def __init__(self):\n", "def read(path):\n", "for i in range("]
 NEW, LENGTH = 48, 3
@@ -75,7 +75,7 @@ def our_drafts(
 ) -> tuple[list[list[int]], list[int]]:
     """Draft of each step of a greedy run, and the number of its tokens that the text accepts."""
     text = prompt + answer
-    aux_hidden, form = aux_hidden_of(model, head, text), DraftingForm(head)
+    aux_hidden, form = aux_hidden_of(model, head, text), Eagle3Form(head)
     memory = form.cache(1, len(text) + LENGTH)
     done, end = 0, len(prompt)  # tokens that the head, and the target, have processed
     drafts, accepted = [], []

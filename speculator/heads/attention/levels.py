@@ -1,9 +1,9 @@
-"""The drafting form of EAGLE-3: level by level, with the keys and values of each row's text."""
+"""Drafting level by level with the keys and values of each row's text, which EAGLE-3 and MTP share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +11,21 @@ from torch import Tensor, nn
 from speculator.decoding.draft import gather_at, take_at
 from speculator.decoding.drafter import Shape
 from speculator.decoding.memory import Sequences
-from speculator.heads.attention.base import attend
-from speculator.heads.cache import HeadCache
-from speculator.heads.drafting import CachedSource
+from speculator.heads.attention.cache import HeadCache
+from speculator.heads.attention.cached_source import CachedSource
 from speculator.kernels import cuda_graphs
 from speculator.target.cache.kv_cache import KVCache, aligned, bucketed
-
-if TYPE_CHECKING:
-    from speculator.heads.eagle3.model import Eagle3Speculator
-
 
 MAX_UNREAD = 8
 """Accepted positions of a row that may stay unread while another source drafts, so that one call reads them together.
 It is 0 where steps are captured, whose shapes are fixed. Reading in every step takes 4% longer or more (four rows)."""
 
 
-class DraftingCache(HeadCache):
+class LevelCache(HeadCache):
     """Keys and values of texts and of the drafts after them, and the newest level of each draft.
 
     Attributes:
-        states: [B, f, D] states of the newest level's tokens, which their children read as g (see the module `model`).
+        states: [B, f, D] states of the newest level's tokens, which their children read in place of the target's.
         seen: [B, f, n] bool: which of the draft's n tokens each token of the newest level attends to.
         level: depth of the newest level; 0 after `first`.
     """
@@ -82,74 +77,8 @@ def with_own(
     return text.scatter(2, positions.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
 
 
-class DraftingForm:
-    """Computes for one more token what `Eagle3Speculator.unrolled` computes for all positions."""
-
-    def __init__(self, head: Eagle3Speculator):
-        self.head = head
-
-    def cache(self, rows: int, capacity: int) -> DraftingCache:
-        """Create an empty cache for `rows` sequences of at most `capacity` tokens, drafts included."""
-        config = self.head.config
-        size = config.num_key_value_heads, capacity, config.head_dim
-        return DraftingCache(len(self.head.layers), rows, *size, self.head.fc.weight)
-
-    @torch.no_grad()
-    def read(
-        self,
-        cache: DraftingCache,
-        aux_hidden: Tensor,  # [B, T, nD] at the positions after those in the cache
-        tokens: Tensor,  # [B, T] token after each
-        counts: Tensor,  # [B] number of valid positions of each row, from the left
-    ) -> tuple[Tensor, Tensor]:  # [B, T, 2D], [B, T, D]
-        """Process text without drafting from it; returns the layer's input u and residual."""
-        head, layer = self.head, self.head.layer
-        positions = cache.lengths[:, None] + torch.arange(aux_hidden.shape[1], device=aux_hidden.device)
-        u, residual = layer.enter(head.embed(tokens), head.fuse(aux_hidden))
-        cache.write(0, *layer.self_attn.key_value(u, head.rope(positions, u.dtype)), positions)
-        cache.lengths += counts
-        cache.longest += aux_hidden.shape[1]
-        return u, residual
-
-    @torch.no_grad()
-    def first(self, cache: DraftingCache, aux_hidden: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
-        """Process accepted tokens; return the logits of a draft's first token. Arguments are those of `read`.
-
-        The last valid token of each row is the pending one.
-        """
-        u, residual = self.read(cache, aux_hidden, tokens, counts)
-        cache.level = 0
-        cache.seen = cache.lengths.new_zeros(len(aux_hidden), 1, 0, dtype=torch.bool)
-        last = (counts - 1).clamp_min(0)[:, None]  # an idle row has count 0; its logits are not used
-        return self._level(cache, gather_at(u, last), gather_at(residual, last))
-
-    @torch.no_grad()
-    def next(
-        self,
-        cache: DraftingCache,
-        tokens: Tensor,  # [B, f] the newest level
-        parents: Tensor,  # [B, f] index of each token's parent in the level before
-    ) -> Tensor:  # [B, f, V]
-        """Process a level of a draft: write its keys and values, and return the logits of its children."""
-        head, layer = self.head, self.head.layer
-        positions = cache.begin_level(parents)
-        u, residual = layer.enter(head.embed(tokens), gather_at(cache.states, parents))
-        cache.write(0, *layer.self_attn.key_value(u, head.rope(cache.rope_position, u.dtype)), positions)
-        return self._level(cache, u, residual)
-
-    def _level(self, cache: DraftingCache, u: Tensor, residual: Tensor) -> Tensor:  # [B, f, 2D], [B, f, D] -> [B, f, V]
-        head, layer = self.head, self.head.layer
-        seen = cache.visible(head.config.sliding_window)
-        # The head has one layer, 0. Positions beyond the mask's columns are free, or left from earlier drafts.
-        keys, values = (x[0][:, :, : seen.shape[2]] for x in (cache.keys, cache.values))
-        query = layer.self_attn.query(u, head.rope(cache.rope_position, u.dtype))
-        attended = attend(query, keys, values, seen)
-        feature, cache.states = head.finish(layer.leave(residual, attended))
-        return head.to_full_vocabulary(head.lm_head(feature))
-
-
-class Eagle3Source(CachedSource):
-    """Drafts with EAGLE-3. Keeps each row's keys and values, and the accepted positions that it has not read yet.
+class LevelSource(CachedSource):
+    """Drafts level by level. Keeps each row's keys and values, and the accepted positions that it has not read yet.
 
     Cache position t reads the target's states at t and the token x[t+1]. The last position that a step accepts needs
     the token which that step samples, so the accepted positions are read when the next draft begins. If a request
@@ -157,18 +86,18 @@ class Eagle3Source(CachedSource):
 
     Args:
         head: the head.
-        form: computes the head token by token, with the methods of `DraftingForm` (default: EAGLE-3's).
+        form: computes the head token by token: `Eagle3Form` or `MTPForm`.
     """
 
     overlap = 1
-    cache: DraftingCache
+    cache: LevelCache
     # Accepted positions that are not read yet.
     _aux_hidden: Tensor  # [slots, W, nD]
     _next: Tensor  # [slots, W] token after each position; the last one is filled in from the pending tokens
     _counts: Tensor  # [slots]
 
-    def __init__(self, head: Any, form: Any = None):
-        self.head, self.form = head, form or DraftingForm(head)
+    def __init__(self, head: Any, form: Any):
+        self.head, self.form = head, form
         self._width = self._spare = 0
         self._max_unread = 0
         self._unread = 0  # upper bound of `_counts`, known to the host
@@ -189,7 +118,7 @@ class Eagle3Source(CachedSource):
             self._aux_hidden = nn.functional.pad(self._aux_hidden, (0, 0, 0, more))
             self._next = nn.functional.pad(self._next, (0, more))
 
-    def open(self, cache: KVCache) -> Eagle3Source:
+    def open(self, cache: KVCache) -> LevelSource:
         opened, slots, capacity = super().open(cache), len(cache.lengths), cache.capacity
         device, size = self.head.device, max(1, len(self.head.aux_layers)) * self.head.config.emb_dim
         opened._max_unread = 0 if device.type in cuda_graphs.DEVICES else MAX_UNREAD
@@ -262,7 +191,7 @@ class Eagle3Source(CachedSource):
         rows, width = slice(0, len(pending)), self._unread if self._max_unread else self._width
         counts = self._counts[rows]
         longest = bucketed(max(map(len, sequences)) - 1, pending.device) + 1  # as the target's cache has it
-        self._part: DraftingCache = self.cache.select(0, len(pending), longest)
+        self._part: LevelCache = self.cache.select(0, len(pending), longest)
         self._fill_in(pending)
         result = read(self._part, self._aux_hidden[rows, :width], self._next[rows, :width], counts)
         # A view of `_counts`, set to 0 in place: nothing is unread now.

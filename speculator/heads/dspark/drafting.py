@@ -11,8 +11,8 @@ from torch import Tensor
 from speculator.decoding.drafter import Shape
 from speculator.decoding.memory import Sequences
 from speculator.heads.attention.base import attend
-from speculator.heads.cache import HeadCache
-from speculator.heads.drafting import CachedSource
+from speculator.heads.attention.cache import HeadCache
+from speculator.heads.attention.cached_source import CachedSource
 from speculator.target.cache.kv_cache import KVCache, aligned, bucketed
 
 if TYPE_CHECKING:

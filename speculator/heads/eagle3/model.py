@@ -34,8 +34,9 @@ from transformers import PreTrainedConfig
 from speculator.errors import UserError
 from speculator.heads.attention.base import AttentionHead, Norm, Rope, default_aux_layers
 from speculator.heads.attention.joint_attention import QueryRows, fused_dtype, joint_attention
+from speculator.heads.attention.levels import LevelSource
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
-from speculator.heads.eagle3.drafting import Eagle3Source
+from speculator.heads.eagle3.drafting import Eagle3Form
 from speculator.heads.eagle3.layer import Layer
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts
@@ -71,8 +72,8 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         once = self.fc.weight.numel()
         return once + self.n_predict * (super().weights_per_token(length) - once)
 
-    def drafting_source(self) -> Eagle3Source:
-        return Eagle3Source(self)
+    def drafting_source(self) -> LevelSource:
+        return LevelSource(self, Eagle3Form(self))
 
     # --- what it shares with its target
 

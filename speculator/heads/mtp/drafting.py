@@ -12,14 +12,14 @@ from typing_extensions import Self
 from speculator.decoding.draft import gather_at
 from speculator.decoding.drafter import Shape
 from speculator.heads.attention.base import attend
-from speculator.heads.eagle3.drafting import DraftingCache, Eagle3Source, with_own
+from speculator.heads.attention.levels import LevelCache, LevelSource, with_own
 
 if TYPE_CHECKING:
     from speculator.heads.mtp.model import MTPSpeculator
 
 
-class MTPCache(DraftingCache):
-    """Keys and values of texts in every layer; see `DraftingCache` for the draft after them.
+class MTPCache(LevelCache):
+    """Keys and values of texts in every layer; see `LevelCache` for the draft after them.
 
     In a chain of layers (`is_chain`), layer i reads tokens up to i positions ahead, so its newest keys change when the
     text goes on. The cache therefore keeps what layer 0 reads, and all layers run again at the last positions.
@@ -73,7 +73,7 @@ class PassAttention:
         return attend(query, keys, values, seen, scaling)
 
 
-class DraftingForm:
+class MTPForm:
     """Computes for one more token what `MTPSpeculator.unrolled` computes for all positions."""
 
     def __init__(self, head: MTPSpeculator):
@@ -200,8 +200,8 @@ class DraftingForm:
         return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])
 
 
-class MTPSource(Eagle3Source):
-    """Gives the draft logits of MTP layers; keeps each row's keys and values as `Eagle3Source` does.
+class MTPSource(LevelSource):
+    """Gives the draft logits of MTP layers; keeps each row's keys and values as `LevelSource` does.
 
     Position t of the cache reads x[t+1] here too.
     """
@@ -209,7 +209,7 @@ class MTPSource(Eagle3Source):
     cache: MTPCache
 
     def __init__(self, head: MTPSpeculator):
-        super().__init__(head, DraftingForm(head))
+        super().__init__(head, MTPForm(head))
 
     def reserve(self, shape: Shape) -> None:
         self._reserve(shape.depth, shape.offered * (shape.depth if self.head.is_chain else 1))

@@ -15,9 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from speculator import UserError
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.heads.attention import joint_attention
-from speculator.heads.cache import HeadCache
+from speculator.heads.attention.cache import HeadCache
+from speculator.heads.attention.levels import LevelCache
 from speculator.heads.eagle3 import model as eagle3
-from speculator.heads.eagle3.drafting import DraftingCache, DraftingForm
+from speculator.heads.eagle3.drafting import Eagle3Form
 
 V, D, STEPS = 13, 8, 4
 LLAMA3 = {
@@ -231,9 +232,9 @@ KNOWN: dict[tuple, torch.Tensor] = {}
 class Rounds:
     """Decodes the documents of `inputs` in three rows and compares every logit with the training form's."""
 
-    def __init__(self, kind: str = "3.1", drafting: DraftingForm | None = None, shift: int = 0):
+    def __init__(self, kind: str = "3.1", drafting: Eagle3Form | None = None, shift: int = 0):
         self.kind, self.head, self.shift = kind, head_of(**KINDS[kind]), shift
-        self.drafting = drafting or DraftingForm(self.head)
+        self.drafting = drafting or Eagle3Form(self.head)
         self.aux_layers, self.tokens = inputs(self.head)
         self.texts = [(0, 0, 5), (0, 5, 13), (1, 0, 13)]  # row of the batch, first row, end
 
@@ -295,13 +296,13 @@ def test_drafting_form_equals_the_training_form(kind, levels):
     assert Rounds(kind).gap(levels, counts=(3, 1, 2)) < 1e-10
 
 
-def changed(change) -> DraftingForm:
-    form = DraftingForm(copy.deepcopy(head_of()))
+def changed(change) -> Eagle3Form:
+    form = Eagle3Form(copy.deepcopy(head_of()))
     change(form)
     return form
 
 
-def sees_its_siblings(form: DraftingForm) -> None:
+def sees_its_siblings(form: Eagle3Form) -> None:
     level = form._level
 
     def wrong(memory, u, residual):
@@ -311,7 +312,7 @@ def sees_its_siblings(form: DraftingForm) -> None:
     form._level = wrong
 
 
-def reads_its_neighbour(form: DraftingForm) -> None:
+def reads_its_neighbour(form: Eagle3Form) -> None:
     level = form._level
 
     def wrong(memory, u, residual):
@@ -329,7 +330,7 @@ def keeps_the_draft(memory: HeadCache, drafted: int) -> None:
     memory.longest += drafted
 
 
-class StaysBehind(DraftingCache):
+class StaysBehind(LevelCache):
     """Every level has the rope position of level 0."""
 
     rope_position = property(lambda self: (self.lengths - 1)[:, None])
@@ -338,7 +339,7 @@ class StaysBehind(DraftingCache):
 def stays_behind(form) -> None:
     make = form.cache
 
-    def cache(rows: int, capacity: int) -> DraftingCache:
+    def cache(rows: int, capacity: int) -> LevelCache:
         made = make(rows, capacity)
         made.__class__ = StaysBehind
         return made

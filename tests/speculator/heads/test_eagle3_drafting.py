@@ -13,8 +13,8 @@ from speculator.checkpoints.loading import bind
 from speculator.decoding.engine import Engine
 from speculator.drafters.adaptive import PathOrDraft
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.heads.cache import HeadCache
-from speculator.heads.eagle3.drafting import MAX_UNREAD, Eagle3Source
+from speculator.heads.attention.cache import HeadCache
+from speculator.heads.attention.levels import MAX_UNREAD, LevelSource
 
 STEPS = 4
 BEFORE = [5, 4, 3, 2, 1, 0]  # another document of the row
@@ -24,7 +24,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9,
 class Noting:
     """Wraps a source and records its logits as (text, path of the draft after it, logits)."""
 
-    def __init__(self, source: Eagle3Source, log: list):
+    def __init__(self, source: LevelSource, log: list):
         self.source, self.log = source, log
 
     def __getattr__(self, name):
@@ -98,7 +98,9 @@ def gap(target, head, drafter: Noted) -> float:
 
 @pytest.mark.parametrize(("slots", "chunk", "short"), [(1, 3, 64), (2, 64, 64), (5, 3, 64), (5, 64, 2)])
 def test_drafts_equal_the_training_form_with_slots_chunks_and_prefixes(target, head, slots, chunk, short, monkeypatch):
-    monkeypatch.setattr("speculator.heads.drafting._SHORT", short)  # tokens from which a row is read by itself
+    monkeypatch.setattr(
+        "speculator.heads.attention.cached_source._SHORT", short
+    )  # tokens from which a row is read by itself
     plain = Engine(target, None, slots=slots).generate(PROMPTS, max_new_tokens=12)
     drafter = Noted(head)
     engine = Engine(target, drafter, slots=slots, chunk=chunk)
@@ -159,13 +161,13 @@ def test_steps_without_a_draft_are_read_later(target, head, every):
 
 
 def test_losing_unread_positions_is_detected(target, head, monkeypatch):
-    own = Eagle3Source.commit
+    own = LevelSource.commit
 
     def losing(self, tokens, hidden, counts):
         self._counts[: len(counts)] = 0
         own(self, tokens, hidden, counts)
 
-    monkeypatch.setattr(Eagle3Source, "commit", losing)
+    monkeypatch.setattr(LevelSource, "commit", losing)
     drafter = Seldom(head, Chain(2))
     drafter.every = 5
     engine = Engine(target, drafter, slots=3)
@@ -174,21 +176,21 @@ def test_losing_unread_positions_is_detected(target, head, monkeypatch):
 
 
 def test_keeping_draft_positions_in_the_cache_is_detected(target, head, monkeypatch):
-    own = Eagle3Source.commit
+    own = LevelSource.commit
 
     def keeping(self, tokens, hidden, counts):
         own(self, tokens, hidden, counts)
         self.cache.lengths[: len(counts)] += 1
 
-    monkeypatch.setattr(Eagle3Source, "commit", keeping)
-    wide = Eagle3Source.open
+    monkeypatch.setattr(LevelSource, "commit", keeping)
+    wide = LevelSource.open
 
     def wider(self, cache):
         cache = copy(cache)
         cache.capacity += 100
         return wide(self, cache)
 
-    monkeypatch.setattr(Eagle3Source, "open", wider)
+    monkeypatch.setattr(LevelSource, "open", wider)
     select = HeadCache.select
     monkeypatch.setattr(HeadCache, "select", lambda self, start, stop, longest: select(self, start, stop, longest + 50))
     drafter = Noted(head)
@@ -198,7 +200,7 @@ def test_keeping_draft_positions_in_the_cache_is_detected(target, head, monkeypa
 
 def test_reading_another_rows_cache_is_detected(target, head, monkeypatch):
     """Rows move in the cache as requests leave; the head's memory must move with them."""
-    monkeypatch.setattr(Eagle3Source, "move", lambda self, source, destination, longest: None)
+    monkeypatch.setattr(LevelSource, "move", lambda self, source, destination, longest: None)
     drafter = Noted(head)
     Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=[12, 3, 9, 12, 5])
     assert gap(target, head, drafter) > 1e-3

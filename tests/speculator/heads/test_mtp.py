@@ -10,7 +10,7 @@ from speculator import Candidates, Chain, Target, Tree
 from speculator.decoding.engine import Engine
 from speculator.errors import UserError
 from speculator.heads import MTPSpeculator, MTPSpeculatorConfig
-from speculator.heads.mtp.drafting import DraftingForm, MTPSource
+from speculator.heads.mtp.drafting import MTPForm, MTPSource
 from speculator.heads.mtp.model import Joint
 from tests.speculator.heads.test_eagle3_drafting import Noted, Seldom, largest_gap, trained_form
 
@@ -118,12 +118,12 @@ def state_first(target, head, monkeypatch):
 
 
 def one_token_late(target, head, monkeypatch):
-    own = DraftingForm.read
+    own = MTPForm.read
 
     def late(self, cache, states, tokens, counts):
         return own(self, cache, states, tokens.roll(1, 1), counts)
 
-    monkeypatch.setattr(DraftingForm, "read", late)
+    monkeypatch.setattr(MTPForm, "read", late)
 
 
 def zeroing(target, head, monkeypatch):
@@ -136,7 +136,7 @@ def recycling_before_the_norm(target, head, monkeypatch):
 
 def stale_keys(target, head, monkeypatch):
     """The keys of drafted tokens stay, though the text was read: the accepted ones were made from recycled states."""
-    own = DraftingForm.read
+    own = MTPForm.read
 
     def keeping(self, cache, *given):
         drafts = cache.keys.clone(), cache.values.clone()
@@ -146,7 +146,7 @@ def stale_keys(target, head, monkeypatch):
                 now[:, :, :, 8:11] = before[:, :, :, 8:11]
         return made
 
-    monkeypatch.setattr(DraftingForm, "read", keeping)
+    monkeypatch.setattr(MTPForm, "read", keeping)
 
 
 WRONG = [before_the_norm, state_first, one_token_late, zeroing, recycling_before_the_norm, stale_keys]

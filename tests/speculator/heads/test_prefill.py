@@ -5,14 +5,14 @@ from conftest import tiny_model
 from drafters import make_drafter
 
 from speculator import Engine, HeadDrafter, Target
-from speculator.heads import drafting
+from speculator.heads.attention import cached_source
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1]]
 
 
 def drafts(name: str, monkeypatch, short: int) -> list:
     """Return the tokens of the first three drafts after prompts of which those of `short` tokens count as long."""
-    monkeypatch.setattr(drafting, "_SHORT", short)
+    monkeypatch.setattr(cached_source, "_SHORT", short)
     target = Target(tiny_model().double(), None)
     made, propose = [], HeadDrafter.propose
 
