@@ -12,12 +12,12 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.documents import Document
 from data.rows import NothingToLearnError, RowError, has_loss
-from speculator.chat import DATA_DAY, THOUGHTS, RefusedError, any_added, chat_text, text_after_answer
+from speculator.chat import DATA_DAY, Message, RefusedError, any_added, chat_text, text_after_answer, thoughts_of
 
 # Two renders that differ in empty marks of thinking alone count as equal: <think>\n\n</think>, [THINK][/THINK], ...
 _EMPTY_MARKS = re.compile(r"([<\[]\|?)([\w:]*think[\w:]*)(\|?[>\]])\s*\1/\2\3\n*")
@@ -90,7 +90,7 @@ def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools
     tail, between = text_after_answer(tokenizer, template, with_tools)
     end = added.search(tail)
     header = ""
-    chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _PROBE}]
+    chat: list[Message] = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _PROBE}]
     try:
         plain, asked = (chat_text(tokenizer, chat[:1], ask=ask, today=DATA_DAY) for ask in (False, True))
         if plain == asked:  # no generation prompt: what stands before the answer's content is no answer
@@ -109,7 +109,7 @@ def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools
     )
 
 
-def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ChatRows:
+def chat_rows(document: Document, tokenizer: PreTrainedTokenizerBase) -> ChatRows:
     """Return the rows of a chat.
 
     Args:
@@ -165,7 +165,7 @@ def chat_rows(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
 class _Chat:
     """Renders a chat and finds its answers in the text. The last render is kept, since it is often asked for again."""
 
-    def __init__(self, document: dict[str, Any], tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, document: Document, tokenizer: PreTrainedTokenizerBase):
         self._messages, self._tools, self._tokenizer = document["messages"], document.get("tools"), tokenizer
         try:
             template = tokenizer.get_chat_template(None, self._tools)
@@ -175,7 +175,7 @@ class _Chat:
             raise RowError(document["where"], str(error)) from None
         self._rendered: tuple[int, str] = (0, "")
 
-    def _render(self, messages: list[dict], ask: bool = False) -> str:
+    def _render(self, messages: list[Message], ask: bool = False) -> str:
         return chat_text(self._tokenizer, messages, self._tools, ask, DATA_DAY)
 
     def _written(self, count: int) -> str:
@@ -314,14 +314,14 @@ def _without_marks(text: str) -> _Unmarked:
     return _Unmarked(_EMPTY_MARKS.sub("", text) if gaps else text, gaps)
 
 
-def _fault(message: dict[str, Any], text: str, start: int, end: int) -> str:
+def _fault(message: Message, text: str, start: int, end: int) -> str:
     """Return why an answer can have no loss; empty if it can.
 
     A turn needs a trace of its content, of its thoughts and of each tool call. Without one, as of a call under a
     template that knows no tools, the head would learn to end where the target calls.
     """
     content, calls = message.get("content") or "", message.get("tool_calls") or []
-    lines, thoughts = _lines(content), _lines(next((message[key] for key in THOUGHTS if message.get(key)), ""))
+    lines, thoughts = _lines(content), _lines(thoughts_of(message))
     named = [name for call in calls if (name := (call.get("function") or call).get("name"))]
     turn = text[start:end]
     if not (lines or calls):

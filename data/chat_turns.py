@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from data.conversations import Row
 from data.duplicates import NearDuplicates
 from data.writing import Ends
-from speculator.chat import DATA_DAY, chat_text, chat_tokens, decoded
+from speculator.chat import DATA_DAY, Message, chat_text, chat_tokens, decoded
 from speculator.errors import UserError, refuse
 from speculator.target.base import TrainingTarget
 
@@ -57,7 +57,9 @@ def turn_texts(tokenizer: PreTrainedTokenizerBase, several: bool = False) -> Tur
 
 def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
     roles = ("user", "assistant", "user")
-    messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS[:count], strict=False)]
+    messages: list[Message] = [
+        {"role": role, "content": mark} for role, mark in zip(roles, _MARKS[:count], strict=False)
+    ]
     text = chat_text(tokenizer, messages, ask=True, today=DATA_DAY)
     # Three marks cut the text into four parts: before the first user turn, the two between the turns, and the text that
     # asks for the second answer.

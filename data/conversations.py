@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import DATA_DAY, RefusedError, answer_message, chat_text, chat_tokens
+from speculator.chat import DATA_DAY, Message, RefusedError, Tool, answer_message, chat_text, chat_tokens
 from speculator.target.encoder.encoder import source_of
 
 
@@ -27,9 +26,9 @@ class Conversation:
     """
 
     ids: list[int]
-    messages: list[dict] | None = None
-    later: Sequence[list[dict]] = ()
-    tools: Any = None
+    messages: list[Message] | None = None
+    later: Sequence[list[Message]] = ()
+    tools: list[Tool] | None = None
     ends: bool = False
 
     @property
@@ -39,15 +38,15 @@ class Conversation:
         return len(source_of(self.ids)) + len(self.ids) + characters // 4
 
 
-def split_at_answers(messages: list[dict], answers: int | None) -> tuple[list[dict], list[list[dict]]]:
+def split_at_answers(messages: list[Message], answers: int | None) -> tuple[list[Message], list[list[Message]]]:
     """Split a chat into the messages before the first answer, and lists of those between the first `answers` answers.
 
     What the assistant says before the user speaks, as a greeting, is no answer. None for `answers` means all. The lists
     end where two answers follow each other.
     """
     # user a, assistant b, user c, assistant d gives [a] and [[c]]: what follows d asks for no further answer.
-    opening: list[dict] = []
-    later: list[list[dict]] = []
+    opening: list[Message] = []
+    later: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant" and any(each["role"] == "user" for each in opening):
             later.append([message] if message.get("tool_calls") else [])

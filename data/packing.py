@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+
+from data.documents import Columns, TokenDocument
 
 COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
 _OPEN_ROWS = 32
 """Rows that wait for a document that fits. Chats of 100 to 1,500 tokens then fill 99% of rows of 4,096."""
-Columns = dict[str, list[int]]
 
 
-def pack(documents: Iterable[dict[str, Any]], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
+def pack(documents: Iterable[TokenDocument], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
     """Put whole documents into rows, each into the fullest open row that has room for it.
 
     So no token loses the beginning of its document; only a document that is longer than a row is cut. Plain text, which
@@ -56,12 +56,13 @@ class _Row:
     def used(self) -> int:
         return len(self.columns["input_ids"])
 
-    def append(self, document: dict[str, Any], begin: int, length: int) -> int:
+    def append(self, document: TokenDocument, begin: int, length: int) -> int:
         """Append a document from token `begin` on, as far as there is room; return where the rest begins."""
         end = min(begin + length - self.used, len(document["input_ids"]))
         self.columns["document_ids"] += [self.documents] * (end - begin)
-        for name in ("input_ids", "loss_mask", "rejected"):
-            self.columns[name] += (document.get(name) or [0] * len(document["input_ids"]))[begin:end]
+        self.columns["input_ids"] += document["input_ids"][begin:end]
+        self.columns["loss_mask"] += document["loss_mask"][begin:end]
+        self.columns["rejected"] += document["rejected"][begin:end]
         self.rests += begin > 0
         self.documents += 1
         return end
@@ -70,7 +71,7 @@ class _Row:
         return {**self.columns, "document_ids": [each + self.rests for each in self.columns["document_ids"]]}
 
 
-def _fill(documents: Iterable[dict[str, Any]], length: int) -> Iterator[Columns]:
+def _fill(documents: Iterable[TokenDocument], length: int) -> Iterator[Columns]:
     text, rows = _Row(), list[_Row]()  # the open rows: one of plain text, and those of other documents
     for document in documents:
         size, begin = len(document["input_ids"]), 0
@@ -96,11 +97,15 @@ def _fill(documents: Iterable[dict[str, Any]], length: int) -> Iterator[Columns]
     yield from (row.finished() for row in (*rows, text) if row.used)
 
 
-def one_per_row(documents: Iterable[dict[str, Any]], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
+def one_per_row(documents: Iterable[TokenDocument], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
     """Make a row of each document of an encoder-decoder target, with its "source_ids"; what exceeds `length` is cut."""
     emitted = 0
     for document in documents:
-        row = {name: document[name][:length] for name in ("input_ids", "loss_mask", "rejected")}
+        row = {
+            "input_ids": document["input_ids"][:length],
+            "loss_mask": document["loss_mask"][:length],
+            "rejected": document["rejected"][:length],
+        }
         emitted += (size := len(row["input_ids"]))
         if max_tokens is not None and emitted > max_tokens:
             return

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, split_at_answers
+from data.documents import Document
 from data.mixture import Mixture, SourceError
 from data.rendering import as_chat, check_tokens, document_text, text_tokens
 from data.rows import RowError, errors_of_row
@@ -108,7 +109,7 @@ class _Cutter:
     limits: PromptLimits
     tally: Tally
 
-    def prompts(self, documents: Iterator[dict[str, Any]]) -> Iterator[Conversation]:
+    def prompts(self, documents: Iterator[Document]) -> Iterator[Conversation]:
         """Yield the prompts of a stream of documents."""
         first = list(islice(documents, 1))
         if first and "document_ids" in first[0]:
@@ -131,7 +132,7 @@ class _Cutter:
                 self.tally.skipped[TOO_LONG if found else too_short] += 1
             yield from found
 
-    def _of(self, row: dict[str, Any], packed_text: bool) -> Iterator[Conversation]:
+    def _of(self, row: Document, packed_text: bool) -> Iterator[Conversation]:
         """Yield the prompts of one document; with `packed_text`, packed rows are texts, whose tokens all have loss."""
         if "text" in row:
             yield from map(Conversation, self._of_lines(row))
@@ -152,7 +153,7 @@ class _Cutter:
         else:
             yield from self._of_tokens(row["input_ids"], row["loss_mask"])
 
-    def _of_lines(self, row: dict[str, Any]) -> Iterator[list[int]]:
+    def _of_lines(self, row: Document) -> Iterator[list[int]]:
         """Yield prompts that begin at up to `per_text` different lines of a text."""
         lines, made, name = row["text"].splitlines(keepends=True), set(), name_of(row)
         for k in range(self.cut.per_text):
@@ -166,7 +167,7 @@ class _Cutter:
                 made.add(tuple(ids))
                 yield ids
 
-    def _of_chat(self, row: dict[str, Any]) -> Conversation:
+    def _of_chat(self, row: Document) -> Conversation:
         """Cut a chat after the user's last turn, or at its answers."""
         messages, roles = row["messages"], [message["role"] for message in row["messages"]]
         opening, later = split_at_answers(messages, self.cut.turns)

@@ -8,7 +8,8 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from data.documents import Document
 
 _TEST_PARTS = re.compile(r"^(tests?|testing|.*_tests?)$")
 _FILE_BYTES = range(1_000, 200_000)
@@ -29,7 +30,7 @@ def files() -> dict[str, Path]:
     return found
 
 
-def documents() -> Iterator[dict[str, Any]]:
+def documents() -> Iterator[Document]:
     """Yield the Python files of the standard library and installed packages: real text on every machine.
 
     Tests, files outside of 1-200 kB, generated tables (more than 10% digits) and text that is not UTF-8 are skipped.

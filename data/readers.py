@@ -22,6 +22,7 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from data import python_sources
+from data.documents import Document
 from data.mixture import PYTHON_SOURCES, SourceError
 from data.rows import KEYS, RowError, content
 from speculator.chat import from_json
@@ -39,8 +40,6 @@ _UNTYPED = {".csv", ".tsv"}
 _PIECE_BYTES = 10_000
 _LINE_BYTES = 100_000
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(?P<split>[^/]+))?")
-
-Document = dict[str, Any]
 
 
 def read(location: str) -> Iterator[Document]:
@@ -167,10 +166,9 @@ def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: st
         try:
             if error:
                 raise RowError(where, error)
-            found = content(row, where)
+            yield {"id": f"{name}:{number}", "where": where, **content(row, where)}
         except RowError as fault:
-            found = {"fault": fault}
-        yield {"id": f"{name}:{number}", "where": where, **found}
+            yield {"id": f"{name}:{number}", "where": where, "fault": fault}
 
 
 def _holds_a_list(file: Path) -> bool:

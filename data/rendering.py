@@ -20,17 +20,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.answers import ChatRows, TextRow, chat_rows
+from data.documents import ChatFacts, Document, TokenDocument
 from data.mixture import SourceError
 from data.rows import NothingToLearnError, RowError, errors_of_row
 from data.tally import Tally
 from data.workers import map_in_order
-from speculator.chat import DATA_DAY, RefusedError, chat_text, set_template_variables
+from speculator.chat import DATA_DAY, Message, RefusedError, chat_text, set_template_variables
 from speculator.errors import UserError, first_line, refuse
+from speculator.files import Json
 from speculator.target.gguf.file import read_config, read_tokenizer
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
-_ROLES, _TEXTS = ("user", "assistant"), ("prompt", "completion")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def load_tokenizer(
     name: str,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    variables: dict[str, Any] | None = None,
+    variables: dict[str, Json] | None = None,
     raw: bool = False,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a hub id or a local folder.
@@ -86,12 +87,14 @@ def tokenizer_of(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
     )
 
 
-def as_chat(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def as_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Document:
     """Add the messages of a chat to a prompt with its completion, if the tokenizer has a chat template."""
     if "completion" not in document or not tokenizer.chat_template or not document["prompt"].strip():
         return document
-    asked, answer = ({"role": r, "content": document[k].strip()} for r, k in zip(_ROLES, _TEXTS, strict=True))
-    return {**document, "messages": [asked, answer | ({"weight": 0} if "label" in document else {})]}
+    answer: Message = {"role": "assistant", "content": document["completion"].strip()}
+    if "label" in document:
+        answer["weight"] = 0
+    return {**document, "messages": [{"role": "user", "content": document["prompt"].strip()}, answer]}
 
 
 def text_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[list[int]]:
@@ -100,12 +103,12 @@ def text_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **opti
 
 
 def render(
-    documents: Iterable[dict[str, Any]],
+    documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     tally: Tally | None = None,
     processes: int = 1,
     pairs: Pairs | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[TokenDocument]:
     """Yield documents as rows {"id", "input_ids", "loss_mask", "rejected"}, with `pairs` also "source_ids".
 
     A packed row becomes one row per document, and a chat one or several; its first row has "chat", the facts of it.
@@ -133,14 +136,14 @@ def render(
 
 
 def _render_batch(
-    batch: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, pairs: Pairs | None
-) -> list[list[dict[str, Any]] | RowError]:
+    batch: list[Document], tokenizer: PreTrainedTokenizerBase, pairs: Pairs | None
+) -> list[list[TokenDocument] | RowError]:
     """Return the rows of each of some documents, or the RowError of a bad one."""
     # One call for all texts: the tokenizer then uses all cores, unless this is one of several processes.
     single = [] if pairs else batch
     tokens = iter(text_tokens([document["text"] for document in single if "text" in document], tokenizer))
     chats = _chats([document for document in single if "messages" in document], tokenizer)
-    found: list[list[dict[str, Any]] | RowError] = []
+    found: list[list[TokenDocument] | RowError] = []
     for document in batch:
         try:
             with errors_of_row(document["where"]):
@@ -151,12 +154,12 @@ def _render_batch(
 
 
 def _rows_of(
-    document: dict[str, Any],
+    document: Document,
     tokenizer: PreTrainedTokenizerBase,
     pairs: Pairs | None,
     tokens: Iterator[list[int]],
     chats: Iterator[Any],
-) -> list[dict[str, Any]]:
+) -> list[TokenDocument]:
     """Return the rows of a document.
 
     Args:
@@ -166,7 +169,7 @@ def _rows_of(
     if pairs:
         return [_pair(document, tokenizer, pairs)]
     rendered: Any  # pairs or triples: token ids, loss mask, and maybe the marks of rejected drafts
-    facts: dict[str, Any] = {}
+    facts: ChatFacts | None = None
     if "text" in document:
         ids = _with_eos(next(tokens), tokenizer)
         rendered = [(ids, [1] * len(ids))]
@@ -179,17 +182,18 @@ def _rows_of(
         rendered = [_completion(document, tokenizer)]
     else:
         rendered = list(_unpacked(document, tokenizer))
-    rows = []
+    rows: list[TokenDocument] = []
     for ids, mask, *marks in rendered:
         rejected = marks[0] if marks else [0] * len(ids)
-        rows.append({"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, **facts})
-        facts = {}
+        rows.append({"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected})
+    if facts is not None:
+        rows[0]["chat"] = facts
     return rows
 
 
-def _batches(documents: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Group documents, fewer of them if they are long."""
-    batch: list[dict[str, Any]] = []
+    batch: list[Document] = []
     size = 0
     for document in documents:
         batch.append(document)
@@ -208,7 +212,7 @@ def _with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def _completion(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     _check_wanted(document)
     prompt, whole = text_tokens([document["prompt"], document["prompt"] + document["completion"]], tokenizer)
     # The model continues the prompt's own tokens, so no token may span the end of the prompt.
@@ -218,12 +222,12 @@ def _completion(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) ->
     return ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt))
 
 
-def _check_wanted(document: dict[str, Any]) -> None:
+def _check_wanted(document: Document) -> None:
     if "label" in document:
         raise NothingToLearnError(document["where"], 'completions with "label": false')
 
 
-def _pair(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> dict[str, Any]:
+def _pair(document: Document, tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> TokenDocument:
     """Render what the encoder reads, and what the decoder writes after its start tokens."""
     start, where = list(pairs.start), document["where"]
     if "completion" in document:
@@ -236,7 +240,7 @@ def _pair(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, pairs: P
         mask = [0] * len(start) + [1] * (len(ids) - len(start))
     elif "source_ids" in document:
         check_tokens(document, tokenizer)
-        source, ids, mask = (document[name] for name in ("source_ids", "input_ids", "loss_mask"))
+        source, ids, mask = document["source_ids"], document["input_ids"], document["loss_mask"]
         if ids[: len(start)] != start:
             raise RowError(where, f"the answer does not begin with the decoder's start tokens {start}")
     else:
@@ -250,7 +254,7 @@ def _pair(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, pairs: P
     return {"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, "source_ids": source}
 
 
-def check_tokens(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a RowError if a row has tokens that are not in the tokenizer's vocabulary."""
     highest = max(document["input_ids"] + document.get("source_ids", []))
     if highest >= len(tokenizer):
@@ -258,7 +262,7 @@ def check_tokens(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
         raise RowError(document["where"], fault, "a token outside of the tokenizer's vocabulary")
 
 
-def _unpacked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], ...]]:
+def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], ...]]:
     ids, mask = document["input_ids"], document["loss_mask"]
     check_tokens(document, tokenizer)
     if "source_ids" in document:
@@ -271,7 +275,7 @@ def _unpacked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> I
 
 
 def document_text(
-    document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, count: int | None = None, ask: bool = False
+    document: Document, tokenizer: PreTrainedTokenizerBase, count: int | None = None, ask: bool = False
 ) -> str:
     """Render the first `count` messages of a chat; with `ask`, up to where the model answers."""
     if not tokenizer.chat_template:
@@ -282,7 +286,7 @@ def document_text(
         raise RowError(document["where"], str(error)) from None
 
 
-def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
+def _chats(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
     """Yield the rows of each chat as (token ids, loss mask) with the facts of the chat, or its RowError."""
     found: list[ChatRows | RowError] = []
     for document in documents:
@@ -309,7 +313,7 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
                 rendered.append((whole, [place % 2 for place, part in enumerate(parts) for _ in part]))
             else:
                 rendered += _token_rows(row, whole, tokenizer)
-        facts = {
+        facts: ChatFacts = {
             "where": document["where"],
             "completion": "completion" in document,
             "rows": len(rendered),
@@ -320,7 +324,7 @@ def _chats(documents: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) 
             "dropped": document.get("dropped", 0),
             "why": [row.why for row in chat.rows if row.why],
         }
-        yield rendered, {"chat": facts}
+        yield rendered, facts
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -21,9 +21,11 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from data.documents import Content
 from data.mixture import SourceError
-from speculator.chat import THOUGHTS, clean_messages, clean_tools, from_json
+from speculator.chat import THOUGHTS, Message, clean_messages, clean_tools, from_json
 from speculator.errors import UserError, check_text, first_line
+from speculator.files import Json
 
 _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
 _SYNONYMS = {"conversation": "conversations", "chosen": "completion", "context": "input", "response": "output"}
@@ -87,7 +89,7 @@ def errors_of_row(where: str) -> Iterator[None]:
         raise RowError(where, f"{kind}: {first_line(error)}", kind) from error
 
 
-def content(row: Any, where: str) -> dict[str, Any]:
+def content(row: Any, where: str) -> Content:
     """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
     `input_ids`, `loss_mask` and maybe `document_ids`, `rejected` and `source_ids`.
 
@@ -99,7 +101,7 @@ def content(row: Any, where: str) -> dict[str, Any]:
         return _content(row, where)
 
 
-def _content(row: Any, where: str) -> dict[str, Any]:
+def _content(row: Any, where: str) -> Content:
     own = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
     given = {_SYNONYMS[key]: value for key, value in own.items() if key in _SYNONYMS} | own
     for known in FORMATS:
@@ -113,7 +115,7 @@ def _content(row: Any, where: str) -> dict[str, Any]:
     raise RowError(where, "; ".join([needs, *guesses, listed]), needs)
 
 
-def has_loss(message: dict[str, Any]) -> bool:
+def has_loss(message: Message) -> bool:
     """Return whether an assistant's message is to be learnt: OpenAI's "weight" is not 0, and "train" is not false."""
     return message.get("weight") != 0 and message.get("train") is not False
 
@@ -134,7 +136,7 @@ def _check_size(where: str, characters: int) -> None:
         raise RowError(where, f"{characters:,} characters, {kind}", kind)
 
 
-def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
+def _chat(messages: Any, tools: Any, where: str) -> Content:
     messages = from_json(messages)
     if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
         raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
@@ -143,10 +145,10 @@ def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     except UserError as error:
         raise RowError(where, str(error), re.sub(r"message \d+", "a message", str(error))) from None
     texts = [
-        _text(message[key], where, f'the "{key}" of message {number}')
+        _text(value, where, f'the "{key}" of message {number}')
         for number, message in enumerate(chat, start=1)
-        for key in ("role", "content", *THOUGHTS)
-        if key in message
+        for key, value in message.items()
+        if key in ("role", "content", *THOUGHTS)
     ]
     _check_size(where, sum(map(len, texts)))
     # An assistant that speaks first, as in a greeting, wrote that in no context of its own.
@@ -160,11 +162,11 @@ def _chat(messages: Any, tools: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _messages(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _messages(given: dict[str, Json], where: str) -> Content:
     return _chat(given["messages"], given.get("tools"), where)
 
 
-def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _from_sharegpt(given: dict[str, Json], where: str) -> Content:
     conversations = from_json(given["conversations"])
     if not isinstance(conversations, list) or not all(isinstance(turn, dict) for turn in conversations):
         raise RowError(where, '"conversations" is not a list of objects')
@@ -183,14 +185,15 @@ def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
     return _chat(messages, given.get("tools"), where)
 
 
-def _has_chat_completion(given: dict[str, Any]) -> bool:
+def _has_chat_completion(given: dict[str, Json]) -> bool:
     completion = given.get("completion")
     return isinstance(completion, list) and all(isinstance(each, dict) for each in completion)
 
 
-def _from_chat_pair(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _from_chat_pair(given: dict[str, Json], where: str) -> Content:
     """Return the chat of a prompt, messages or text, and its completion in messages, which may repeat the prompt."""
-    prompt, completion = given.get("prompt") or [], given["completion"]
+    prompt: Any = given.get("prompt") or []
+    completion: Any = given["completion"]
     if completion and completion[0].get("role") in ("system", "user"):
         prompt = []
     if isinstance(prompt, str):
@@ -201,15 +204,15 @@ def _from_chat_pair(given: dict[str, Any], where: str) -> dict[str, Any]:
     return _chat([*prompt, *({**each, **marks} for each in completion)], given.get("tools"), where)
 
 
-def _is_alpaca(given: dict[str, Any]) -> bool:
+def _is_alpaca(given: dict[str, Json]) -> bool:
     return "output" in given and ("instruction" in given or isinstance(given.get("input"), list))
 
 
-def _from_alpaca(given: dict[str, Any], where: str) -> dict[str, Any]:
-    if isinstance(given.get("input"), list):
+def _from_alpaca(given: dict[str, Json], where: str) -> Content:
+    if isinstance(asked := given.get("input"), list):
         output = given["output"]
         answer = output if isinstance(output, list) else [{"role": "assistant", "content": output}]
-        return _chat([*given["input"], *answer], given.get("tools"), where)
+        return _chat([*asked, *answer], given.get("tools"), where)
     system, instruction, context, output = (_text(given.get(key, ""), where, f'"{key}"') for key in _ALPACA)
     user = "\n\n".join(filter(None, (instruction, context)))
     first = [{"role": "system", "content": system}] if system else []
@@ -217,27 +220,26 @@ def _from_alpaca(given: dict[str, Any], where: str) -> dict[str, Any]:
     return _chat(chat, given.get("tools"), where)
 
 
-def _from_pair(given: dict[str, Any], where: str) -> dict[str, Any]:
-    return _texts(given, where, "prompt", "completion") | ({"label": False} if given.get("label") is False else {})
+def _from_pair(given: dict[str, Json], where: str) -> Content:
+    prompt, completion = _texts(given, where, "prompt", "completion")
+    pair: Content = {"prompt": prompt, "completion": completion}
+    return {**pair, "label": False} if given.get("label") is False else pair
 
 
-def _from_text(given: dict[str, Any], where: str) -> dict[str, Any]:
-    return _texts(given, where, "text")
+def _from_text(given: dict[str, Json], where: str) -> Content:
+    return {"text": _texts(given, where, "text")[0]}
 
 
-def _texts(given: dict[str, Any], where: str, *keys: str) -> dict[str, Any]:
-    texts = {key: _text(given[key], where, f'"{key}"') for key in keys}
-    _check_size(where, sum(map(len, texts.values())))
+def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
+    texts = [_text(given[key], where, f'"{key}"') for key in keys]
+    _check_size(where, sum(map(len, texts)))
     return texts
 
 
-def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
-    ids = given["input_ids"]
-    columns: dict[str, Any] = {
-        "input_ids": ids,
-        "loss_mask": given.get("loss_mask", [1] * len(ids) if isinstance(ids, list) else None),
-        **{name: given[name] for name in _TOKENS[2:] if name in given},
-    }
+def _tokens(given: dict[str, Json], where: str) -> Content:
+    ids: Any = given["input_ids"]
+    mask = {"loss_mask": [1] * len(ids) if isinstance(ids, list) else None}
+    columns: Any = {name: (mask | given)[name] for name in _TOKENS if name in mask | given}
     for name, column in columns.items():
         invalid = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
         if invalid or (name == "input_ids" and any(isinstance(value, bool) for value in column)):
@@ -248,7 +250,8 @@ def _tokens(given: dict[str, Any], where: str) -> dict[str, Any]:
     for name in ("loss_mask", "rejected"):
         if not set(columns.get(name, [])) <= {0, 1}:
             raise RowError(where, f'"{name}" must contain only 0 and 1')
-    return {name: [int(value) for value in column] for name, column in columns.items()}
+    read: Any = {name: [int(value) for value in column] for name, column in columns.items()}
+    return read
 
 
 class Format(NamedTuple):
@@ -263,8 +266,8 @@ class Format(NamedTuple):
 
     name: str
     keys: tuple[str, ...]
-    fits: Callable[[dict[str, Any]], bool]
-    read: Callable[[dict[str, Any], str], dict[str, Any]]
+    fits: Callable[[dict[str, Json]], bool]
+    read: Callable[[dict[str, Json], str], Content]
 
 
 FORMATS = [

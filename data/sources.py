@@ -7,10 +7,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from data.documents import Document, TokenDocument
 from data.mixture import Mixture, SourceError
 from data.readers import SPLITS, read
 from data.rendering import Pairs, render
@@ -22,7 +23,7 @@ _CONTENT = ("text", "prompt", "completion", "label", "messages", "tools", "input
 Item = TypeVar("Item")
 
 
-def name_of(row: dict[str, Any]) -> str:
+def name_of(row: Document) -> str:
     """Return a name of a document that decides its split and where its text is cut.
 
     It follows the content, wherever the document stands, unless the source gives its documents names of their own.
@@ -36,7 +37,7 @@ def split_of(name: str) -> str:
     return next(split for split, buckets in SPLITS.items() if bucket in buckets)
 
 
-def _splits_of_few(rows: list[dict[str, Any]]) -> dict[str, str]:
+def _splits_of_few(rows: list[Document]) -> dict[str, str]:
     """Split a small source by the rank of its documents' hashes; return {} if `split_of` leaves no split empty.
 
     The validation and the held-out split then have a twentieth each, and at least one document.
@@ -56,7 +57,7 @@ def documents(
     split: str | None,
     *,
     tally: Tally | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Document]:
     """Yield the documents of one split, one source after the other, without exact duplicates.
 
     Args:
@@ -70,12 +71,12 @@ def documents(
 
 
 def _documents(
-    rows: Iterator[dict[str, Any]],
+    rows: Iterator[Document],
     split: str | None,
     tally: Tally,
     seen: set[bytes],
     elsewhere: Callable[[bytes], bool] = lambda digest: False,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Document]:
     """Yield the documents of one source.
 
     Args:
@@ -109,7 +110,7 @@ def _documents(
             yield row
 
 
-def _digest(row: dict[str, Any]) -> bytes:
+def _digest(row: Document) -> bytes:
     """Return a hash of a document's content, 16 bytes."""
     return hashlib.sha256(_identity(row)).digest()[:16]
 
@@ -124,10 +125,10 @@ def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
     return first
 
 
-def _identity(row: dict[str, Any]) -> bytes:
+def _identity(row: Document) -> bytes:
     if "text" in row:
         return row["text"].encode()
-    content = {key: row[key] for key in _CONTENT if key in row}
+    content = {key: value for key, value in row.items() if key in _CONTENT}
     try:
         return json.dumps(content, sort_keys=True, default=str).encode()
     except (RecursionError, TypeError):  # deeply nested; keys of several types
@@ -142,7 +143,7 @@ def token_documents(
     tally: Tally | None = None,
     processes: int = 1,
     pairs: Pairs | None = None,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[TokenDocument]:
     """Yield the documents of one split, rendered by `data.rendering.render`.
 
     Sources without weights follow each other. With weights, each source has its share of the tokens at every point,
@@ -155,9 +156,7 @@ def token_documents(
     return interleave(rendered, weights, lambda document: len(document["input_ids"]))
 
 
-def streams(
-    mixture: Mixture, split: str | None, tally: Tally | None
-) -> tuple[list[Iterator[dict[str, Any]]], list[float]]:
+def streams(mixture: Mixture, split: str | None, tally: Tally | None) -> tuple[list[Iterator[Document]], list[float]]:
     """Return the streams of documents, and a weight for each: one stream per source if they have weights, else one.
 
     Of equal documents in several sources, only the first source's is kept. Weighted sources are interleaved, so to find
@@ -171,7 +170,7 @@ def streams(
         return [documents(mixture, split, tally=tally)], [1.0]
     first = cache(lambda: _first_sources(locations))
 
-    def stream(source: int) -> Iterator[dict[str, Any]]:
+    def stream(source: int) -> Iterator[Document]:
         rows = read(locations[source])
         # The first source keeps all its documents, so a single source is read once.
         earlier = (lambda digest: first().get(digest, source) < source) if source else (lambda digest: False)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from data.documents import ChatFacts
 from data.mixture import SourceError
 from data.rows import NothingToLearnError, RowError
 from speculator.terminal import log
@@ -89,7 +90,7 @@ class Tally:
         if self.bad >= _HOPELESS and self.bad > self.rows / 2:
             self.check("the first rows")
 
-    def add_chat(self, chat: dict[str, Any]) -> None:
+    def add_chat(self, chat: ChatFacts) -> None:
         """Count a chat by the facts that `data.rendering` returns of it."""
         self.chats += 1
         self.chat_rows += chat["rows"]

@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
 from speculator.errors import UserError, check_text, first_line
+from speculator.files import Json
+
+if TYPE_CHECKING:
+    from typing_extensions import Required
 
 DATA_DAY = datetime(2024, 7, 26)
 """Date that templates write into training data, prompts and evaluation suites, so that a resumed run renders the same
@@ -27,17 +31,60 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that templates, datasets and servers have for the text of an answer's thoughts."""
 
 
+Tool = dict[str, Json]
+"""A tool in OpenAI's format, which only templates read."""
+
+
+class Function(TypedDict, total=False):
+    """The function that a call names, and its arguments: an object, or JSON text."""
+
+    name: str
+    arguments: Json
+
+
+class ToolCall(Function, total=False):
+    """A call of a tool in OpenAI's format; some datasets leave out the object `function` around its keys."""
+
+    id: str
+    type: str
+    function: Function
+
+
+class Message(TypedDict, total=False):
+    """A message of a chat in OpenAI's format; a template may read other keys too.
+
+    A message with `weight` 0 or `train` false is not to be learnt.
+    """
+
+    role: Required[str]
+    content: str | None
+    reasoning_content: str
+    thinking: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    tool_call_id: str
+    name: str
+    weight: float
+    train: bool
+
+
+def thoughts_of(message: Message) -> str:
+    """Return the text of an answer's thoughts, or ""."""
+    found = (message.get("reasoning_content"), message.get("thinking"), message.get("reasoning"))
+    return next(filter(None, found), "")
+
+
 class RefusedError(UserError):
     """A chat template that rejects messages."""
 
 
 def chat_text(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    tools: Any = None,
+    messages: list[Message],
+    tools: list[Tool] | None = None,
     ask: bool = False,
     today: datetime | None = None,
-    variables: dict[str, Any] | None = None,
+    variables: dict[str, Json] | None = None,
 ) -> str:
     """Render a chat with the tokenizer's template.
 
@@ -73,7 +120,8 @@ def chat_text(
             if message["role"] in ("user", "assistant") or content in text or escaped in text:
                 continue
             # The template may also write the content in a way of its own: does it write another one in this place?
-            marked = [*messages[:number], {**message, "content": _MARK}, *messages[number + 1 :]]
+            other: Message = {**message, "content": _MARK}
+            marked = [*messages[:number], other, *messages[number + 1 :]]
             if _MARK not in _render(tokenizer, template, marked, tools, ask, variables):
                 raise RefusedError(f"the chat template leaves out messages of the role {message['role']!r:.40}")
         return text
@@ -86,26 +134,32 @@ def chat_text(
 def _render(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
-    messages: list[dict],
-    tools: Any,
+    messages: list[Message],
+    tools: list[Tool] | None,
     ask: bool,
-    variables: dict[str, Any] | None = None,
+    variables: dict[str, Json] | None = None,
 ) -> str:
-    how: Any = {**(variables or {}), "chat_template": template, "tokenize": False, "add_generation_prompt": ask}
-    text = tokenizer.apply_chat_template(messages, tools=tools, **how)
+    how: Any = {
+        **(variables or {}),
+        "conversation": messages,
+        "tools": tools,
+        "chat_template": template,
+        "tokenize": False,
+        "add_generation_prompt": ask,
+    }
+    text = tokenizer.apply_chat_template(**how)
     assert isinstance(text, str)
     return text
 
 
-def _with_known_names(message: dict, template: str) -> dict:
+def _with_known_names(message: Message, template: str) -> Message:
     """Return a message with a role and with names of its thoughts that the template knows.
 
     OpenAI's newer role `developer` is the system of most templates. Thoughts get each of their names, as in
     transformers from 5.21 on.
     """
-    thought = next((message[name] for name in THOUGHTS if message.get(name)), None)
-    if thought:
-        message = {**message, **dict.fromkeys(THOUGHTS, thought)}
+    if thought := thoughts_of(message):
+        message = {**message, "reasoning_content": thought, "thinking": thought, "reasoning": thought}
     if message["role"] == "developer" and "developer" not in template:
         message = {**message, "role": "system"}
     return message
@@ -114,7 +168,7 @@ def _with_known_names(message: dict, template: str) -> dict:
 # Cleaning
 
 
-def clean_messages(messages: Any) -> list[dict[str, Any]]:
+def clean_messages(messages: Any) -> list[Message]:
     """Return the messages of a chat, or parse them from JSON text, without what their storage added.
 
     That is nulls, `tool_calls: []`, JSON text in place of an object, and content in parts.
@@ -129,11 +183,11 @@ def clean_messages(messages: Any) -> list[dict[str, Any]]:
     return [_clean_message(from_json(given), f"message {number}") for number, given in enumerate(messages, start=1)]
 
 
-def _clean_message(given: Any, name: str) -> dict[str, Any]:
+def _clean_message(given: Any, name: str) -> Message:
     if not isinstance(given, dict):
         raise UserError('"messages" is not a list of objects')
     # Templates check which keys exist, but in a table every message has every key.
-    message = {key: value for key, value in given.items() if value is not None}
+    message: Any = {key: value for key, value in given.items() if value is not None}
     if "content" in message:
         message["content"] = _content_text(message["content"], name)
     if calls := from_json(message.pop("tool_calls", None)):
@@ -147,7 +201,7 @@ def _clean_message(given: Any, name: str) -> dict[str, Any]:
     return message
 
 
-def _clean_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+def _clean_calls(calls: Any, name: str) -> list[ToolCall]:
     if not isinstance(calls, list):
         raise UserError(f'the "tool_calls" of {name} is not a list of objects')
     calls = [_call(call) for call in calls]
@@ -159,7 +213,7 @@ def _clean_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     return calls
 
 
-def clean_tools(tools: Any) -> list[dict[str, Any]] | None:
+def clean_tools(tools: Any) -> list[Tool] | None:
     """Return tools as a list of objects, or None if there are none; they may be JSON text, whole or each.
 
     Raises:
@@ -198,8 +252,8 @@ def _content_text(content: Any, name: str) -> Any:
 
 
 _MARK = "MARKofMESSAGE"
-_PROBE = {"key": "PROBEvalue"}
-_PROBE_TOOL = {
+_PROBE: Json = {"key": "PROBEvalue"}
+_PROBE_TOOL: Tool = {
     "type": "function",
     "function": {"name": "PROBEname", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
@@ -209,7 +263,7 @@ _PROBE_TOOL = {
 def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Return whether a template writes the tools of a chat with one question."""
     with suppress(Exception):  # a template may raise anything
-        chat = [{"role": "user", "content": "PROBE"}]
+        chat: list[Message] = [{"role": "user", "content": "PROBE"}]
         return "PROBEname" in _render(tokenizer, template, chat, [_PROBE_TOOL], True)
     return False
 
@@ -221,8 +275,8 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
     Most templates want an object and write it as JSON, some append text. Some write calls only if there is no content
     (null in transformers 5.17, a missing key in 5.23).
     """
-    call = {"id": "abcdefgh1", "type": "function", "function": {"name": "PROBEname", "arguments": _PROBE}}
-    message = {"role": "assistant", "tool_calls": [call]}
+    call: ToolCall = {"id": "abcdefgh1", "type": "function", "function": {"name": "PROBEname", "arguments": _PROBE}}
+    message: Message = {"role": "assistant", "tool_calls": [call]}
     best, found = 0, (False, False)
     for form in ((False, False), (True, False), (False, True), (True, True)):
         with suppress(Exception):
@@ -239,7 +293,7 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
     return found
 
 
-def _in_form(message: dict, as_text: bool, null: bool) -> dict:
+def _in_form(message: Message, as_text: bool, null: bool) -> Message:
     """Return a message with tool calls in the form that a template takes, see `_form_of_calls`."""
     calls = message["tool_calls"]
     calls = [_with_arguments(call, as_text) for call in calls] if isinstance(calls, list) else calls
@@ -284,7 +338,7 @@ def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_to
     Both are empty for a template that rejects such chats, or does not write the turns as they are.
     """
     # The same answer twice: at the end of a chat, and before another user turn.
-    chat = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}]
+    chat: list[Message] = [{"role": "user", "content": _USER}, {"role": "assistant", "content": _ANSWER}]
     try:
         tools = [_PROBE_TOOL] if with_tools else None
         last, earlier = (_render(tokenizer, template, each, tools, False) for each in (chat, [*chat, *chat[:1]]))
@@ -325,8 +379,8 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 def answer_message(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int], tools: Any = None
-) -> dict[str, Any]:
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int], tools: list[Tool] | None = None
+) -> Message:
     """Parse an answer into the message that a chat template takes as history: content, reasoning and tool calls.
 
     Args:
@@ -337,18 +391,17 @@ def answer_message(
     """
     if getattr(tokenizer, "response_template", None):
         with suppress(Exception):  # an answer that was cut off need not follow the format
-            parsed = tokenizer.parse_response(list(answer), prefix=list(prompt), tools=tools)
+            parsed = tokenizer.parse_response(list(answer), prefix=list(prompt), tools=list(tools or ()) or None)
             return {"role": "assistant", "content": "", **parsed}
     template = str(tokenizer.chat_template)
-    thoughts = "thinking" if "message.thinking" in template else "reasoning_content"
-    message: dict[str, Any] = {"role": "assistant"}
+    message: Message = {"role": "assistant"}
     channels = _CHANNEL.findall(decoded(tokenizer, answer, special=True))
     if channels and "<|channel|>" in template:
         parts = [(name, before or after, part) for before, name, after, part in channels]
         text = "".join(part for name, to, part in parts if name != "analysis" and not to)
         thought = "".join(part for name, _, part in parts if name == "analysis")
         calls = [(to.removeprefix("functions."), part) for _, to, part in parts if to.startswith("functions.")]
-        found = [{"name": name, "arguments": part.strip()} for name, part in calls if name]
+        found: list[Function] = [{"name": name, "arguments": part.strip()} for name, part in calls if name]
     else:
         text, thought, found = decoded(tokenizer, answer, special=False), "", []
         before, mark, after = text.partition("</think>")
@@ -356,13 +409,12 @@ def answer_message(
             thought, text = before.replace("<think>", "").strip("\n"), after.lstrip("\n")
         if "tool_calls" in template:
             with suppress(ValueError, KeyError, TypeError):
-                found = [
-                    {key: call[key] for key in ("name", "arguments")} for call in map(json.loads, _CALL.findall(text))
-                ]
+                called = map(json.loads, _CALL.findall(text))
+                found = [{"name": call["name"], "arguments": call["arguments"]} for call in called]
                 text = _CALL.sub("", text).rstrip() if found else text
     message["content"] = text
     if thought:
-        message[thoughts] = thought
+        message["thinking" if "message.thinking" in template else "reasoning_content"] = thought
     if found:
         message["tool_calls"] = [{"type": "function", "function": call} for call in found]
     return message
@@ -376,14 +428,14 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: 
     return text
 
 
-def check_template_variables(variables: dict[str, Any]) -> None:
+def check_template_variables(variables: dict[str, Json]) -> None:
     """Raise a UserError for a name that is no variable, or that transformers or we give to the template ourselves."""
     wrong = [name for name in variables if not name.isidentifier() or name in _NO_VARIABLES]
     if wrong:
         raise UserError(f"chat_template_kwargs: {wrong[0]!r:.40} is not the name of a variable")
 
 
-def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables: dict[str, Any] | None) -> None:
+def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables: dict[str, Json] | None) -> None:
     """Set variables of the chat template for all chats: vLLM's `chat_template_kwargs`, such as `enable_thinking`."""
     if not variables:
         return

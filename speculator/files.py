@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import get_native_id
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from filelock import BaseFileLock, FileLock, Timeout
 
 from speculator.errors import UserError, first_line
 
 MANIFEST = "checksums.json"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""A value of JSON that others wrote, before it is checked."""
 _PARTIAL = ".partial"
 _CACHE_LOCK_SECONDS = 60
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import answer_message, chat_text, chat_tokens, clean_messages, clean_tools
+from speculator.chat import Message, Tool, answer_message, chat_text, chat_tokens, clean_messages, clean_tools
 from speculator.errors import UserError, check_text
-from speculator.files import read_rows
+from speculator.files import Json, read_rows
 
 KEYS = {
     "turns": "a list of texts",
@@ -44,19 +44,19 @@ class Prompt:
         variables: variables of the chat template.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     later: list[str] = field(default_factory=list)
     chat: bool = False
-    tools: Any = None
+    tools: list[Tool] | None = None
     category: str = ""
     where: str = "the prompt"
     today: datetime | None = None
-    variables: dict[str, Any] | None = None
+    variables: dict[str, Json] | None = None
 
     @property
     def text(self) -> str:
         """Text before the answer, without a chat template."""
-        return _BETWEEN.join(message["content"] for message in self.messages)
+        return _BETWEEN.join(message["content"] or "" for message in self.messages)
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Tokenize the first turn; special tokens spelled in the text count as such, as in transformers and servers."""
@@ -88,7 +88,7 @@ class Prompt:
             messages.append(_user(question))
         return self._rendered(tokenizer, messages)
 
-    def _rendered(self, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+    def _rendered(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
         try:
             text = chat_text(tokenizer, messages, self.tools, True, self.today, self.variables)
             return chat_tokens(text, tokenizer)
@@ -133,5 +133,5 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     return Prompt([_user(texts[0])], texts[1:], chat, None, category, where)
 
 
-def _user(content: str) -> dict[str, str]:
+def _user(content: str) -> Message:
     return {"role": "user", "content": content}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from math import ceil, inf, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import datasets
 import pyarrow
@@ -17,6 +17,7 @@ from pyarrow import compute, parquet
 from transformers import PreTrainedConfig
 
 from data.conversations import split_at_answers
+from data.documents import Document
 from data.mixture import PYTHON_SOURCES, SELF, Mixture
 from data.sources import documents
 from data.tally import Tally
@@ -176,7 +177,7 @@ def expected_prompts(run: Run) -> list[Prompt] | None:
     return found or None
 
 
-def _prompt_of(row: dict[str, Any], generate: GenerateConfig) -> Prompt:
+def _prompt_of(row: Document, generate: GenerateConfig) -> Prompt:
     if "messages" in row:
         opening, later = split_at_answers(row["messages"], None if generate.turns == "all" else generate.turns)
         asked = sum(len(message.get("content") or "") for turn in (opening, *later) for message in turn)

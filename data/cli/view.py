@@ -10,10 +10,10 @@ import argparse
 import sys
 from collections.abc import Iterator
 from itertools import groupby, islice
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.documents import ChatFacts, TokenDocument
 from data.mixture import mixture_of
 from data.rendering import tokenizer_of
 from data.sources import token_documents
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     tally.warn(arguments.source)
 
 
-def _facts(chat: dict[str, Any] | None) -> Iterator[str]:
+def _facts(chat: ChatFacts | None) -> Iterator[str]:
     """Yield lines about a chat that is not one row with loss on all its answers."""
     if chat is None:
         return
@@ -60,7 +60,7 @@ def _facts(chat: dict[str, Any] | None) -> Iterator[str]:
     yield from (f"message {number + 1} has no loss: {reason}" for number, reason in chat["left_out"])
 
 
-def _marked(document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:
+def _marked(document: TokenDocument, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:
     """Return a document's text, including special tokens, with marks around the parts with and without loss."""
     text, end, shown = "", 0, ""
     for loss, run_of in groupby(document["loss_mask"]):

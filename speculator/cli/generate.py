@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from speculator.chat import answer_message
+from speculator.chat import Message, answer_message
 from speculator.cli import model_flags
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, acceptance_length, check_prompts
@@ -127,7 +127,8 @@ def _row(row: dict, request: Request, text: str) -> dict:
 
 def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:
     """Answer the lines of stdin. The engine shares the conversation so far, so a turn prefills only what is new."""
-    messages, requests, tokenizer = [], [], engine.target.tokenizer
+    messages: list[Message] = []
+    requests, tokenizer = [], engine.target.tokenizer
     while line := _read_line():
         if line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import THOUGHTS, answer_message
+from speculator.chat import Function, ToolCall, answer_message, thoughts_of
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import decode
 from speculator.server.answer import AnswerText
@@ -195,7 +195,7 @@ class ChatWriter(CompletionWriter):
         if calls and not self.request.parses_calls:
             return {"content": answer.text}
         parsed: dict[str, Any] = {"content": message["content"] or (None if calls else "")}
-        if thought := next((message[key] for key in THOUGHTS if message.get(key)), None):
+        if thought := thoughts_of(message):
             parsed["reasoning"] = thought
         if calls:
             parsed["tool_calls"] = [_call(call["function"]) for call in calls]
@@ -230,10 +230,10 @@ class ChatWriter(CompletionWriter):
         return {"content": content}
 
 
-def _call(function: dict[str, Any]) -> dict[str, Any]:
+def _call(function: Function) -> ToolCall:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    called = {"name": function["name"], "arguments": text}
+    called: Function = {"name": function["name"], "arguments": text}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called}
 
 
