@@ -208,7 +208,7 @@ class SpeculatorTrainer(Trainer):
             hidden,
             # float32, because heads are trained in it whatever the target's dtype is.
             states.float(),
-            {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name not in _ROW_COLUMNS},
+            {name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
             # An evaluation counts every token once, so that its loss is comparable between runs.
             inputs.get("token_weights") if model.training else None,
         )
