@@ -88,7 +88,8 @@ class TokenDocument(TypedDict, total=False):
 
     Attributes:
         id: that of the document.
-        input_ids, loss_mask, rejected: tokens, and for each whether it has loss and replaced a rejected draft token.
+        input_ids, loss_mask: tokens, and for each whether it has loss.
+        rejected: for each token whether it replaced a rejected draft token; none did without it.
         source_ids: what an encoder reads.
         chat: facts of a chat, in its first row.
     """
@@ -96,6 +97,6 @@ class TokenDocument(TypedDict, total=False):
     id: Required[str]
     input_ids: Required[list[int]]
     loss_mask: Required[list[int]]
-    rejected: Required[list[int]]
+    rejected: list[int]
     source_ids: list[int]
     chat: ChatFacts

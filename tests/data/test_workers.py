@@ -198,7 +198,9 @@ def test_first_rows_match_the_whole_split_and_tokenize_no_more(tmp_path, monkeyp
     monkeypatch.setattr(
         rendering, "_render_batch", lambda batch, **rest: (rendered.append(batch), whole(batch, **rest))[1]
     )
-    request = partial(RowRequest, mixture_of([source]), "validation", tiny_tokenizer(), 16, num_proc=1)
+    request = partial(
+        RowRequest, mixture=mixture_of([source]), split="validation", tokenizer=tiny_tokenizer(), length=16, num_proc=1
+    )
     few = token_rows(request(first_rows=3)).to_dict()
     some, whole_split = len(rendered), token_rows(request())
     assert len(whole_split) > 10
