@@ -101,16 +101,16 @@ def test_a_row_reads_its_own_keys(target, drafter, monkeypatch):
         assert sum(own) <= positions <= sum(own) + 64 * len(read) / layers < len(own) * max(own)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-def test_seeded_texts_do_not_depend_on_the_rows_and_their_drafts(target, rows):
+def test_seeded_texts_do_not_depend_on_the_rows_and_their_drafts(target):
     draw = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, 32, (3 + i % 9,), generator=draw).tolist() * (1 + i % 3) for i in range(48)]
-    settings = [Sampling(i % 3 / 2, seed=i) for i in range(48)]
+    prompts = [torch.randint(1, 32, (3 + i % 9,), generator=draw).tolist() * (1 + i % 3) for i in range(32)]
+    settings = [Sampling(i % 3 / 2, seed=i) for i in range(32)]
     plain = [
-        generate(target, None, [p], [s], max_new_tokens=24).tokens[0] for p, s in zip(prompts, settings, strict=True)
+        generate(target, None, [p], [s], max_new_tokens=16).tokens[0] for p, s in zip(prompts, settings, strict=True)
     ]
-    drafted = generate(target, NgramDrafter(6), prompts, settings, max_new_tokens=24, max_batch_size=rows)
-    assert drafted.tokens == plain
+    for rows in (1, 4, 16):
+        drafted = generate(target, NgramDrafter(6), prompts, settings, max_new_tokens=16, max_batch_size=rows)
+        assert drafted.tokens == plain, rows
 
 
 # ---- how long each row's draft is
