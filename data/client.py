@@ -76,7 +76,7 @@ def fetch_rows(
         record["ends"] = asdict(writing.ends)
     # Of 70 prompts, 32 at a time: 0..31, 32..63 and 64..69.
     rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
-    servers = [_Server(base, target, tokenizer, writing) for base in bases]
+    servers = [_TextServer(base, target, tokenizer, writing) for base in bases]
     with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
         if batches := work.todo():
             todo = {batch: rows[batch] for batch in batches}
@@ -95,7 +95,7 @@ def _summary(batches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _fetch(
-    servers: Sequence[_Server],
+    servers: Sequence[_TextServer],
     work: Batches,
     batches: dict[int, list[int]],
     prompts: Sequence[Conversation],
@@ -108,7 +108,7 @@ async def _fetch(
     by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
     written_at = time.monotonic()
 
-    def drop(server: _Server, error: Exception) -> None:
+    def drop(server: _TextServer, error: Exception) -> None:
         fault = server.describe(error)
         known = server in available
         available.discard(server)
@@ -117,7 +117,7 @@ async def _fetch(
         if known:
             log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
 
-    async def probe(server: _Server) -> None:
+    async def probe(server: _TextServer) -> None:
         try:
             await server.probe(prompts)
         except UNAVAILABLE as error:
@@ -155,7 +155,7 @@ async def _fetch(
     try:
         await asyncio.gather(*map(probe, servers))
         # One entry per request that a server may serve: a semaphore for each server, taken in turn.
-        free_slots: asyncio.Queue[_Server] = asyncio.Queue()
+        free_slots: asyncio.Queue[_TextServer] = asyncio.Queue()
         for server in [*available] * concurrency:
             free_slots.put_nowait(server)
         await asyncio.gather(*(fetch(batch, row) for batch, rows in batches.items() for row in rows))
@@ -164,7 +164,7 @@ async def _fetch(
             await server.client.close()
 
 
-class _Server(Connection):
+class _TextServer(Connection):
     """A server that continues prompts. `base` is its URL without /v1; the other arguments are those of `fetch_rows`."""
 
     def __init__(self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, writing: Writing):

@@ -41,7 +41,7 @@ def pack(documents: Iterable[TokenDocument], length: int, max_tokens: int | None
             yield row
 
 
-class _Row:
+class _OpenRow:
     """A row that is being filled.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Row:
 
 
 def _fill(documents: Iterable[TokenDocument], length: int) -> Iterator[Columns]:
-    text, rows = _Row(), list[_Row]()  # the open rows: one of plain text, and those of other documents
+    text, rows = _OpenRow(), list[_OpenRow]()  # the open rows: one of plain text, and those of other documents
     for document in documents:
         size, begin = len(document["input_ids"]), 0
         if all(document["loss_mask"]):
@@ -80,14 +80,14 @@ def _fill(documents: Iterable[TokenDocument], length: int) -> Iterator[Columns]:
                 begin = text.append(document, begin, length)
                 if text.used == length:
                     yield text.finished()
-                    text = _Row()
+                    text = _OpenRow()
             continue
         while begin < size:
             needed = min(size - begin, length)
             # Rests come first in their rows, so that their number tells which documents they are.
             fitting = [row for row in rows if row.used + needed <= length and (not begin or row.rests == row.documents)]
             if not fitting:
-                rows.append(_Row())
+                rows.append(_OpenRow())
             row = max(fitting, key=lambda row: row.used, default=rows[-1])
             begin = row.append(document, begin, length)
             if row.used == length or len(rows) > _OPEN_ROWS:

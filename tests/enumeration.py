@@ -432,10 +432,10 @@ def branching(monkeypatch, pick: Callable[[list[float]], int], rules: dict[str, 
     for module in ("shapes", "fixed_tree"):
         monkeypatch.setattr(f"speculator.drafters.{module}.draw", draw)
 
-    def samples(noise: Noise, logits: torch.Tensor, draft: Draft, present=None) -> torch.Tensor:
-        if present is not None:
+    def samples(noise: Noise, logits: torch.Tensor, draft: Draft, unpadded=None) -> torch.Tensor:
+        if unpadded is not None:
             packed, logits = logits, logits.new_zeros(len(draft.tokens), draft.tokens.shape[1] + 1, logits.shape[-1])
-            logits[present] = packed
+            logits[unpadded] = packed
         if noise.sampling.greedy:
             return logits.argmax(-1)
         p = noise.sampling.probs(logits)

@@ -15,7 +15,7 @@ from data.mixture import SELF
 from speculator.checkpoints import head_folder, recognise, shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
-from speculator.heads.rnn import RecurrentHead
+from speculator.heads.rnn import RNNHead
 from speculator.target.base import TrainingTarget
 from speculator.target.sharding import SHARDED
 from speculator.terminal import log
@@ -139,7 +139,7 @@ def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
 
 def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
     """Raise a UserError if a target has an encoder, and the architecture of the head knows none."""
-    if target.is_encoder_decoder and not issubclass(head_class(head), RecurrentHead):
+    if target.is_encoder_decoder and not issubclass(head_class(head), RNNHead):
         raise UserError(
             f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only"
         )

@@ -1,4 +1,4 @@
-"""Pace of training, and the log line that shows it."""
+"""Throughput of training, and the log line that shows it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIMED, _LEAST_SECONDS = 3, 5.0
 """Steps and seconds after which the first estimate of the time is printed: short steps differ much."""
 
 
-class Pace(TrainerCallback):
+class Throughput(TrainerCallback):
     """Times optimiser steps (forward and backward passes, and the update) and counts their tokens.
 
     Args:

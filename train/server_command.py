@@ -89,7 +89,8 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
 
     run = settle(config, processes=1, place=Place(1))
     text = run.text
-    assert run.target is not None and text is not None
+    assert run.target is not None
+    assert text is not None
     checks.check_is_decoder(config.target.name_or_path, run.target)
     aux_layers, longest = needed_of_server(run, context_length(text, config.target.name_or_path) - 1)
     layers = (*aux_layers, text.num_hidden_layers)

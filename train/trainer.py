@@ -33,7 +33,7 @@ from train.interrupts import stop_asked
 from train.look_ahead import DOCUMENTS, SOURCES, STATES, Batch, Documents, LookAhead, LookAheadLoader
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.muon import MuonAndAdamW
-from train.progress import Pace, ProgressLine
+from train.progress import ProgressLine, Throughput
 from train.sharded_adam import ShardedAdam
 
 _LOADERS = 2
@@ -151,8 +151,8 @@ class SpeculatorTrainer(Trainer):
         # The Trainer counts the labels of a global batch, and compute_loss alone divides by their number.
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, dict[str, Metric]] = {"train": {}, "eval": {}}
-        self.pace = Pace(self.args.device, token_at_peak)
-        self.add_callback(self.pace)
+        self.throughput = Throughput(self.args.device, token_at_peak)
+        self.add_callback(self.throughput)
         self.add_callback(StopWhenAsked(self))
         self.add_callback(CountEpochs(self.data_collator))
 
@@ -193,7 +193,7 @@ class SpeculatorTrainer(Trainer):
         input_ids = inputs["input_ids"]
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
-        with self.pace.of_target(input_ids) if model.training else nullcontext():
+        with self.throughput.of_target(input_ids) if model.training else nullcontext():
             if self.look_ahead is not None:
                 hidden, states = self.look_ahead.take(inputs)
             else:
@@ -266,7 +266,7 @@ class SpeculatorTrainer(Trainer):
         if "loss" in logs and "learning_rate" in logs:
             self._refuse_unless_finite("the loss", logs["loss"])
             logs |= self._take("train")
-            logs |= self.pace.figures(self.state, self.args.world_size)
+            logs |= self.throughput.figures(self.state, self.args.world_size)
             if self.look_ahead is not None:
                 logs["waiting_for_servers"] = self.look_ahead.share_waited()
         # SIGTERM to all processes ends wandb's own too, before the checkpoint is saved.

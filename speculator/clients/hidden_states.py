@@ -72,7 +72,7 @@ class Expected:
         return tokens * len(self.layers) * self.hidden_size * self.dtype.itemsize
 
 
-class _Server(Connection):
+class _HiddenStateServer(Connection):
     """A server, with `busy`, its number of requests in flight, and `seconds`, a running mean of what one takes.
 
     A `pause` above 0 means that it did not answer the last request, and is tried again at `retry_at`.
@@ -100,7 +100,7 @@ class HiddenStateServers:
     def __init__(self, urls: Sequence[str], model: str, expected: Expected, processes: int = 1):
         bases = base_urls(urls, "target.server")
         self.expected, self._processes = expected, processes
-        self._servers = [_Server(base, model) for base in bases]
+        self._servers = [_HiddenStateServer(base, model) for base in bases]
         # Files are named after the request, so that those of a request that failed can be found.
         self._name, self._numbers = f"{_NAME}-{uuid4().hex[:12]}", count()
         self._pool = ThreadPoolExecutor(_IN_FLIGHT * len(bases), thread_name_prefix="hidden-states")
@@ -214,7 +214,7 @@ class HiddenStateServers:
                 self._used -= size
                 self._change.notify_all()
 
-    def _next_server(self) -> _Server:
+    def _next_server(self) -> _HiddenStateServer:
         """Choose the server that should be done first, or wait until one is to be tried again."""
         with self._change:
             while not self._closing:
@@ -230,7 +230,7 @@ class HiddenStateServers:
                 self._change.wait(_PAUSES[0])
         raise UserError("closed")
 
-    def _return(self, server: _Server, seconds: float) -> None:
+    def _return(self, server: _HiddenStateServer, seconds: float) -> None:
         with self._change:
             if server.pause:
                 log(f"{server.url} answers again")
@@ -240,7 +240,7 @@ class HiddenStateServers:
             self._silent_since = None
             self._change.notify_all()
 
-    def _leave(self, server: _Server, fault: str) -> None:
+    def _leave(self, server: _HiddenStateServer, fault: str) -> None:
         """Put a server off until its next try; raise a UserError if no server has answered for too long."""
         with self._change:
             server.busy -= 1
@@ -259,7 +259,7 @@ class HiddenStateServers:
         gone = f"{fault}; no server has answered for {silent:.0f} s; the same command resumes from the last checkpoint"
         refuse((silent > _PATIENCE, gone))
 
-    def _ask(self, server: _Server, tokens: list[int], **more: Any) -> tuple[Path, Any]:
+    def _ask(self, server: _HiddenStateServer, tokens: list[int], **more: Any) -> tuple[Path, Any]:
         """Send a document; return the file that the answer names, and the answer."""
         request = f"{self._name}-{next(self._numbers)}"
         try:

@@ -75,7 +75,7 @@ class Draft(TokenTree):
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
 
     @property
-    def present(self) -> tuple[Tensor, Tensor] | None:  # [T], [T]
+    def unpadded(self) -> tuple[Tensor, Tensor] | None:  # [T], [T]
         """Rows and verify positions of all tokens but padding, pending ones included; None if no row can have padding.
 
         The host waits for the device here.
@@ -142,10 +142,10 @@ class Computed:
 
     Attributes:
         widths: number of tokens of each row that the target's layers compute; None: n + 1.
-        present: see `Draft.present`; None: all.
+        unpadded: see `Draft.unpadded`; None: all.
     """
 
-    present: tuple[Tensor, Tensor] | None = None
+    unpadded: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, widths: list[int] | None = None):
         self.widths = widths
@@ -162,12 +162,12 @@ class Computed:
 class ComputedRagged(Computed):
     """The tokens that exist in a draft whose rows differ in length: T of them, row after row."""
 
-    def __init__(self, draft: Draft, present: tuple[Tensor, Tensor], widths: list[int] | None):
+    def __init__(self, draft: Draft, unpadded: tuple[Tensor, Tensor], widths: list[int] | None):
         super().__init__(widths)
-        self._lengths, self.present = draft.lengths, present
+        self._lengths, self.unpadded = draft.lengths, unpadded
 
     def of(self, hidden: Tensor) -> Tensor:
-        return hidden[self.present]
+        return hidden[self.unpadded]
 
     def index(self, last: Tensor) -> tuple[Tensor, ...]:
         # Each row has its pending token first: with lengths [2, 0, 1] the rows begin at 0, 3 and 4.

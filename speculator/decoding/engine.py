@@ -179,7 +179,7 @@ class Engine:
             on_step=on_step,
             logprobs=logprobs,
             min_tokens=min_tokens,
-            held_back=early,
+            suppressed=early,
         )
 
     def enqueue(self, request: Request) -> Request:
@@ -363,12 +363,12 @@ class Engine:
         # Reading the lengths costs nothing on a CPU. Only `match` takes logits of single tokens: the other rules index
         # them by row and verify position, as log-probabilities and `min_tokens` do.
         packs = noise.coupled and self.target.device.type == "cpu" and not self.rows.capturing
-        present = draft.present if packs else None
-        if present is None:
+        unpadded = draft.unpadded if packs else None
+        if unpadded is None:
             return Computed()
         by_row = draft.tree is None and not self.cache.recurrent
         widths = (draft.lengths + 1).tolist() if by_row else None
-        return Computed(widths) if batch.is_special else ComputedRagged(draft, present, widths)
+        return Computed(widths) if batch.is_special else ComputedRagged(draft, unpadded, widths)
 
     def accept(
         self,
@@ -379,9 +379,9 @@ class Engine:
         computed: Computed,
     ) -> tuple[Tensor, Tensor, Tensor]:  # [R] each
         """Return the position where the accepted path ends, the token after it, and whether its logits are finite."""
-        logits = batch.without_held_back(logits, draft)
+        logits = batch.without_suppressed(logits, draft)
         if noise.coupled:
-            last, next_token = match(noise.samples(logits, draft, computed.present), draft)
+            last, next_token = match(noise.samples(logits, draft, computed.unpadded), draft)
             finite: Tensor | bool = True
         else:  # n random numbers drew the draft, n more test it, another one samples
             assert self.drafter is not None

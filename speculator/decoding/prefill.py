@@ -12,8 +12,8 @@ from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.memory import Sequences
-from speculator.decoding.request import Request, held_back, max_logprobs
-from speculator.decoding.sampling import Noise, RowSampling, without_held_back
+from speculator.decoding.request import Request, max_logprobs, suppressed
+from speculator.decoding.sampling import Noise, RowSampling, without_suppressed
 from speculator.errors import refuse
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
@@ -69,8 +69,8 @@ def first_tokens(
     sampling = RowSampling([request.sampling for request in requests], hidden.device)
     noise = Noise(sampling, lengths, target.vocab_size, 0, coupled=True)
     allowed = logits[:, None]
-    if early := held_back(requests):
-        allowed = without_held_back(allowed, early, torch.zeros_like(lengths)[:, None])
+    if early := suppressed(requests):
+        allowed = without_suppressed(allowed, early, torch.zeros_like(lengths)[:, None])
     first = noise.samples(allowed, Draft.none(lengths))[:, 0]
     refuse((not logits.gather(1, first[:, None]).isfinite().all(), not_finite(target)))
     num_top = max_logprobs(requests)

@@ -106,7 +106,7 @@ class Request:
             ([], 0) if there is no memory for the request.
         logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
         min_tokens: tokens before the completion may end.
-        held_back: token ids that may not be sampled among the first `min_tokens` new tokens.
+        suppressed: token ids that may not be sampled among the first `min_tokens` new tokens.
         sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
@@ -123,7 +123,7 @@ class Request:
     on_step: Callable[[list[int], int], None] | None = None
     logprobs: int | None = None
     min_tokens: int = 0
-    held_back: Collection[int] = ()
+    suppressed: Collection[int] = ()
     sequence: list[int] = field(init=False)
     steps: list[Step] = field(default_factory=list)
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -214,10 +214,10 @@ class Generation:
         return acceptance_length(step for row in self.steps for step in row)
 
 
-def held_back(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
+def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
     """Return (row, missing tokens, tokens not to be sampled yet) of each row with fewer than `min_tokens` tokens."""
     return [
-        (row, missing, sorted(each.held_back))
+        (row, missing, sorted(each.suppressed))
         for row, each in enumerate(requests)
         if each.min_tokens and (missing := each.min_tokens - len(each.tokens)) > 0
     ]

@@ -23,8 +23,8 @@ from speculator.decoding.drafter import Drafter, Shape
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.memory import Memory, Sequences
 from speculator.decoding.prefill import Chunk
-from speculator.decoding.request import Request, held_back, max_logprobs
-from speculator.decoding.sampling import RowSampling, without_held_back
+from speculator.decoding.request import Request, max_logprobs, suppressed
+from speculator.decoding.sampling import RowSampling, without_suppressed
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.device import is_out_of_memory
 from speculator.kernels import cuda_graphs
@@ -51,7 +51,7 @@ class Batch:
         sampling: temperature and filters of each row.
         num_logprobs: number of likeliest tokens to report with their log-probabilities; None: report none.
         sequences: tokens of each row, the pending one last; empty for idle rows.
-        held_back: tokens that may not be sampled yet, see `speculator.decoding.request.held_back`.
+        suppressed: tokens that may not be sampled yet, see `speculator.decoding.request.suppressed`.
         token_logprobs: log-probabilities of the step's new tokens, by row.
     """
 
@@ -61,18 +61,18 @@ class Batch:
     sampling: RowSampling
     num_logprobs: int | None
     sequences: Sequences = ()
-    held_back: Sequence[tuple[int, int, list[int]]] = ()
+    suppressed: Sequence[tuple[int, int, list[int]]] = ()
     token_logprobs: list[list[TokenLogprobs]] | None = None
 
     @property
     def is_special(self) -> bool:
         """True if a request wants log-probabilities, or may not end yet. Such a step is not captured."""
-        return self.num_logprobs is not None or bool(self.held_back)
+        return self.num_logprobs is not None or bool(self.suppressed)
 
-    def without_held_back(self, logits: Tensor, draft: Draft) -> Tensor:  # [R, n + 1, V]
+    def without_suppressed(self, logits: Tensor, draft: Draft) -> Tensor:  # [R, n + 1, V]
         """Return the logits with tokens that may not be sampled yet made impossible."""
         # A depth is how far ahead the token is that the logits are for, 0 for the next one.
-        return without_held_back(logits, self.held_back, draft.depths) if self.held_back else logits
+        return without_suppressed(logits, self.suppressed, draft.depths) if self.suppressed else logits
 
     def note_logprobs(
         self,
@@ -285,7 +285,7 @@ class Rows:
         if batch is None or requests != batch.requests or rows != len(batch.pending):
             batch = self._batch = self._new_batch(requests, rows)
         batch.sequences = [*(slot.sequence for slot in slots), *[[] for _ in range(rows - count)]]
-        batch.held_back, batch.token_logprobs = held_back(requests), None
+        batch.suppressed, batch.token_logprobs = suppressed(requests), None
         return batch
 
     def _new_batch(self, requests: list[Request], rows: int) -> Batch:

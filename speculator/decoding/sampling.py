@@ -201,18 +201,18 @@ class Noise:
         self,
         logits: Tensor,  # [B, n+1, V] the target's after the pending token and each token of the draft; or [T, V]
         draft: Draft,
-        present: tuple[Tensor, Tensor] | None = None,
+        unpadded: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # [B, n+1]
         """Return the target's own token at every verify position.
 
         Args:
-            present: rows and verify positions [T] of the given logits (see `Draft.present`); all other positions get
+            unpadded: rows and verify positions [T] of the given logits (see `Draft.unpadded`); all other positions get
                 token 0.
         """
-        if present is not None:
-            rows, depths = present[0], draft.depths[present]
+        if unpadded is not None:
+            rows, depths = unpadded[0], draft.depths[unpadded]
             tokens = torch.zeros(len(draft.tokens), draft.tokens.shape[1] + 1, dtype=torch.long, device=logits.device)
-            tokens[present] = self._samples_of(logits, rows, depths) if self._noisy else most_likely(logits)
+            tokens[unpadded] = self._samples_of(logits, rows, depths) if self._noisy else most_likely(logits)
             return tokens
         if not self._noisy:
             return most_likely(logits)
@@ -248,14 +248,14 @@ class Noise:
         return uniforms(self.sampling.seeds, self.positions, count)
 
 
-def without_held_back(
+def without_suppressed(
     logits: Tensor,  # [B, T, V]
-    held_back: Iterable[tuple[int, int, list[int]]],  # see `speculator.decoding.request.held_back`
+    suppressed: Iterable[tuple[int, int, list[int]]],  # see `speculator.decoding.request.suppressed`
     depths: Tensor,  # [B, T] 0: the next token
 ) -> Tensor:  # [B, T, V]
     """Return a copy of the logits in which tokens that come too early in their row are impossible."""
     logits = logits.clone()
-    for row, missing, tokens in held_back:
+    for row, missing, tokens in suppressed:
         # Depth 0 is the next token: with 2 tokens missing, those at depths 0 and 1 are too early.
         early = depths[row, :, None] < missing
         logits[row, :, tokens] = logits[row][:, tokens].masked_fill(early, -torch.inf)

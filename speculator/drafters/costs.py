@@ -126,14 +126,14 @@ class CostTable:
             # Each entry answers for as many tokens per row: for 6 rows with 12 tokens, that of 4 rows is asked about 8.
             low, high = (entry.of(levels, tokens / rows * entry.rows, path) for entry in (less, more))
             share = (rows - less.rows) / (more.rows - less.rows) if less.rows < rows < more.rows else 1.0
-            self._known[key] = 1 + (low + (high - low) * share - 1) * self._factors.get(_alike(greedy, rows), 1.0)
+            self._known[key] = 1 + (low + (high - low) * share - 1) * self._factors.get(_key(greedy, rows), 1.0)
         return self._known[key]
 
     def observe(self, shape: Shape | None, tokens: int, path: bool, greedy: bool, rows: int, seconds: float) -> None:
         """Record a step's time, and correct the costs if they are wrong by 30% or more over several steps.
 
         A step with a draft is compared with a plain one just before or after it, because steps take longer as the texts
-        grow. A correction holds for similar numbers of rows, see `_alike`.
+        grow. A correction holds for similar numbers of rows, see `_key`.
 
         Args:
             shape, tokens, path, greedy, rows: see `__call__`.
@@ -141,7 +141,11 @@ class CostTable:
         """
         if not self._learns:
             return
-        key, drafted, cost = _alike(greedy, rows), bool(tokens or shape), self(shape, tokens, path, greedy, rows)
+        key, drafted, cost = (
+            _key(greedy, rows),
+            bool(tokens or shape),
+            self(shape, tokens, path, greedy, rows),
+        )
         before, self._before = self._before, (greedy, rows, drafted, seconds, cost)
         if before is None or before[:3] != (greedy, rows, not drafted):
             return
@@ -163,6 +167,6 @@ class CostTable:
         pairs.clear()
 
 
-def _alike(greedy: bool, rows: int) -> tuple[bool, int]:
+def _key(greedy: bool, rows: int) -> tuple[bool, int]:
     """Return a key of the steps that are corrected together: those of 1, 2, 3 to 4, 5 to 8, ... rows."""
     return greedy, (rows - 1).bit_length()

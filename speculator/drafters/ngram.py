@@ -98,7 +98,7 @@ class History:
         return self._ends.get(tuple(text[-self.ngram :]), ())
 
 
-def _alike(one: Sequence[int], end: int, other: Sequence[int]) -> int:
+def _common_suffix(one: Sequence[int], end: int, other: Sequence[int]) -> int:
     """Return how many tokens before `end` equal the last ones of `other`, up to `LONGEST`: of a b c and x b c, 2."""
     count, most = 0, min(end, len(other), LONGEST)
     while count < most and one[end - 1 - count] == other[-1 - count]:
@@ -164,12 +164,12 @@ class NgramDrafter(Drafter):
             matches += self.history.occurrences(text)
         size, tokens = 0, []
         for other, end in matches:
-            alike = _alike(other, end, text)
+            common = _common_suffix(other, end, text)
             if other is not text and other is not source_of(text):
                 # At least 1, so that a match elsewhere is better than none.
-                alike = max(1, alike - _ELSEWHERE)
-            if alike > size:
-                size, tokens = alike, list(other[end : end + self.num_speculative_tokens])
+                common = max(1, common - _ELSEWHERE)
+            if common > size:
+                size, tokens = common, list(other[end : end + self.num_speculative_tokens])
         return size, tokens
 
     def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:

@@ -135,7 +135,7 @@ def fastest_shape(choices: Sequence[Choice], cost: StepCost, greedy: Greedy, row
 
 
 @dataclass
-class Plan:
+class PricedDraft:
     """What a step could draft.
 
     Attributes:
@@ -197,7 +197,7 @@ class Chooser:
         self._rows: dict[Request, _Row] = {}
         self._without_head, self._with_draft = 0, 0  # steps in a row
 
-    def choose(self, requests: Sequence[Request], found: Sequence[tuple[int, list[int]]]) -> Plan:
+    def choose(self, requests: Sequence[Request], found: Sequence[tuple[int, list[int]]]) -> PricedDraft:
         """Return the plan of the next step.
 
         Args:
@@ -228,7 +228,7 @@ class Chooser:
         found: Sequence[tuple[int, list[int]]],
         logits: Sequence[float],
         shifts: Sequence[Shift],
-    ) -> Plan:
+    ) -> PricedDraft:
         kinds, rows = [request.sampling.greedy for request in requests], len(requests)
         greedy, none = all(kinds), [0] * rows
         choices = [choice for choice in self._choices if all(kind in choice.logits for kind in kinds)]
@@ -246,7 +246,7 @@ class Chooser:
         def cost(choice: Choice | None, tokens: int, path: bool) -> float:
             return self._cost(choice.shape if choice else None, tokens, path, greedy, rows)
 
-        def priced(choice: Choice | None, price: float) -> Plan:
+        def priced(choice: Choice | None, price: float) -> PricedDraft:
             """Return the plan of a choice in which rows take their paths at this price."""
             nodes = choice.shape.nodes if choice else 0
             tree = self._packed and choice is not None and choice.shape.depth < nodes
@@ -270,11 +270,11 @@ class Chooser:
             elif not self._packed:
                 tokens = rows * max(nodes, LONGEST_PATH * any(lengths))
             taken_cost = cost(None if all(lengths) else choice, tokens, any(lengths))
-            return Plan(expected / taken_cost, choice, lengths, tokens)
+            return PricedDraft(expected / taken_cost, choice, lengths, tokens)
 
-        def by_head(choice: Choice | None) -> Plan:
+        def by_head(choice: Choice | None) -> PricedDraft:
             tokens = rows * choice.shape.nodes if choice else 0
-            return Plan((rows + sum(gains[choice])) / cost(choice, tokens, False), choice, none, tokens)
+            return PricedDraft((rows + sum(gains[choice])) / cost(choice, tokens, False), choice, none, tokens)
 
         plain, *heads = map(by_head, gains)
         heads.sort(key=lambda step: -step.rate)

@@ -29,7 +29,7 @@ _EPS = 1e-6
 _NOISE = 0.3
 
 
-class RecurrentConfig(UnrolledConfig):
+class RNNConfig(UnrolledConfig):
     """Shape of a recurrent head.
 
     Args:
@@ -55,15 +55,15 @@ class RecurrentConfig(UnrolledConfig):
         return f"{self.n_predict} heads, {tied}tied, input {scaled}scaled"
 
 
-class RecurrentHead(UnrolledHead):
+class RNNHead(UnrolledHead):
     """A head that drafts up to N tokens from a state of its own; training and drafting both call `advance`.
 
     The state is one tensor, so that a tree of drafts can gather it without knowing the architecture.
     """
 
-    config_class = RecurrentConfig
+    config_class = RNNConfig
 
-    def __init__(self, config: RecurrentConfig):
+    def __init__(self, config: RNNConfig):
         super().__init__(config)
         # Each step keeps w^2 of the variance that h_t contributes, so after N steps w^(2N) = 1/2 is left.
         state_weight = 0.5 ** (0.5 / config.n_predict)
@@ -137,8 +137,8 @@ class RecurrentHead(UnrolledHead):
             features.append(self.features(i, state))
         return features
 
-    def drafting_source(self) -> RecurrentSource:
-        return RecurrentSource(self)
+    def drafting_source(self) -> RNNSource:
+        return RNNSource(self)
 
     @torch.no_grad()
     def initialise_from(self, embedding: Tensor, output: Tensor) -> None:
@@ -161,7 +161,7 @@ class RecurrentHead(UnrolledHead):
         self.entry.weight.mul_(_NOISE).add_(torch.eye(inner))
 
 
-class RecurrentSource(LastHiddenSource):
+class RNNSource(LastHiddenSource):
     """Drafts from the target's last hidden state, with one state per token of the newest level."""
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:

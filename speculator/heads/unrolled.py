@@ -30,7 +30,7 @@ from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, Trainin
 
 
 @dataclass
-class OnHost:
+class HostIndices:
     """What the indices of a batch follow from, on the CPU: on a GPU their number would have to be waited for.
 
     Attributes:
@@ -53,7 +53,7 @@ class UnrolledConfig(SpeculatorConfig):
         self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
     ) -> dict[str, Any]:
         labels = align(input_ids, document_ids, loss_mask, self.n_predict)
-        return {"labels": labels, "on_host": OnHost(labels, document_ids)}
+        return {"labels": labels, "on_host": HostIndices(labels, document_ids)}
 
 
 class UnrolledHead(Speculator):
@@ -169,9 +169,9 @@ class UnrolledHead(Speculator):
         return torch.stack([self.to_full_vocabulary(self.output(i)(x)) for i, x in enumerate(features)])
 
 
-def on_host(batch: TrainingBatch) -> OnHost:
+def on_host(batch: TrainingBatch) -> HostIndices:
     """Return what a batch's indices follow from; a batch that no collator made is copied to the CPU."""
-    return batch.targets.get("on_host") or OnHost(batch.labels.cpu(), batch.document_ids.cpu())
+    return batch.targets.get("on_host") or HostIndices(batch.labels.cpu(), batch.document_ids.cpu())
 
 
 def align(

@@ -17,7 +17,7 @@ from speculator.kernels.host_sync import has_host_sync
 from speculator.target.attention.attention import ATTENTION, VARLEN, WINDOWS, attention, set_attention, using_attention
 from speculator.target.attention.tree import TokenTree
 from speculator.target.cache.kv_cache import KVCache
-from speculator.target.encoder.encoder import Source, StatesOnly, Text
+from speculator.target.encoder.encoder import EncoderInput, StatesOnly, Text
 from speculator.target.packed import Layout, in_one_row, in_one_row_with_bounds, masked, one_per_row, packed
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _texts(target: InProcessTarget) -> Tensor:  # [2, _LENGTH]
     return texts if pad is None else (texts + (texts == pad)) % target.vocab_size
 
 
-def _sources(target: InProcessTarget) -> list[Source]:
+def _sources(target: InProcessTarget) -> list[EncoderInput]:
     """Return sources of the two texts, of unequal length, so that a visible pad would show; none without an encoder."""
     texts = _texts(target).flip(1).tolist()
     return [tuple(text[:n]) for text, n in zip(texts, (_LENGTH // 2, 3), strict=True)] if target.encoder else []

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from speculator import Engine, Sampling, Target
 from speculator.checkpoints.loading import bind
 from speculator.drafters import tuning
-from speculator.drafters.price import LONGEST_PATH, Plan
+from speculator.drafters.price import LONGEST_PATH, PricedDraft
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 
 ROWS, STEPS = (1, 6, 12), 12
@@ -27,20 +27,20 @@ def models():
     return target, bind(head, target)
 
 
-def plans(drafter, rows: int) -> dict[str, Plan]:
+def plans(drafter, rows: int) -> dict[str, PricedDraft]:
     chains = {choice.shape.nodes: choice for choice in drafter.choices}
     # In a row in the middle, as most are: its neighbours on both sides attend apart from it.
     one, every = [LONGEST_PATH * (row == rows // 2) for row in range(rows)], [LONGEST_PATH] * rows
     made = {
-        "plain": Plan(1, None, [0] * rows, 0),
-        "a path in one row": Plan(1, None, one, LONGEST_PATH),
-        "paths in all rows": Plan(1, None, every, LONGEST_PATH * rows),
-        **{f"chains of {n}": Plan(1, choice, [0] * rows, n * rows) for n, choice in chains.items()},
+        "plain": PricedDraft(1, None, [0] * rows, 0),
+        "a path in one row": PricedDraft(1, None, one, LONGEST_PATH),
+        "paths in all rows": PricedDraft(1, None, every, LONGEST_PATH * rows),
+        **{f"chains of {n}": PricedDraft(1, choice, [0] * rows, n * rows) for n, choice in chains.items()},
     }
     if rows > 1:
         second = [LONGEST_PATH * (row % 2) for row in range(rows)]
-        made["paths in every second row"] = Plan(1, None, second, sum(second))
-        made["chains of 2 and a path"] = Plan(1, chains[2], one, LONGEST_PATH + 2 * (rows - 1))
+        made["paths in every second row"] = PricedDraft(1, None, second, sum(second))
+        made["chains of 2 and a path"] = PricedDraft(1, chains[2], one, LONGEST_PATH + 2 * (rows - 1))
     return made
 
 

@@ -12,7 +12,7 @@ from train import duration, progress, timing
 from train.checkpoint import METRIC
 from train.config import RunConfig
 from train.plan import GeneratedText
-from train.progress import Pace, ProgressLine, log_line
+from train.progress import ProgressLine, Throughput, log_line
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:
@@ -20,7 +20,7 @@ def paced(monkeypatch, token_at_peak) -> dict[str, float]:
     now = [100.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    pace, state = Pace(torch.device("cpu"), token_at_peak), SimpleNamespace(global_step=10, max_steps=20)
+    pace, state = Throughput(torch.device("cpu"), token_at_peak), SimpleNamespace(global_step=10, max_steps=20)
     pace.on_train_begin(None, state, None)
     for _ in range(2):
         pace.on_step_begin()

@@ -17,7 +17,7 @@ from speculator.target.packed import document_starts
 
 
 @dataclass
-class OnHost:
+class AnchorTargets:
     """The training targets that lay out the blocks, in CPU tensors even if the batch is on a GPU.
 
     Attributes:
@@ -166,7 +166,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
         """Draw anchors a; slot k = 1..G of a block predicts x[a+k].
 
         Returns "labels" [B, A, G], IGNORE from the first token on that is not in the loss mask or belongs to another
-        document, and "on_host", see `OnHost`.
+        document, and "on_host", see `AnchorTargets`.
         """
         count, length = input_ids.shape
         learned = loss_mask.bool()
@@ -190,4 +190,4 @@ class DSparkSpeculatorConfig(AttentionConfig):
         live = (inside & learned[rows, positions]).long().cumprod(-1).bool()
         labels = input_ids[rows, positions].masked_fill(~live, IGNORE)
         starts = document_starts(document_ids)[rows[..., 0], anchors]
-        return {"labels": labels, "on_host": OnHost(anchors, starts, labels)}
+        return {"labels": labels, "on_host": AnchorTargets(anchors, starts, labels)}

@@ -54,7 +54,7 @@ class Convolution(nn.Module):
         return (x * now + before * then).flatten(-2)
 
 
-class Candidates(NamedTuple):
+class LikeliestTokens(NamedTuple):
     """The likeliest tokens of slots, by their own logits."""
 
     tokens: Tensor  # [..., selector_top_k]
@@ -79,11 +79,11 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
         self.hidden_projection = nn.Linear(config.emb_dim, config.selector_rank, bias=False)
 
-    def candidates(self, logits: Tensor) -> Candidates:  # [..., V]
+    def candidates(self, logits: Tensor) -> LikeliestTokens:  # [..., V]
         top = logits.topk(self.top_k)
-        return Candidates(top.indices, top.values)
+        return LikeliestTokens(top.indices, top.values)
 
-    def scores(self, features: Tensor, candidates: Candidates, before: Tensor) -> Tensor:
+    def scores(self, features: Tensor, candidates: LikeliestTokens, before: Tensor) -> Tensor:
         """Return the candidates' scores [..., selector_top_k].
 
         Args:
@@ -114,7 +114,7 @@ class CandidateSelector(nn.Module):
             parts = [
                 self.candidates(output(x)) for x in features.split(max(1, _LOGITS // len(self.successor_codebook)))
             ]
-        found = Candidates(*map(torch.cat, zip(*parts, strict=True)))
+        found = LikeliestTokens(*map(torch.cat, zip(*parts, strict=True)))
         log_q = exact(self.scores(features, found, before)).log_softmax(-1)  # [K, selector_top_k]
         is_label = found.tokens == labels[:, None]
         hits = is_label.gather(1, log_q.argmax(-1, keepdim=True))[:, 0]

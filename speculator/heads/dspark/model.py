@@ -61,7 +61,7 @@ _LEAST_SPAN = 256
 KeyValue = tuple[Tensor, Tensor]
 
 
-class Layer(nn.Module):
+class BlockLayer(nn.Module):
     """A layer of Qwen 3, with a convolution around attention and around the MLP if `conv_group_size` is set."""
 
     def __init__(self, config: DSparkSpeculatorConfig):
@@ -123,7 +123,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     config_class = DSparkSpeculatorConfig
     config: DSparkSpeculatorConfig
 
-    layers: Any  # of `Layer`
+    layers: Any  # of `BlockLayer`
     markov_head: Any
     confidence_head: Any
     candidate_selector: Any
@@ -133,7 +133,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         size = config.emb_dim
         self.fc = nn.Linear(config.num_aux_layers * size, size, bias=False)
         self.hidden_norm = Norm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(size, config.rms_norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.confidence_head else None

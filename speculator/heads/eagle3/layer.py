@@ -9,7 +9,7 @@ from speculator.heads.attention.base import MLP, Attention, Norm, narrowed
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 
 
-class Layer(nn.Module):
+class Eagle3Layer(nn.Module):
     """The layer: `enter` gives what attention projects, and the residual; `leave` adds attention and the MLP."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):

@@ -37,7 +37,7 @@ from speculator.heads.attention.joint_attention import QueryRows, fused_dtype, j
 from speculator.heads.attention.levels import LevelSource
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import Eagle3Form
-from speculator.heads.eagle3.layer import Layer
+from speculator.heads.eagle3.layer import Eagle3Layer
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts
 
@@ -59,7 +59,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(size, config.rms_norm_eps) for _ in range(config.num_aux_layers))
         self.fc = nn.Linear(wide, size, bias=False)
-        self.layers = nn.ModuleList([Layer(config)])
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = Norm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.output_size, bias=False)
         self._shared_embedding: list[Tensor] = []  # a list, so that it is not one of this module's weights
@@ -119,8 +119,8 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
     # --- what both forms compute
 
     @property
-    def layer(self) -> Layer:
-        return cast(Layer, self.layers[0])
+    def layer(self) -> Eagle3Layer:
+        return cast(Eagle3Layer, self.layers[0])
 
     def output(self, index: int) -> nn.Linear:
         return self.lm_head

@@ -1,9 +1,9 @@
 """Config of the LSTM speculator."""
 
-from speculator.heads.rnn import RecurrentConfig
+from speculator.heads.rnn import RNNConfig
 
 
-class LSTMSpeculatorConfig(RecurrentConfig):
+class LSTMSpeculatorConfig(RNNConfig):
     """Shape of an `LSTMSpeculator`, whose weights are always tied."""
 
     model_type = "lstm_speculator"

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from speculator.heads.lstm.config import LSTMSpeculatorConfig
-from speculator.heads.rnn import BiasedRMSNorm, RecurrentHead
+from speculator.heads.rnn import BiasedRMSNorm, RNNHead
 
 
-class LSTMSpeculator(RecurrentHead):
+class LSTMSpeculator(RNNHead):
     """One LSTM that drafts N tokens in turn. Its state is [s, c]; the output matrix reads s."""
 
     config_class = LSTMSpeculatorConfig

@@ -1,9 +1,9 @@
 """Config of the MLP speculator."""
 
-from speculator.heads.rnn import RecurrentConfig
+from speculator.heads.rnn import RNNConfig
 
 
-class MLPSpeculatorConfig(RecurrentConfig):
+class MLPSpeculatorConfig(RNNConfig):
     """Shape of an `MLPSpeculator`.
 
     With `tie_weights` all steps share one embedding, norm and output matrix; steps 1 and up share one projection.

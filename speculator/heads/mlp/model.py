@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from speculator.heads.mlp.config import MLPSpeculatorConfig
-from speculator.heads.rnn import BiasedRMSNorm, RecurrentHead
+from speculator.heads.rnn import BiasedRMSNorm, RNNHead
 
 
-class MLPSpeculator(RecurrentHead):
+class MLPSpeculator(RNNHead):
     """A chain of N MLPs that draft one token each; the output matrix reads the whole state (the LSTM's: half of it)."""
 
     config_class = MLPSpeculatorConfig

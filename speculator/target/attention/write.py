@@ -53,7 +53,7 @@ class Packing:
         return cls(indices.to(device), sources.to(device))
 
 
-def _alike(lengths: Sequence[int], counts: Sequence[int], call: int) -> Iterator[tuple[int, int]]:
+def _parts_of(lengths: Sequence[int], counts: Sequence[int], call: int) -> Iterator[tuple[int, int]]:
     """Yield (first row, last row + 1) of neighbouring rows that attend together.
 
     They have equally many new tokens (`counts`), and attending to all of them as far as the longest of `lengths` costs
@@ -147,7 +147,7 @@ class CacheWrite:
         if self.counts is None or (len(self.counts) == 1 and self.width <= _BLOCK):
             return []
         parts, lengths, base = [], self.lengths.tolist(), self.block.shape[1] - self.width
-        for start, stop in _alike(lengths, self.counts, _CALL // self.position_size):
+        for start, stop in _parts_of(lengths, self.counts, _CALL // self.position_size):
             rows, count, done = slice(start, stop), self.counts[start], sum(self.counts[:start])
             for first in range(0, count, _BLOCK):
                 tokens = slice(first, min(count, first + _BLOCK))

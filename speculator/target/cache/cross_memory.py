@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from speculator.target.cache.kv_cache import Form, KVCache, aligned
-from speculator.target.encoder.encoder import Encoder, Source
+from speculator.target.encoder.encoder import Encoder, EncoderInput
 
 
 class CrossMemory:
@@ -34,8 +34,8 @@ class CrossMemory:
         # The model reads `keys` and `values` of these layers directly: views of the selected rows.
         self._shown: list[Any] = [DynamicLayer() for _ in layers]
         self._held: list[Any] = self._rows.layers
-        self._selection: tuple[int, int, list[Source]] | None = None
-        self.sources: list[Source] = [()] * rows
+        self._selection: tuple[int, int, list[EncoderInput]] | None = None
+        self.sources: list[EncoderInput] = [()] * rows
         self.bias: Tensor | None = None
         self._dummy = encoder.dummy
 
@@ -58,7 +58,7 @@ class CrossMemory:
         """Return whether this tensor holds the keys of sources: then the layer is one of cross attention."""
         return any(keys is layer.keys for layer in self._shown)
 
-    def read(self, start: int, sources: Sequence[Source]) -> None:
+    def read(self, start: int, sources: Sequence[EncoderInput]) -> None:
         """Store keys and values of these sources in rows start, start + 1, ...
 
         A source that some row already has is copied instead of encoded again.
@@ -75,10 +75,10 @@ class CrossMemory:
         # Sources of equal length are encoded together, without padding; a source of several rows is encoded once.
         encoded = sorted({source for source in new.values() if source not in known}, key=len)
         for length, group in groupby(encoded, len):
-            alike = list(group)
-            pairs = [(row, alike.index(source)) for row, source in new.items() if source in alike]
+            together = list(group)
+            pairs = [(row, together.index(source)) for row, source in new.items() if source in together]
             rows, index = ([each[k] for each in pairs] for k in (0, 1))
-            layers = self._encoder.keys_and_values(self._encoder.encode(alike))
+            layers = self._encoder.keys_and_values(self._encoder.encode(together))
             for own, made in zip(self._held, layers, strict=True):
                 own.keys[rows, :, :length], own.values[rows, :, :length] = made.keys[index], made.values[index]
         for row, source in new.items():

@@ -52,7 +52,7 @@ def _form(buffer: Tensor) -> Form:
     return buffer.shape[1], buffer.shape[3], buffer.dtype, buffer.device
 
 
-class _Layer(CacheLayerMixin):
+class _CacheLayer(CacheLayerMixin):
     """One layer's buffers [B, H, capacity, Dh], views of the cache's, and views of their selected rows."""
 
     is_compileable = True
@@ -149,7 +149,7 @@ class KVCache(Cache):
         self.bucket = BUCKETS.get(device.type, 1)
         self.capacity = self.room_for(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        super().__init__(layers=[_Layer(self) for _ in layers])
+        super().__init__(layers=[_CacheLayer(self) for _ in layers])
         self.recurrent = {number: RecurrentLayer(forms, rows) for number, forms in enumerate(states) if forms}
         self._forms = layers
         self._position_size = max((heads * size for layer in layers for heads, size, *_ in layer), default=1)
@@ -167,7 +167,7 @@ class KVCache(Cache):
         self.rows = (0, 0)
         parts = {form: iter(stack) for form, stack in stacks.items()}
         for layer, both in zip(self.layers, self._forms, strict=True):
-            assert isinstance(layer, _Layer)
+            assert isinstance(layer, _CacheLayer)
             if both:
                 layer.keys, layer.values = (next(parts[form]) for form in both)
 

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from speculator.errors import refuse
 from speculator.target.attention.attention import using_attention
 
-Source = tuple[int, ...]
+EncoderInput = tuple[int, ...]
 """Token ids that an encoder reads; () without an encoder."""
 _numbers = count(1)
 
@@ -33,7 +33,7 @@ class StatesOnly(BaseModelOutput):
         return None
 
 
-class Encoded(Source):
+class Encoded(EncoderInput):
     """A source given as the encoder's states [S, D] in place of tokens: `Encoder.encode` returns them as they are.
 
     Each one has unique token ids, so no two are equal.
@@ -52,12 +52,12 @@ class Encoded(Source):
 class Text(list[int]):
     """Tokens that a decoder reads and writes, and the source that the encoder reads for them; () without an encoder."""
 
-    def __init__(self, tokens: Sequence[int], source: Source = ()):
+    def __init__(self, tokens: Sequence[int], source: EncoderInput = ()):
         super().__init__(tokens)
         self.source = source
 
 
-def source_of(sequence: Sequence[int]) -> Source:
+def source_of(sequence: Sequence[int]) -> EncoderInput:
     """Return the source of a sequence; () if its target has no encoder."""
     return sequence.source if isinstance(sequence, Text) else ()
 
@@ -105,7 +105,7 @@ class Encoder:
         return torch.zeros(1, 1, size, dtype=self._model.dtype, device=self._model.device)
 
     @torch.no_grad()
-    def encode(self, sources: Sequence[Source]) -> Tensor:  # [n, S, D]
+    def encode(self, sources: Sequence[EncoderInput]) -> Tensor:  # [n, S, D]
         """Return the encoder's states of sources of equal length.
 
         Padding would change the states by rounding, so that a text would depend on the others in its batch.

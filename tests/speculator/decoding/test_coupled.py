@@ -207,7 +207,7 @@ class ByPlaceInTheDraft(Noise):
 class BeforeTheFilters(Noise):
     """Temperature and filters act on logits that already hold the noise."""
 
-    def samples(self, logits, draft, present=None):
+    def samples(self, logits, draft, unpadded=None):
         noise = torch.stack([self._level(depth) for depth in range(logits.shape[1])], 1)
         return self.sampling.scaled(logits + noise).argmax(-1)
 

@@ -66,7 +66,7 @@ def test_noise_that_made_the_draft_is_not_made_again(ragged, monkeypatch):
     lengths = torch.tensor([2, 2, 4, 2, 0, 2] if ragged else [2] * 6)
     draft = Draft(torch.zeros(6, 4 if ragged else 2, dtype=torch.long), lengths, ragged=ragged)
     logits = torch.randn(6, draft.tokens.shape[1] + 1, 32)
-    samples = noise.samples(logits if draft.present is None else logits[draft.present], draft, draft.present)
+    samples = noise.samples(logits if draft.unpadded is None else logits[draft.unpadded], draft, draft.unpadded)
     assert sum(made) == 2 * 6 + (
         5 + 2 if ragged else 6
     )  # two levels, then the depths 2 to 4 of the rows that have them

@@ -9,7 +9,7 @@ import pytest
 
 from speculator import Chain, FixedTree, Sampling
 from speculator.decoding.request import Request, Step
-from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, Plan, Shift, fastest_shape
+from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, PricedDraft, Shift, fastest_shape
 
 TREE = FixedTree([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])
 CHOICES = [Choice(Chain(depth), {True: [0.7, 0.6, 0.5, 0.5][:depth]}) for depth in (1, 2, 3, 4)]
@@ -35,7 +35,7 @@ class Stream:
         self.random, self.cost, self.own = random.Random(seed), 0.0, own or [0.0] * rows
         self.requests = [Request([0], Sampling(), max_new_tokens=10**9) for _ in range(rows)]
 
-    def step(self, chooser: Chooser | Plan, kind: str) -> Plan:
+    def step(self, chooser: Chooser | PricedDraft, kind: str) -> PricedDraft:
         shift, chance = KINDS[kind]
         rows = len(self.requests)
         right = [self.leading([chance] * LONGEST_PATH) for _ in range(rows)]
@@ -60,7 +60,7 @@ class Stream:
         return sum(len(request.sequence) - 1 for request in self.requests)
 
 
-def rate(chooser: Chooser | Plan, kind: str, rows: int) -> float:
+def rate(chooser: Chooser | PricedDraft, kind: str, rows: int) -> float:
     """Tokens per plain step and row."""
     stream = Stream(rows)
     while stream.tokens < 6000:
@@ -68,12 +68,12 @@ def rate(chooser: Chooser | Plan, kind: str, rows: int) -> float:
     return stream.tokens / rows / stream.cost
 
 
-def fixed(rows: int) -> list[Plan]:
+def fixed(rows: int) -> list[PricedDraft]:
     """Nothing, every draft of the head, and paths of several lengths where there are any."""
-    plans = [Plan(0.0, None, [0] * rows, 0)]
-    plans += [Plan(0.0, choice, [0] * rows, rows * choice.shape.nodes) for choice in CHOICES]
+    plans = [PricedDraft(0.0, None, [0] * rows, 0)]
+    plans += [PricedDraft(0.0, choice, [0] * rows, rows * choice.shape.nodes) for choice in CHOICES]
     lengths = [[n if row % 2 == 0 else 0 for row in range(rows)] for n in (1, 4, 8)]
-    return plans + [Plan(0.0, None, own, sum(own)) for own in lengths]
+    return plans + [PricedDraft(0.0, None, own, sum(own)) for own in lengths]
 
 
 @pytest.mark.parametrize(("kind", "rows"), [*product(KINDS, [1, 4, 16])])

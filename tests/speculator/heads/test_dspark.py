@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from speculator import Chain
 from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
-from speculator.heads.dspark.config import OnHost
+from speculator.heads.dspark.config import AnchorTargets
 from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.packed import document_starts
@@ -229,7 +229,7 @@ def test_a_batch_without_labels_has_gradients_of_zero(shape):
     labels, none = torch.full((2, 4, 3), IGNORE), torch.zeros(2, 4, dtype=torch.long)
     batch = TrainingBatch(
         tokens, torch.zeros_like(tokens), torch.randn(2, L, D, dtype=torch.float64), states,
-        {"labels": labels, "on_host": OnHost(none, none, labels)},
+        {"labels": labels, "on_host": AnchorTargets(none, none, labels)},
     )  # fmt: skip
     loss = ChunkedLoss(made.target_output, LossConfig(total_variation=1.0), V)
     total, count = made(batch, loss)["objective"]
