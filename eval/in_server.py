@@ -6,12 +6,10 @@ vLLM has counters of all requests: nobody else may use the server meanwhile. lla
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.request import urlopen
@@ -19,7 +17,7 @@ from urllib.request import urlopen
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
 from eval.suites import Suite, suite_of
-from speculator.checkpoints import head_folder, layouts, load_any
+from speculator.checkpoints import head_folder
 from speculator.clients.vllm_counters import read_counters
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, first_line, refuse
@@ -30,44 +28,6 @@ FORECAST_FILE = "forecast.json"
 _REQUESTS = 8  # at a time
 _LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
 """Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
-
-
-def write_forecast(folder: Path, evaluation: dict[str, Any]) -> None:
-    """Write the teacher-forced forecast of a head's acceptance into its folder.
-
-    Args:
-        evaluation: an evaluation's entry in the training log, figures by name ("eval_...").
-    """
-    depth = sum(name.startswith("eval_position") and name.endswith("/prefix_accuracy") for name in evaluation)
-    forecast = {
-        "how": "teacher-forced, greedy, on validation rows",
-        "acceptance_length": evaluation["eval_teacher_forced_acceptance_length"],
-        "accepted_per_draft": [evaluation[f"eval_position{i}/prefix_accuracy"] for i in range(depth)],
-    }
-    write_json(folder / FORECAST_FILE, forecast)
-
-
-def commands_for_server(folder: Path, target: str) -> list[str]:
-    """Lines about a head that was trained with servers: the forecast, and how vLLM serves and measures the head."""
-    head, name = load_any(folder), shlex.quote(target)
-    forecast = read_json(folder / FORECAST_FILE)
-    lines = [
-        f"forecast of the acceptance length: {forecast['acceptance_length']:.2f} ({forecast['how']})",
-        f"head:    {folder}",
-    ]
-    exported = f"{folder}-vllm"
-    for layout in (layout for layout in layouts() if layout.stores(head)):
-        for server in layout.servers(head.config, exported):
-            if server.name.startswith("vLLM") and server.loads:
-                export = f"--speculator {shlex.quote(str(folder))} --format {layout.name}"
-                measure = f"--server http://127.0.0.1:8000/v1 --target {name} --speculator {shlex.quote(str(folder))}"
-                return [
-                    *lines,
-                    f"export:  speculator export {export} --output {shlex.quote(exported)}",
-                    f"serve:   {server.how}",
-                    f"measure: speculator eval {measure} --output {shlex.quote(f'{folder}-served')}",
-                ]
-    return [*lines, "vLLM loads no layout of this head; if the target fits, measure it here: speculator eval"]
 
 
 def run(arguments: argparse.Namespace) -> None:

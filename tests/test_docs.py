@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import speculator
+from speculator import clients
 from speculator.__main__ import COMMANDS, PACKAGES
 from speculator.errors import OneLineParser
 from train import server_command
@@ -55,6 +56,20 @@ def test_the_reference_has_every_public_name():
 def test_the_reference_has_every_command():
     named = set(re.findall(r"<!-- generated: flags (.*) -->", (ROOT / "docs/reference/command-line.md").read_text()))
     assert named == {*COMMANDS, "server-command"}
+
+
+def test_the_layout_names_every_module_and_folder_of_the_library():
+    layout = re.search(r"```text\n(train.py .*?)```", (ROOT / "docs/contributing/index.md").read_text(), re.DOTALL)
+    assert layout
+    found = {path.name for path in (ROOT / "speculator").iterdir() if path.suffix == ".py"}
+    found |= {f"{path.parent.name}/" for path in (ROOT / "speculator").glob("*/__init__.py")}
+    assert {name for name in found if not name.startswith("__") and f" {name} " not in layout[1]} == set()
+
+
+def test_the_list_of_code_for_other_servers_names_what_exists():
+    named = re.findall(r"^    (\S+/\S*)", clients.__doc__ or "", re.MULTILINE)
+    assert len(named) > 9
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_the_reference_has_every_section_of_settings():

@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from eval.in_server import FORECAST_FILE, commands_for_server
+from eval.in_server import FORECAST_FILE
 from eval.run import Compared, Measuring, evaluate, render
 from eval.suites import Suite
 from eval.tune import write_tuning
@@ -17,6 +17,7 @@ from speculator.drafters.tuning import TUNED
 from speculator.target.model import Target
 from speculator.verdict import headlines
 from train.config import RunConfig
+from train.forecast import commands_for_server
 from train.stages import curves
 
 

@@ -19,7 +19,6 @@ import datasets
 from accelerate import PartialState
 
 from eval import tracking
-from eval.in_server import write_forecast
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
@@ -32,6 +31,7 @@ from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log
 from train import checkpoint, checks, interrupts
 from train.config import StageConfig
+from train.forecast import write_forecast
 from train.inputs import Inputs
 from train.progress import ProgressLine
 from train.settle import Run

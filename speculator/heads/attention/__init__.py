@@ -1,0 +1,1 @@
+"""What heads with attention layers share: EAGLE-3, DSpark and MTP."""

@@ -1,0 +1,1 @@
+"""Storage of keys and values, of self attention and of cross attention."""

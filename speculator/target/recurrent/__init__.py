@@ -1,0 +1,1 @@
+"""Recurrent layers of the target: their states, exact rollback, and transformers' recurrences."""

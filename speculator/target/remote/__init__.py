@@ -1,0 +1,1 @@
+"""Targets whose layers run in servers, for training."""

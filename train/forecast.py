@@ -1,0 +1,49 @@
+"""What a run with a target in servers can say about its head: a forecast of the acceptance, and how to measure it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from eval.in_server import FORECAST_FILE
+from speculator.checkpoints import layouts, load_any
+from speculator.files import read_json, write_json
+
+
+def write_forecast(folder: Path, evaluation: dict[str, Any]) -> None:
+    """Write the teacher-forced forecast of a head's acceptance into its folder.
+
+    Args:
+        evaluation: an evaluation's entry in the training log, figures by name ("eval_...").
+    """
+    depth = sum(name.startswith("eval_position") and name.endswith("/prefix_accuracy") for name in evaluation)
+    forecast = {
+        "how": "teacher-forced, greedy, on validation rows",
+        "acceptance_length": evaluation["eval_teacher_forced_acceptance_length"],
+        "accepted_per_draft": [evaluation[f"eval_position{i}/prefix_accuracy"] for i in range(depth)],
+    }
+    write_json(folder / FORECAST_FILE, forecast)
+
+
+def commands_for_server(folder: Path, target: str) -> list[str]:
+    """Lines about a head that was trained with servers: the forecast, and how vLLM serves and measures the head."""
+    head, name = load_any(folder), shlex.quote(target)
+    forecast = read_json(folder / FORECAST_FILE)
+    lines = [
+        f"forecast of the acceptance length: {forecast['acceptance_length']:.2f} ({forecast['how']})",
+        f"head:    {folder}",
+    ]
+    exported = f"{folder}-vllm"
+    for layout in (layout for layout in layouts() if layout.stores(head)):
+        for server in layout.servers(head.config, exported):
+            if server.name.startswith("vLLM") and server.loads:
+                export = f"--speculator {shlex.quote(str(folder))} --format {layout.name}"
+                measure = f"--server http://127.0.0.1:8000/v1 --target {name} --speculator {shlex.quote(str(folder))}"
+                return [
+                    *lines,
+                    f"export:  speculator export {export} --output {shlex.quote(exported)}",
+                    f"serve:   {server.how}",
+                    f"measure: speculator eval {measure} --output {shlex.quote(f'{folder}-served')}",
+                ]
+    return [*lines, "vLLM loads no layout of this head; if the target fits, measure it here: speculator eval"]
