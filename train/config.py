@@ -144,8 +144,8 @@ class StageConfig:
     max_steps: NonNegativeInt = 1000
     """Optimiser steps, unless epochs is set."""
     epochs: PositiveFloat | None = None
-    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps; the
-    learning rate then shrinks by the square root."""
+    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps. The
+    learning rate, that of one process's rows, follows the square root of the rows of a step over all processes."""
     learning_rate: PositiveFloat = 5e-3
     """Peak learning rate."""
     lr_scheduler_type: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"

@@ -85,7 +85,8 @@ def length_of_chats(packed: datasets.Dataset) -> int:
 def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
     """Return a stage with its epochs turned into steps; one with max_steps stays as it is.
 
-    Rows per step are halved while an epoch has fewer than 50 steps, and the learning rate follows their square root.
+    Rows per step are halved while an epoch has fewer than 50 steps. The learning rate is that of one process's rows per
+    step, and follows the square root of what all processes read.
 
     Args:
         rows: number of training rows, over all processes.
@@ -96,13 +97,13 @@ def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
     # Accumulation first, then the batch: 8 rows x 4 becomes 8 x 2, 8 x 1, 4 x 1, ...
     while size * accumulation > 1 and size * accumulation * processes * _LEAST_STEPS > rows:
         size, accumulation = (size, accumulation // 2) if accumulation > 1 else (size // 2, 1)
-    share = size * accumulation / (stage.per_device_train_batch_size * stage.gradient_accumulation_steps)
+    asked = stage.per_device_train_batch_size * stage.gradient_accumulation_steps
     return replace(
         stage,
         max_steps=ceil(stage.epochs * rows / (size * accumulation * processes)),
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
-        learning_rate=stage.learning_rate * sqrt(share),
+        learning_rate=stage.learning_rate * sqrt(size * accumulation * processes / asked),
     )
 
 
@@ -209,8 +210,10 @@ def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
     before, stage = getattr(run.config, name), run.stage(name, len(rows))
     batch, was = (each.per_device_train_batch_size * each.gradient_accumulation_steps for each in (stage, before))
     notes = [f"rows of {length} tokens"] * (length != run.config.data.seq_length)
-    rates = f"{stage.learning_rate:.2g}, not {before.learning_rate:.2g}, by the square root"
-    notes += [f"batches of {batch}, not {was}, and a learning rate of {rates}"] * (batch != was)
-    little = f"; this is little text, so {' and '.join(notes)}" if notes else ""
+    notes += [f"batches of {batch}, not {was}"] * (batch != was)
+    adapted = f"; this is little text, so {' and '.join(notes)}" if notes else ""
+    if stage.learning_rate != before.learning_rate:
+        read = f"{batch * run.processes} rows a step, and {before.learning_rate:.2g} is that of {was}"
+        adapted += f"; a learning rate of {stage.learning_rate:.2g}, by the square root: {read}"
     size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
-    log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{little}")
+    log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{adapted}")

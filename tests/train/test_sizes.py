@@ -87,6 +87,19 @@ def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, ba
     assert made.learning_rate == pytest.approx(5e-3 * (batch / 64) ** 0.5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "processes", "changes", "share"),
+    [
+        (54_000, 4, {"epochs": 2.0}, 4),
+        (54_000, 8, {"epochs": 2.0}, 8),
+        (800, 8, {"epochs": 2.0}, 16 / 64),  # 2 rows of each process
+        (54_000, 8, {"max_steps": 7}, 1),  # as it is named
+    ],
+)
+def test_the_rate_of_epochs_follows_the_rows_that_all_processes_read(rows, processes, changes, share):
+    assert with_steps(stage(**changes), rows, processes).learning_rate == pytest.approx(5e-3 * share**0.5)
+
+
 @pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
 def test_little_text_has_shorter_rows(tokens, length):
     assert shortened(4096, tokens) == length
