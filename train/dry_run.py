@@ -71,7 +71,9 @@ def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             if state.is_main_process:
-                _make_target(folder / "target", _family(run.target))
+                # The fewest layers with default auxiliary layers, or two for a head that reads none.
+                layers = 7 if hasattr(head_class(config.speculator).config_class, "aux_layers") else 2
+                _make_target(folder / "target", _family(run.target), layers)
                 for number in range(len(run.mixture.sources)):
                     _make_source(folder / f"source{number}", number, state.num_processes)
             state.wait_for_everyone()
@@ -111,7 +113,7 @@ def _family(target: PreTrainedConfig | None) -> str:
     return "llama" if text is None or model is None or recurrent else text.model_type
 
 
-def _make_target(folder: Path, family: str) -> None:
+def _make_target(folder: Path, family: str, layers: int) -> None:
     """Make a random model of some thousand weights, and a tokenizer whose tokens are bytes."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -126,7 +128,7 @@ def _make_target(folder: Path, family: str) -> None:
         vocab_size=len(whole),
         hidden_size=_HIDDEN,
         intermediate_size=2 * _HIDDEN,
-        num_hidden_layers=7,  # the fewest with default auxiliary layers
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=_HIDDEN // 4,
@@ -165,7 +167,7 @@ def _shrunk(run: Run, folder: Path) -> RunConfig:
     prompt = length // 2
     generate = replace(
         config.stage2.generate,
-        max_rows=max(2 * _ROWS["train"], 4 * processes),
+        max_rows=max(_ROWS["train"], 4 * processes),
         prompt_tokens=prompt,
         max_new_tokens=length - prompt,
     )
@@ -191,7 +193,7 @@ def _shrunk(run: Run, folder: Path) -> RunConfig:
         eval=replace(
             config.eval,
             validation_rows=max(4, processes),
-            validation_prompts=4,
+            validation_prompts=2,
             tune_prompts=0,
             prompt_tokens=16,
             max_prompts=2,

@@ -162,7 +162,7 @@ def test_a_dry_run_stands_a_llama_in_for_a_target_with_recurrent_layers(family, 
 
     with pytest.raises(SeenError):
         run_on_stand_ins(settle(given, 1, local_only=True), run)
-    assert seen[0]["model_type"] == "llama"
+    assert (seen[0]["model_type"], seen[0]["num_hidden_layers"]) == ("llama", 2)
 
 
 def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
