@@ -462,8 +462,8 @@ def test_a_slot_that_held_a_longer_sequence_is_as_new(name):
     (answer,) = engine.generate([first], Sampling(1.0, seed=3), max_new_tokens=30).tokens
     text = first + answer
     for prompt in ([9, 9, 9], text, text[:20], [*text[:35], 1, 2, 3], text[:60], [9, 9, 9]):
-        expected = generate(target, make_drafter(name, target), [prompt], Sampling(1.0, seed=5), max_new_tokens=25)
-        made = engine.generate([prompt], Sampling(1.0, seed=5), max_new_tokens=25)
+        expected = generate(target, make_drafter(name, target), [prompt], Sampling(1.0, seed=5), max_new_tokens=12)
+        made = engine.generate([prompt], Sampling(1.0, seed=5), max_new_tokens=12)
         assert (made.tokens, made.steps) == (expected.tokens, expected.steps)
 
 
@@ -631,7 +631,7 @@ def test_an_interrupted_step_leaves_no_reusable_prefix(target, monkeypatch):
 def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkeypatch):
     target = double_target()
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
-    how = {"sampling": Sampling(0.8), "max_new_tokens": [60, 5, 90]}
+    how = {"sampling": Sampling(0.8), "max_new_tokens": [40, 5, 60]}
     expected = generate(target, make_drafter(name, target), prompts, **how)
     monkeypatch.setattr("speculator.decoding.rows.RESERVED_NEW_TOKENS", 4)
     engine = Engine(target, make_drafter(name, target), slots=2)
