@@ -8,12 +8,11 @@ probabilistic` with `rejection_sample_method` standard or block, and SGLang's DS
 
 from __future__ import annotations
 
-from typing import Any
-
 from eval.decoders import Decoder, decoder_of
 from eval.timing import Engines, Timed
 from speculator.drafters import Chain, HeadDrafter
 from speculator.heads import Speculator
+from speculator.report import ServerLog
 from speculator.target.model import Target
 
 _LLAMA_CPP_LENGTH = 3  # its --spec-draft-n-max
@@ -39,7 +38,7 @@ def server_decoders(
     return table
 
 
-def server_log(timed: Timed, num_speculative_tokens: int) -> dict[str, Any]:
+def server_log(timed: Timed, num_speculative_tokens: int) -> ServerLog:
     """Return what a server logs for these steps: "drafts", "accepted_per_position" and "mean_acceptance_length".
 
     Unlike `acceptance`, it includes the steps that ended a text. `accepted_per_position[i]` counts the drafts whose

@@ -15,6 +15,7 @@ from typing import Any
 
 from speculator.errors import UserError, show
 from speculator.files import parse_json, read_text
+from speculator.report import Interval
 from speculator.tables import length_with_interval, markdown_table, shown
 
 _KEY = ("name", "temperature", "batch_size", "drafter")
@@ -64,7 +65,8 @@ def table(a: dict, b: dict) -> str:
         for name, figure in _figures(row).items():
             if name in theirs:
                 gap = difference(figure, theirs[name])
-                verdict = "" if gap["low"] is None else "differs" if gap["low"] > 0 or gap["high"] < 0 else "same"
+                low, high = gap["low"], gap["high"]
+                verdict = "" if low is None or high is None else "differs" if low > 0 or high < 0 else "same"
                 verdict = verdict if _conditions(row, names) == _conditions(other, names) else "other conditions"
                 rows.append((*where, name, shown(figure), shown(theirs[name]), shown(gap, "+.2f"), verdict))
     lines += ["", markdown_table(header, rows)]
@@ -115,14 +117,14 @@ def _decoder(row: dict, other: dict) -> str:
     return f"{row['drafter']} of {' and '.join(map(str, lengths))}"
 
 
-def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def difference(a: Interval, b: Interval) -> Interval:
     """Return the difference b - a of two independent figures; all three are {"value", "low", "high"}.
 
     Without the bounds of one figure, the difference has None as "low" and "high". Else
     low = (b - a) - sqrt((b - b_low)^2 + (a_high - a)^2), and high with the other bounds.
     """
     value = b["value"] - a["value"]
-    if a["low"] is None or b["low"] is None:
+    if a["low"] is None or a["high"] is None or b["low"] is None or b["high"] is None:
         return {"value": value, "low": None, "high": None}
     return {
         "value": value,
@@ -132,7 +134,7 @@ def difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _figures(row: dict) -> dict[str, dict[str, Any]]:
+def _figures(row: Any) -> dict[str, Interval]:
     """Return a row's figures with an interval, {"value", "low", "high"} each, by their names in the table."""
     speedups = {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
     return {"acceptance length": length_with_interval(row), **speedups}

@@ -17,6 +17,7 @@ from speculator.decoding.request import Generation, Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
+from speculator.report import Bucket, Figures, Interval, Row
 from speculator.tables import BASELINES
 from speculator.target.model import Target
 
@@ -24,7 +25,7 @@ Sample = TypeVar("Sample")
 _RESAMPLES = 2000
 
 
-def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float]) -> dict[str, Any]:
+def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sample]], float]) -> Interval:
     """Return {"value", "low", "high"}: a statistic of the samples and its 95% interval.
 
     A single sample has None for both bounds. One sample holds all measurements of one prompt or conversation, so the
@@ -52,7 +53,7 @@ def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sa
     return {"value": value, "low": value - reach, "high": value + reach}
 
 
-def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> dict[str, Any]:
+def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> Interval:
     """Return `ours` over `baseline` in decoded tokens per second, as {"value", "low", "high"} with a 95% interval.
 
     Sequences that end with the prefill's token are left out; the ratio is 1 if there are no others.
@@ -76,7 +77,7 @@ def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -
     return paired_bootstrap(samples, ratio) if samples else {"value": 1.0, "low": None, "high": None}
 
 
-def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> dict[str, Any]:
+def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> Figures:
     """Return acceptance figures over the steps that neither EOS nor the length limit cut.
 
     "steps" is their number, "acceptance_length" is "accepted_per_step" + 1, and "undrafted_share" the share of steps
@@ -116,7 +117,7 @@ def drafted_share(generations: Iterable[Generation], skip: int) -> float:
     return accepted / max(count, 1)
 
 
-def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[dict[str, Any]]:
+def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int | None) -> list[Bucket]:
     """Return the acceptance length in buckets of the context length at the beginning of a step, whose bounds double.
 
     Each bucket is a dict with "from", "below", "steps", "acceptance_length" and "beyond_trained_length".
@@ -166,12 +167,12 @@ def row(
     max_new_tokens: int,
     batch_size: int,
     trained_length: int | None,
-) -> dict[str, Any]:
+) -> Row:
     """The row of one decoder in report.json; docs/reference/report.md explains the keys."""
     drafter, timed = decoder.drafter, measured.timed[decoder.key]
     rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
     sequences = [pair for batch in timed.batches for pair in zip(batch.prompt_lengths, batch.steps, strict=True)]
-    result = {
+    result: Row = {
         "name": suite.name,
         "prompts": len(suite.prompts),
         "digest": suite.digest,
@@ -205,7 +206,7 @@ def row(
     return result
 
 
-def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> dict[str, Any]:
+def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> Row:
     """Return "cost" {"draft": c, "verify": v} in plain steps, "rows_busy" and "predicted_speedup".
 
     The prediction is E / (G c + v) (2211.17192, theorem 3.8) times "rows_busy", the share of busy rows relative to
@@ -227,7 +228,7 @@ def rows_busy(timed: Timed) -> float:
     return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches) if useful else 1.0
 
 
-def _category(name: str, decoder: Decoder, part: Measured) -> dict[str, Any]:
+def _category(name: str, decoder: Decoder, part: Measured) -> Figures:
     timed = part.timed[decoder.key]
     return {
         "name": name or "(none)",
@@ -237,7 +238,7 @@ def _category(name: str, decoder: Decoder, part: Measured) -> dict[str, Any]:
     }
 
 
-def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> dict[str, Any]:
+def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> Figures:
     """Return the figures of `acceptance`, and "acceptance_length_interval" {"low", "high"} unless all steps were cut.
 
     Args:
@@ -258,12 +259,12 @@ def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[i
     return figures
 
 
-def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
+def _speeds(measured: Measured, decoder: Decoder) -> Figures:
     """Return "tokens_per_second" and "end_to_end_tokens_per_second" by decoder, and a drafter's "speedup" by baseline.
 
     A speedup is {"value", "low", "high"}.
     """
-    speeds: dict[str, Any] = {
+    speeds: Figures = {
         "tokens_per_second": _by_decoder(measured, decoder, lambda t: t.tokens_per_second),
         "end_to_end_tokens_per_second": _by_decoder(measured, decoder, lambda t: t.end_to_end_tokens_per_second),
     }
@@ -275,7 +276,7 @@ def _speeds(measured: Measured, decoder: Decoder) -> dict[str, Any]:
     return speeds
 
 
-def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], float]) -> dict[str, float | None]:
+def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], Any]) -> dict[str, Any]:
     """Collect one figure by decoder: the row's drafter as "speculative" (None if it has none), and the baselines."""
     own = figure(measured.timed[decoder.key]) if decoder.drafter else None
     return {"speculative": own, **{name: figure(timed) for name, timed in _baselines(measured).items()}}

@@ -23,6 +23,7 @@ from eval.report import (
 from eval.traces import Trace
 from speculator.errors import printable
 from speculator.files import write_text
+from speculator.report import Figures, Interval, Report, Row
 from speculator.tables import BASELINES, DRAFTERS, length_with_interval, shown
 from speculator.verdict import headlines
 
@@ -50,13 +51,13 @@ COLUMNS = {
 _MAIN = ("decoder", "category", "temperature", "speedup", "acceptance length", "tokens/s", "predicted", "batch size")
 
 
-def write_page(report: dict, traces: Sequence[Trace], folder: Path) -> None:
+def write_page(report: Report, traces: Sequence[Trace], folder: Path) -> None:
     """Write report.html, with the plots that are in the folder."""
     pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots(report)}
     write_text(folder / "report.html", page(report, traces, pictures))
 
 
-def page(report: dict, traces: Sequence[Trace], pictures: dict[str, bytes]) -> str:
+def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) -> str:
     """Return the page's HTML.
 
     Args:
@@ -105,11 +106,11 @@ def _number(value: float | None, form: str = ".2f") -> Cell:
     return ("", None) if value is None else (f"{value:{form}}", value)
 
 
-def _interval(interval: dict | None) -> Cell:
+def _interval(interval: Interval | None) -> Cell:
     return (shown(interval), interval["value"]) if interval else ("", None)
 
 
-def _decoder(row: dict, key: str, baseline: str | None, ratio: dict, lengths: set[int]) -> Line:
+def _decoder(row: Row, key: str, baseline: str | None, ratio: Interval, lengths: set[int]) -> Line:
     """Return a table line of a decoder, {column: `Cell`}; the first four arguments are an item of `decoder_lines`."""
     speculative, cost = baseline is None, row.get("cost", {})
     memory = row["peak_memory_bytes"][key]
@@ -134,7 +135,7 @@ def _decoder(row: dict, key: str, baseline: str | None, ratio: dict, lengths: se
     }
 
 
-def _category(row: dict, part: dict, lengths: set[int]) -> Line:
+def _category(row: Row, part: Figures, lengths: set[int]) -> Line:
     return {
         "category": (part["name"], None),
         "decoder": (label(row, lengths), None),

@@ -18,7 +18,6 @@ from importlib.metadata import version
 from itertools import product
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,6 +40,7 @@ from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import refuse
 from speculator.files import check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
+from speculator.report import Report, Row
 from speculator.tables import BASELINES
 from speculator.terminal import log
 from speculator.verdict import headlines
@@ -150,8 +150,8 @@ def evaluate(
     compared: Compared,
     *,
     speculator_name: str,
-    training: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    training: dict[str, dict[str, list[list[float]]]] | None = None,
+) -> Report:
     """Measure every suite and write the report. Returns report.json's content.
 
     Args:
@@ -168,7 +168,7 @@ def evaluate(
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
     make_folder(output)
-    rows: list[dict] = []
+    rows: list[Row] = []
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
     for batch_size in batch_sizes:
@@ -199,7 +199,7 @@ def evaluate(
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
         engines.clear()  # their caches and graphs would stay while the next batch size is measured
-    report: dict[str, Any] = {
+    report: Report = {
         "schema": 2,
         "target": target.name,
         "speculator": speculator_name,
@@ -276,7 +276,7 @@ def _tuned_tables(
     return tables
 
 
-def render(report: dict[str, Any], traces: Sequence[Trace], output: Path) -> None:
+def render(report: Report, traces: Sequence[Trace], output: Path) -> None:
     """Write the plots, report.html and, last, report.md: a folder with report.md is complete."""
     draw_plots(report, output)
     write_page(report, traces, output)

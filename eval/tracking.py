@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from speculator import terminal
 from speculator.errors import UserError, first_line, refuse
+from speculator.report import Report, Row
 
 PROJECT = "speculator"  # of trackio, mlflow and, by default, wandb
 Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow", "none"]
@@ -27,7 +28,7 @@ def check(report_to: str) -> None:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would upload how it is used
 
 
-def send(report: dict, folder: Path, report_to: str) -> None:
+def send(report: Report, folder: Path, report_to: str) -> None:
     """Log the figures of a report to a new run, named after its folder, of the tracker `report_to`, unless "none"."""
     if report_to == "wandb":
         start(folder, name=folder.name, job_type="eval")
@@ -84,7 +85,7 @@ def at_step(step: int) -> None:
             wandb.log({}, step=step, commit=False)
 
 
-def log(report: dict, folder: Path) -> None:
+def log(report: Report, folder: Path) -> None:
     """Log a report to the current wandb run, if any, such as that of a training."""
     if not is_on():
         return
@@ -94,12 +95,12 @@ def log(report: dict, folder: Path) -> None:
     wandb.log({**figures(report), **plots})
 
 
-def figures(report: dict) -> dict[str, float]:
+def figures(report: Report) -> dict[str, float]:
     """A report's figures for wandb: a number for each name, such as "eval/SUITE T=0/head 4/acceptance_length"."""
     return {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
 
 
-def _figures(row: dict) -> dict[str, float]:
+def _figures(row: Row) -> dict[str, float]:
     if row["drafter"] == "none":
         return {}
     batch = f" batch {row['batch_size']}" if row["batch_size"] > 1 else ""

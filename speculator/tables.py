@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from speculator.report import Figures, Interval
 
 DRAFTERS = {
     "head": "draft head",
@@ -26,17 +28,17 @@ OPTIONAL = tuple(BASELINES)[2:]
 """Baselines that run only if they are asked for."""
 
 
-def shown(interval: Mapping[str, Any], form: str = ".2f") -> str:
+def shown(interval: Interval, form: str = ".2f") -> str:
     """Format an interval: "1.32 (1.28 to 1.36)", or "1.32 (one sample)" if it has no bounds."""
     if interval["low"] is None:
         return f"{interval['value']:{form}} (one sample)"
     return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"
 
 
-def length_with_interval(part: Mapping[str, Any]) -> dict[str, float | None]:
+def length_with_interval(part: Figures) -> Interval:
     """Return the acceptance length of a report's row or category as {"value", "low", "high"}; a bound may be None."""
-    interval = part.get("acceptance_length_interval", {"low": None, "high": None})
-    return {"value": part["acceptance_length"], **interval}
+    bounds = part.get("acceptance_length_interval", {"low": None, "high": None})
+    return {"value": part["acceptance_length"], "low": bounds["low"], "high": bounds["high"]}
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -13,6 +13,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -172,7 +173,8 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
     if isinstance(target, Target):
         measure(config, target, inputs.suites)
         if config.report_to != "wandb":  # its run is open and has got the report
-            tracking.send(read_json(folder / "eval" / "report.json"), folder / "eval", config.report_to)
+            report: Any = read_json(folder / "eval" / "report.json")
+            tracking.send(report, folder / "eval", config.report_to)
     else:
         log(f"{target.name} only trains, so the head is not tuned and not measured")
     tracking.stop()

@@ -16,6 +16,7 @@ from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import read_json, read_text, write_text
 from speculator.heads.base import Speculator
+from speculator.report import Interval, Report, Row
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
 from speculator.verdict import headlines
 
@@ -26,7 +27,7 @@ _LOCAL_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)(@[\d.]+)?$")
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
-def write_card(folder: str | Path, run: tuple[dict[str, Any], dict[str, Any]] | None = None) -> Path:
+def write_card(folder: str | Path, run: tuple[dict[str, Any], Report] | None = None) -> Path:
     """Write README.md into a head's folder and return its path.
 
     Args:
@@ -48,13 +49,13 @@ def copy_card(card: Path, copy: Path, base: str | None) -> None:
     write_text(copy, text)
 
 
-def card_of(folder: Path, run: tuple[dict[str, Any], dict[str, Any]] | None = None) -> str:
+def card_of(folder: Path, run: tuple[dict[str, Any], Report] | None = None) -> str:
     """Return the card of a head's folder, with the same arguments."""
     config, report = run or read_run(folder.resolve().parent)
     return model_card(load_any(folder), config, report)
 
 
-def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_run(run: Path) -> tuple[dict[str, Any], Report]:
     """Read config.yaml and eval/report.json of a run; both are empty for a folder that is not a run."""
     config_file, report_file = run / "config.yaml", run / "eval" / "report.json"
     try:
@@ -63,10 +64,11 @@ def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise UserError(f"{config_file}: not YAML: {error}") from None
     if not (isinstance(config, dict) and "stage1" in (config.get("settings") or {})):
         return {}, {}
-    return config, read_json(report_file) if report_file.is_file() else {}
+    report: Any = read_json(report_file) if report_file.is_file() else {}
+    return config, report
 
 
-def model_card(head: Speculator, run: dict[str, Any], report: dict[str, Any]) -> str:
+def model_card(head: Speculator, run: dict[str, Any], report: Report) -> str:
     """Return the model card of a head, as Markdown with a YAML header.
 
     Args:
@@ -131,7 +133,7 @@ def _facts(head: Speculator, target: str | None) -> str:
     return markdown_table(("", ""), facts.items())
 
 
-def _results(rows: list[dict[str, Any]]) -> str:
+def _results(rows: list[Row]) -> str:
     """Format acceptance and speed of each measured drafter as a table."""
     if not rows:
         return ""
@@ -155,7 +157,7 @@ def _results(rows: list[dict[str, Any]]) -> str:
     return markdown_table([*header, *(f"speedup over {BASELINES[name]}" for name in baselines)], cells)
 
 
-def _drafter(row: dict[str, Any]) -> str:
+def _drafter(row: Row) -> str:
     if row["drafter"] == "none":
         return "plain decoding"
     name = DRAFTERS[row["drafter"]]
@@ -166,7 +168,7 @@ def _drafter(row: dict[str, Any]) -> str:
     return name if row.get("rule") in (None, "greedy") else f"{name}, rule {row['rule']}"
 
 
-def _with_interval(ratio: dict[str, float] | None) -> str:
+def _with_interval(ratio: Interval | None) -> str:
     if not ratio:
         return ""
     interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f}-{ratio['high']:.2f})"  # None: a single prompt

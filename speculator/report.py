@@ -1,0 +1,113 @@
+"""The values of report.json; docs/reference/report.md explains the keys."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from speculator.files import Json
+
+
+class Interval(TypedDict):
+    """A figure with its 95% interval; a single sample has no bounds."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+class Bounds(TypedDict):
+    """The 95% interval of a figure that has a key of its own."""
+
+    low: float | None
+    high: float | None
+
+
+class Figures(TypedDict, total=False):
+    """Acceptance and speed of one decoder: over a suite, or over one of its categories.
+
+    A dict of speeds has the row's drafter as "speculative" and the baselines by name. Rows of plain decoding have no
+    drafter, and None at that key.
+    """
+
+    name: str
+    turns: int
+    steps: int
+    acceptance_length: float
+    acceptance_length_interval: Bounds
+    accepted_per_step: float
+    undrafted_share: float
+    acceptance_by_position: list[float]
+    accepted_lengths: list[int]
+    tokens_per_second: dict[str, float]
+    end_to_end_tokens_per_second: dict[str, float]
+    speedup: dict[str, Interval]
+
+
+class Cost(TypedDict):
+    """Cost of a drafted position and of a verification, in plain decoding steps."""
+
+    draft: float
+    verify: float
+
+
+Bucket = TypedDict(
+    "Bucket",
+    {"from": int, "below": int, "steps": int, "acceptance_length": float, "beyond_trained_length": bool},
+)
+"""Acceptance length at context lengths from one bound up to the next."""
+
+
+class Identical(TypedDict):
+    """How many completions are identical to transformers' greedy ones."""
+
+    identical: int
+    of: int
+    dtype: str
+
+
+class ServerLog(TypedDict):
+    """What a server would log about its drafts, see `eval.as_server.server_log`."""
+
+    drafts: int
+    accepted_per_position: list[int]
+    mean_acceptance_length: float
+
+
+class Row(Figures, total=False):
+    """One decoder on one suite, at one temperature and batch size."""
+
+    prompts: int
+    digest: str
+    left_out: dict[str, int]
+    chat: bool
+    temperature: float
+    batch_size: int
+    max_new_tokens: int
+    drafter: str
+    num_speculative_tokens: int
+    nodes: int
+    rule: str
+    cost: Cost
+    acceptance_by_context: list[Bucket]
+    time_to_first_token: dict[str, float]
+    peak_memory_bytes: dict[str, int | None]
+    identical_to_greedy: Identical
+    server_log: ServerLog
+    rows_busy: float
+    predicted_speedup: float
+    categories: list[Figures]
+
+
+class Report(TypedDict, total=False):
+    """The content of report.json."""
+
+    schema: int
+    target: str
+    speculator: str
+    hardware: str
+    versions: dict[str, str]
+    settings: dict[str, Json]
+    not_run: dict[str, str]
+    warnings: list[str]
+    suites: list[Row]
+    training: dict[str, dict[str, list[list[float]]]]
