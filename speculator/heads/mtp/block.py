@@ -88,6 +88,7 @@ class Rotary:
         return self._made[x.device](x, positions, **which)
 
 
+# transformers calls it with these arguments by name, so they stay as they are
 def attention(
     module: nn.Module,
     query: Tensor,  # [B, H, T, d]

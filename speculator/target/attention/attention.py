@@ -141,6 +141,7 @@ def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
+# transformers calls it with these arguments by name, so they stay as they are
 def attention(
     module: nn.Module,
     query: Tensor,  # [B, Hq, T, Dh]
@@ -258,6 +259,7 @@ def _explicit(
     return torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
+# transformers calls it with these arguments by name, so they stay as they are
 def varlen_attention(
     module: nn.Module,
     query: Tensor,  # [1, Hq, N, Dh]
