@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from eval.as_server import default_lengths
 from eval.metrics import paired_bootstrap
@@ -26,6 +25,7 @@ from speculator.drafters import Chain
 from speculator.errors import refuse, show
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
+from speculator.report import Gate, HeadsCompared
 from speculator.tables import shown
 from speculator.terminal import Progress
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         lengths = [[*default_lengths(arguments.server, head), head.n_predict][0] for head in heads]
         drafters = [HeadDrafter(*row) for row in zip(heads, (Chain(n, sampled=False) for n in lengths), strict=True)]
     count = arguments.max_new_tokens
-    result: dict[str, Any] = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
+    result: Gate = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
     if guard:
         old, new = (fixed_acceptance(target, head, guard, sampling, count) for head in heads)
         result["guard"] = {"name": guard.name, "old": old, "new": new, "change": new / old - 1, "allowed": -share}
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(
     target: Target, drafters: Sequence[HeadDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
-) -> dict[str, Any]:
+) -> HeadsCompared:
     """Decode each prompt with the old and the new drafter, which take turns in coming first: a machine may slow down.
 
     Returns "tokens_per_second" and "acceptance_length", [old, new] each, "difference", the new speed less the old as
@@ -116,7 +116,7 @@ def fixed_acceptance(target: Target, head: Speculator, suite: Suite, sampling: S
     return made.acceptance_length
 
 
-def accepted(result: dict[str, Any]) -> bool:
+def accepted(result: Gate) -> bool:
     """Return whether the new head replaces the old one.
 
     It must decode the suite faster (lower bound of the difference above 0), and the acceptance length on the guard
@@ -130,7 +130,7 @@ def accepted(result: dict[str, Any]) -> bool:
     return low is not None and low > 0 and (guard is None or guard["change"] >= guard["allowed"])
 
 
-def line(result: dict[str, Any]) -> str:
+def line(result: Gate) -> str:
     """Return the line that `run` prints: the verdict, `result["accepted"]`, and the figures that it rests on."""
     suite, guard = result["suite"], result["guard"]
     (old, new), lengths = suite["tokens_per_second"], suite["acceptance_length"]

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from speculator.report import Interval, Report, Row
+from speculator.report import Interval, Report, Round, Row
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -75,7 +75,7 @@ def draw_plots(report: Report, folder: Path) -> None:
         _save(figure, folder / f"{name}.png", dpi=150)
 
 
-def plot_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
+def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
     """Write an .svg of the acceptance length of the old and the new head in each round of `speculator adapt`.
 
     Args:

@@ -1,4 +1,4 @@
-"""The values of report.json; docs/reference/report.md explains the keys."""
+"""The values of report.json, which docs/reference/report.md explains, and of the files of `eval gate` and `adapt`."""
 
 from __future__ import annotations
 
@@ -111,3 +111,45 @@ class Report(TypedDict, total=False):
     warnings: list[str]
     suites: list[Row]
     training: dict[str, dict[str, list[list[float]]]]
+
+
+class HeadsCompared(TypedDict):
+    """An old and a new head on the same prompts: pairs of figures, and the difference of their tokens per second."""
+
+    name: str
+    prompts: int
+    tokens_per_second: list[float]
+    difference: Interval
+    acceptance_length: list[float]
+
+
+class Guard(TypedDict):
+    """Acceptance lengths on the guard suite, and the change and the least allowed one as shares of the old length."""
+
+    name: str
+    old: float
+    new: float
+    change: float
+    allowed: float
+
+
+class Gate(TypedDict, total=False):
+    """What `eval gate` measures and decides."""
+
+    suite: HeadsCompared
+    guard: Guard | None
+    accepted: bool
+    line: str
+
+
+class Round(TypedDict):
+    """The content of round.json: the heads, how far the traffic was read, and "in use" or why the new head isn't."""
+
+    old: str
+    new: str
+    answer_tokens: int
+    newest: str
+    newest_tokens: int
+    gate: Gate
+    outcome: str
+    finished: float

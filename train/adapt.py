@@ -38,6 +38,7 @@ from speculator.clients.vllm_updates import VLLMServer
 from speculator.drafters.tuning import TUNED
 from speculator.errors import UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
+from speculator.report import Round
 from speculator.terminal import log
 
 _POLL_SECONDS = 5
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         rounds, head = _settle(arguments.output, first)
         if rounds and rounds[0]["old"] != first:
             raise UserError(f"{arguments.output} began with {rounds[0]['old']}; choose another --output for {first}")
-        last: dict[str, Any] = rounds[-1] if rounds else {"newest": "", "finished": time.time()}
+        last: Round | None = rounds[-1] if rounds else None
         while arguments.rounds is None or len(rounds) < arguments.rounds:
             folder = arguments.output / f"round-{len(rounds) + 1:03d}"
             if not (folder / "traffic").exists():
@@ -97,7 +98,7 @@ def _alone(output: Path) -> Iterator[IO[str]]:
         yield lock
 
 
-def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
+def _settle(output: Path, first: str) -> tuple[list[Round], str]:
     """Return the contents of the finished rounds' round.json, oldest first, and the folder of the head in use.
 
     This deletes what finished rounds no longer need, points OUTPUT/speculator to that head, and writes the page.
@@ -105,9 +106,10 @@ def _settle(output: Path, first: str) -> tuple[list[dict[str, Any]], str]:
     Args:
         first: folder of the head to start from, in use until a round replaces it.
     """
-    rounds, head = [], first
+    rounds, head = list[Round](), first
     for file in sorted(output.glob("round-*/round.json")):
-        rounds.append(read_json(file))
+        finished: Any = read_json(file)
+        rounds.append(finished)
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
         for name in ("traffic", "cache", "run/stage1", "exported"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
@@ -141,27 +143,30 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
     return count
 
 
-def _wait(arguments: argparse.Namespace, last: dict[str, Any]) -> None:
+def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     """Wait until enough answer tokens were recorded since the last round, or any at all after enough time.
 
     Args:
-        last: content of the last round's round.json, or of a stand-in before the first round.
+        last: content of the last round's round.json; None before the first round.
     """
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
+    newest, read, since = "", 0, time.time()
+    if last is not None:
+        newest, read, since = last["newest"], last["newest_tokens"], last["finished"]
     said, again = 0, 0.0
     while True:
         count = 0
         for shard in _shards(arguments.record):
-            if shard.name < last["newest"]:  # names sort by age
+            if shard.name < newest:  # names sort by age
                 continue
             try:
                 count += _answer_tokens(shard)
                 # The last round ended inside its newest file, which may have grown.
-                count -= last.get("newest_tokens", 0) if shard.name == last["newest"] else 0
+                count -= read if shard.name == newest else 0
             except (UserError, FileNotFoundError):
                 if shard.exists():  # else the server has deleted it: the oldest go first
                     raise
-        minutes = (time.time() - last["finished"]) / 60
+        minutes = (time.time() - since) / 60
         late = arguments.every_minutes is not None and minutes >= arguments.every_minutes
         if count >= arguments.every_tokens or (count > 0 and late):
             return
@@ -188,7 +193,7 @@ def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
                     shutil.copyfile(shard, copy)
 
 
-def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> dict[str, Any]:
+def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> Round:
     """Train, gate and load; return the content of round.json.
 
     Its "outcome" is "in use", or why the new head isn't; "gate" has the figures of `eval gate`.
@@ -212,7 +217,7 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     if not gate.exists():
         gating = ["-m", "speculator", "eval", "gate", old, new, "--target", target, "--suite", traffic]
         _call([*gating, "--output", gate, *arguments.gate_flags], lock, accepted=(0, 1))
-    figures = read_json(gate)
+    figures: Any = read_json(gate)
     fault = None if figures["accepted"] else "rejected"
     if figures["accepted"] and arguments.layout:
         exports = [str((folder / "exported" / name).resolve()) for name in ("new", "old")]
@@ -224,7 +229,7 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     elif figures["accepted"] and arguments.server:
         fault = _ask(arguments.server, key, {"path": new})
     shards = _shards(traffic)
-    outcome = {
+    outcome: Round = {
         "old": old,
         "new": new,
         "answer_tokens": sum(map(_answer_tokens, shards)),
@@ -279,7 +284,7 @@ def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
     return None if answer.is_success else f"not loaded: {answer.text[:300]}"
 
 
-def write_page(output: Path, rounds: Sequence[dict[str, Any]]) -> None:
+def write_page(output: Path, rounds: Sequence[Round]) -> None:
     """Write rounds.html and its plot."""
     from eval.page import fill_template  # imports matplotlib, for a second
     from eval.plots import plot_rounds
