@@ -11,7 +11,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypedDict
 from urllib.request import urlopen
 
 from data.mixture import PYTHON_SOURCES
@@ -28,6 +28,19 @@ FORECAST_FILE = "forecast.json"
 _REQUESTS = 8  # at a time
 _LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
 """Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
+
+
+class Served(TypedDict, total=False):
+    """A row of served.json. vLLM counts drafts and positions; llama-server steps, and drafted and accepted tokens."""
+
+    suite: str
+    temperature: float
+    acceptance_length: float
+    drafts: int
+    accepted_per_position: list[int]
+    steps: int
+    drafted_tokens: int
+    accepted_tokens: int
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -52,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
             )
             sources = arguments.suite or [PYTHON_SOURCES]
             suites = [suite_of(arguments, source, known, arguments.raw) for source in sources]
-            rows = []
+            rows: list[Served] = []
             for suite, temperature in product(suites, arguments.temperature or [0.0, 1.0]):
                 before = None if llama_cpp else _counters(base, server.url)
                 sampling = Sampling(temperature, seed=arguments.seed)
@@ -106,7 +119,7 @@ def _counters(base: str, shown: str) -> Counter[str]:
     return found
 
 
-def _acceptance(counted: Counter[str], before: Counter[str]) -> dict[str, Any]:
+def _acceptance(counted: Counter[str], before: Counter[str]) -> Served:
     """Return "drafts", "accepted_per_position" and "acceptance_length" since `before`; changes `counted`."""
     counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
     drafts = counted.pop("drafts", 0)
@@ -115,7 +128,7 @@ def _acceptance(counted: Counter[str], before: Counter[str]) -> dict[str, Any]:
     return {"drafts": drafts, "accepted_per_position": accepted, "acceptance_length": 1 + sum(accepted) / drafts}
 
 
-def _acceptance_of_answers(counted: Counter[str]) -> dict[str, Any]:
+def _acceptance_of_answers(counted: Counter[str]) -> Served:
     """Return the figures that llama-server's answers allow: it does not count drafts or positions in them."""
     texts, tokens, drafted, accepted = (counted[name] for name in ("texts", *_LLAMA_CPP))
     refuse((not drafted, "the server drafted nothing: start llama-server with -md and --spec-type"))
@@ -125,7 +138,7 @@ def _acceptance_of_answers(counted: Counter[str]) -> dict[str, Any]:
     return {"steps": steps, "drafted_tokens": drafted, "accepted_tokens": accepted, "acceptance_length": length}
 
 
-def _table(rows: list[dict[str, Any]], forecast: dict[str, Any] | None) -> str:
+def _table(rows: list[Served], forecast: Any) -> str:
     def shares(values: list[float]) -> str:
         return " ".join(f"{value:.2f}" for value in values)
 

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -44,7 +43,9 @@ def newest(stage: Path) -> tuple[Path | None, list[str]]:
     return _first_whole(list(numbered(stage).values()))
 
 
-def best(stage: Path, history: list[dict[str, Any]], save_steps: int, max_steps: int) -> tuple[Path | None, list[str]]:
+def best(
+    stage: Path, history: list[dict[str, float]], save_steps: int, max_steps: int
+) -> tuple[Path | None, list[str]]:
     """Return the complete checkpoint with the highest `METRIC`, and a message for each better, damaged one.
 
     The earliest wins a tie. Only planned checkpoints count, so that one saved on a signal does not change the result.

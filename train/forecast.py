@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 from eval.in_server import FORECAST_FILE
 from speculator.checkpoints import layouts, load_any
 from speculator.files import read_json, write_json
 
 
-def write_forecast(folder: Path, evaluation: dict[str, Any]) -> None:
+def write_forecast(folder: Path, evaluation: dict[str, float]) -> None:
     """Write the teacher-forced forecast of a head's acceptance into its folder.
 
     Args:

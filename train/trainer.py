@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from zlib import crc32
 
 import torch
@@ -98,6 +98,14 @@ class Collator:
 _SINCE_LOG = "since_log.pt"
 _ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
+
+
+class SinceLog(TypedDict):
+    """The state of the next log line: the Trainer's summed loss, the last line's step, and each `Metric` by name."""
+
+    loss: Tensor
+    step: int
+    sums: dict[str, Metric]
 
 
 class SpeculatorTrainer(Trainer):
@@ -327,11 +335,10 @@ class SpeculatorTrainer(Trainer):
             rotate(stage, self.keep, self.state.best_global_step, self.state.global_step)
         self.accelerator.wait_for_everyone()
 
-    def _since_log(self) -> dict[str, Any]:
+    def _since_log(self) -> SinceLog:
         """Return the sums since the last log line, over all processes, for the checkpoint.
 
-        They are "loss" (the Trainer's summed loss), "step" (the step of the last log line) and "sums" (each `Metric`'s
-        total and count, by name). A run that resumes from them logs the same lines, on any number of processes.
+        A run that resumes from them logs the same lines, on any number of processes.
         """
         # The Trainer adds up a loss in each process and averages them at the next log line; sums and counts are added
         # instead.
@@ -349,7 +356,7 @@ class SpeculatorTrainer(Trainer):
 class ResumeLogging(TrainerCallback):
     """Restores a checkpoint's state of the next log line."""
 
-    def __init__(self, trainer: SpeculatorTrainer, since_log: dict[str, Any]):
+    def __init__(self, trainer: SpeculatorTrainer, since_log: SinceLog):
         self.trainer, self.since_log = trainer, since_log
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
