@@ -62,7 +62,7 @@ class _OpenRow:
         self.columns["document_ids"] += [self.documents] * (end - begin)
         self.columns["input_ids"] += document["input_ids"][begin:end]
         self.columns["loss_mask"] += document["loss_mask"][begin:end]
-        self.columns["rejected"] += document.get("rejected", [0] * len(document["input_ids"]))[begin:end]
+        self.columns["rejected"] += (document.get("rejected") or [0] * len(document["input_ids"]))[begin:end]
         self.rests += begin > 0
         self.documents += 1
         return end
@@ -104,7 +104,7 @@ def one_per_row(documents: Iterable[TokenDocument], length: int, max_tokens: int
         row = {
             "input_ids": document["input_ids"][:length],
             "loss_mask": document["loss_mask"][:length],
-            "rejected": document.get("rejected", [0] * len(document["input_ids"]))[:length],
+            "rejected": (document.get("rejected") or [0] * len(document["input_ids"]))[:length],
         }
         emitted += (size := len(row["input_ids"]))
         if max_tokens is not None and emitted > max_tokens:

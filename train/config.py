@@ -144,10 +144,13 @@ class StageConfig:
     max_steps: NonNegativeInt = 1000
     """Optimiser steps, unless epochs is set."""
     epochs: PositiveFloat | None = None
-    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps. The
-    learning rate, that of one process's rows, follows the square root of the rows of a step over all processes."""
+    """Passes over the rows, in place of max_steps. Fewer rows make a step if an epoch had fewer than 50 steps; the
+    learning rate then shrinks by the square root."""
     learning_rate: PositiveFloat = 5e-3
     """Peak learning rate."""
+    base_batch_size: PositiveInt | None = None
+    """Rows per step, over all processes, that learning_rate is for; it follows their square root. Default: those of
+    this config."""
     lr_scheduler_type: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
     """Schedule of the learning rate after the warm-up."""
     warmup_steps: NonNegativeFloat = 50

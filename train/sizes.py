@@ -83,27 +83,25 @@ def length_of_chats(packed: datasets.Dataset) -> int:
 
 
 def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
-    """Return a stage with its epochs turned into steps; one with max_steps stays as it is.
+    """Return a stage with its epochs turned into steps, and its learning rate for the rows of its steps.
 
-    Rows per step are halved while an epoch has fewer than 50 steps. The learning rate is that of one process's rows per
-    step, and follows the square root of what all processes read.
+    Rows per step are halved while an epoch has fewer than 50 steps. The rate follows their square root.
 
     Args:
         rows: number of training rows, over all processes.
     """
-    if not stage.epochs:
-        return stage
     size, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
+    base = stage.base_batch_size or size * accumulation * processes
     # Accumulation first, then the batch: 8 rows x 4 becomes 8 x 2, 8 x 1, 4 x 1, ...
-    while size * accumulation > 1 and size * accumulation * processes * _LEAST_STEPS > rows:
+    while stage.epochs and size * accumulation > 1 and size * accumulation * processes * _LEAST_STEPS > rows:
         size, accumulation = (size, accumulation // 2) if accumulation > 1 else (size // 2, 1)
-    asked = stage.per_device_train_batch_size * stage.gradient_accumulation_steps
+    batch = size * accumulation * processes
     return replace(
         stage,
-        max_steps=ceil(stage.epochs * rows / (size * accumulation * processes)),
+        max_steps=ceil(stage.epochs * rows / batch) if stage.epochs else stage.max_steps,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
-        learning_rate=stage.learning_rate * sqrt(size * accumulation * processes / asked),
+        learning_rate=stage.learning_rate * sqrt(batch / base),
     )
 
 
@@ -213,7 +211,10 @@ def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
     notes += [f"batches of {batch}, not {was}"] * (batch != was)
     adapted = f"; this is little text, so {' and '.join(notes)}" if notes else ""
     if stage.learning_rate != before.learning_rate:
-        read = f"{batch * run.processes} rows a step, and {before.learning_rate:.2g} is that of {was}"
-        adapted += f"; a learning rate of {stage.learning_rate:.2g}, by the square root: {read}"
+        base = before.base_batch_size or was * run.processes
+        adapted += (
+            f"; the learning rate is {stage.learning_rate:.2g} for {batch * run.processes} rows a step, by the square "
+            f"root: {before.learning_rate:.2g} is for {base}"
+        )
     size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
     log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{adapted}")

@@ -90,13 +90,15 @@ def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, ba
 @pytest.mark.parametrize(
     ("rows", "processes", "changes", "share"),
     [
-        (54_000, 4, {"epochs": 2.0}, 4),
-        (54_000, 8, {"epochs": 2.0}, 8),
-        (800, 8, {"epochs": 2.0}, 16 / 64),  # 2 rows of each process
-        (54_000, 8, {"max_steps": 7}, 1),  # as it is named
+        (54_000, 8, {"epochs": 2.0, "base_batch_size": 64}, 8),
+        (54_000, 8, {"epochs": 2.0, "base_batch_size": 64, "gradient_accumulation_steps": 1}, 1),  # the same rows
+        (800, 8, {"epochs": 2.0, "base_batch_size": 64}, 16 / 64),  # 2 rows of each process
+        (54_000, 4, {"max_steps": 7, "base_batch_size": 64}, 4),
+        (54_000, 8, {"epochs": 2.0}, 1),  # as it is named
+        (800, 8, {"epochs": 2.0}, 16 / 512),
     ],
 )
-def test_the_rate_of_epochs_follows_the_rows_that_all_processes_read(rows, processes, changes, share):
+def test_the_rate_follows_the_rows_of_a_step_however_they_are_split(rows, processes, changes, share):
     assert with_steps(stage(**changes), rows, processes).learning_rate == pytest.approx(5e-3 * share**0.5)
 
 
