@@ -17,7 +17,7 @@ from speculator.decoding.request import Generation, Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.report import Bucket, Figures, Interval, Row
+from speculator.report import Bucket, Figures, Interval, ReportRow
 from speculator.tables import BASELINES
 from speculator.target.model import Target
 
@@ -167,12 +167,12 @@ def row(
     max_new_tokens: int,
     batch_size: int,
     trained_length: int | None,
-) -> Row:
+) -> ReportRow:
     """The row of one decoder in report.json; docs/reference/report.md explains the keys."""
     drafter, timed = decoder.drafter, measured.timed[decoder.key]
     rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
     sequences = [pair for batch in timed.batches for pair in zip(batch.prompt_lengths, batch.steps, strict=True)]
-    result: Row = {
+    result: ReportRow = {
         "name": suite.name,
         "prompts": len(suite.prompts),
         "digest": suite.digest,
@@ -206,7 +206,7 @@ def row(
     return result
 
 
-def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> Row:
+def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> ReportRow:
     """Return "cost" {"draft": c, "verify": v} in plain steps, "rows_busy" and "predicted_speedup".
 
     The prediction is E / (G c + v) (2211.17192, theorem 3.8) times "rows_busy", the share of busy rows relative to

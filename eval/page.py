@@ -23,7 +23,7 @@ from eval.report import (
 from eval.traces import Trace
 from speculator.errors import printable
 from speculator.files import write_text
-from speculator.report import Figures, Interval, Report, Row
+from speculator.report import Figures, Interval, Report, ReportRow
 from speculator.tables import BASELINES, DRAFTERS, length_with_interval, shown
 from speculator.verdict import headlines
 
@@ -110,7 +110,7 @@ def _interval(interval: Interval | None) -> Cell:
     return (shown(interval), interval["value"]) if interval else ("", None)
 
 
-def _decoder(row: Row, key: str, baseline: str | None, ratio: Interval, lengths: set[int]) -> Line:
+def _decoder(row: ReportRow, key: str, baseline: str | None, ratio: Interval, lengths: set[int]) -> Line:
     """Return a table line of a decoder, {column: `Cell`}; the first four arguments are an item of `decoder_lines`."""
     speculative, cost = baseline is None, row.get("cost", {})
     memory = row["peak_memory_bytes"][key]
@@ -135,7 +135,7 @@ def _decoder(row: Row, key: str, baseline: str | None, ratio: Interval, lengths:
     }
 
 
-def _category(row: Row, part: Figures, lengths: set[int]) -> Line:
+def _category(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
     return {
         "category": (part["name"], None),
         "decoder": (label(row, lengths), None),

@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from speculator.report import Interval, Report, Round, Row
+from speculator.report import Interval, Report, ReportRow, Round
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -103,7 +103,7 @@ def _save(figure: Figure, file: Path, **settings: Any) -> None:
     plt.close(figure)
 
 
-def _height(name: str, rows: list[Row]) -> float:
+def _height(name: str, rows: list[ReportRow]) -> float:
     """Inches of a panel that make room for all its bars."""
     if name == "speed":
         return 1.0 + 0.36 * len(list(decoder_lines(rows)))
@@ -112,13 +112,13 @@ def _height(name: str, rows: list[Row]) -> float:
     return 3.2
 
 
-def _colour(row: Row, lengths: set[int]) -> str:
+def _colour(row: ReportRow, lengths: set[int]) -> str:
     if row["drafter"] != "head" or len(lengths) < 2:
         return _COLOURS[row["drafter"]]
     return _SHADES[sorted(lengths, reverse=True).index(row["num_speculative_tokens"]) % len(_SHADES)]
 
 
-def _speed(axis, rows: list[Row], lengths: set[int]) -> None:
+def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Speedup of every decoder over plain decoding."""
     lines = list(decoder_lines(rows))
     names = [label(row, lengths) if key == "speculative" else name for row, key, name, _ in lines]
@@ -137,7 +137,7 @@ def _speed(axis, rows: list[Row], lengths: set[int]) -> None:
     axis.set_xlim(left=0)
 
 
-def _acceptance(axis, rows: list[Row], lengths: set[int]) -> None:
+def _acceptance(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Acceptance rate by draft position, of what a model drafts: lookup and hybrid drafts have other positions."""
     for row in drafter_rows(rows):
         if row["drafter"] in ("head", "draft_model"):
@@ -152,7 +152,7 @@ def _acceptance(axis, rows: list[Row], lengths: set[int]) -> None:
     axis.set_ylabel("acceptance rate", fontsize=8)
 
 
-def _lengths(axis, rows: list[Row], lengths: set[int]) -> None:
+def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Share of the steps that accept 0, 1, 2, ... draft tokens."""
     rows = drafter_rows(rows)
     most = max(reached(row) for row in rows)
@@ -165,7 +165,7 @@ def _lengths(axis, rows: list[Row], lengths: set[int]) -> None:
     axis.set_ylabel("share of steps", fontsize=8)
 
 
-def _draft_lengths(axis, rows: list[Row], lengths: set[int]) -> None:
+def _draft_lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     heads = sorted((row for row in rows if row["drafter"] == "head"), key=lambda row: row["num_speculative_tokens"])
     at = [row["num_speculative_tokens"] for row in heads]
     ratios = [row["speedup"]["plain"] for row in heads]
@@ -186,7 +186,7 @@ def _training(axis, points: list[list[float]], lengths: set[int]) -> None:
     axis.set_xlabel("step", fontsize=8)
 
 
-def _categories(axis, rows: list[Row], lengths: set[int]) -> None:
+def _categories(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     rows = drafter_rows(rows)
     names = [part["name"] for part in rows[0]["categories"]]
     height = 0.8 / len(rows)

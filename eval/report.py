@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from speculator.report import Interval, Report, Row
+from speculator.report import Interval, Report, ReportRow
 from speculator.tables import BASELINES, DRAFTERS, length_with_interval, markdown_table, shown
 from speculator.verdict import headlines
 
@@ -19,7 +19,7 @@ HOW_TO_READ = (
 _TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 
 
-def label(row: Row, lengths: set[int]) -> str:
+def label(row: ReportRow, lengths: set[int]) -> str:
     """Name of a row's drafter in tables and plots, with its draft length if several were measured together."""
     if row["drafter"] == "head" and len(lengths) > 1:
         return f"{DRAFTERS['head']}, {row['num_speculative_tokens']} tokens"
@@ -27,11 +27,11 @@ def label(row: Row, lengths: set[int]) -> str:
     return DRAFTERS[row["drafter"]] + tree
 
 
-def _is_tree(row: Row) -> bool:
+def _is_tree(row: ReportRow) -> bool:
     return row["nodes"] > row["num_speculative_tokens"]
 
 
-def drafter_rows(rows: list[Row]) -> list[Row]:
+def drafter_rows(rows: list[ReportRow]) -> list[ReportRow]:
     """The rows whose decoder drafts: all but plain decoding."""
     return [row for row in rows if row["drafter"] != "none"]
 
@@ -51,9 +51,9 @@ def facts(report: Report) -> dict[str, str]:
     }
 
 
-def groups(report: Report) -> dict[str, list[Row]]:
+def groups(report: Report) -> dict[str, list[ReportRow]]:
     """Rows with the same suite, temperature and batch size, by the heading of their table."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[ReportRow]] = {}
     several = len({row["batch_size"] for row in report["suites"]}) > 1
     for row in report["suites"]:
         batch = f", batch size {row['batch_size']}" if several else ""
@@ -61,14 +61,14 @@ def groups(report: Report) -> dict[str, list[Row]]:
     return found
 
 
-def decoder_lines(rows: list[Row]) -> Iterator[tuple[Row, str, str | None, Interval]]:
+def decoder_lines(rows: list[ReportRow]) -> Iterator[tuple[ReportRow, str, str | None, Interval]]:
     """Yield one line per decoder of rows that were measured together, the fastest first.
 
     A line is (row of report.json, key of the decoder's speed in the row's "tokens_per_second", name of the baseline or
     None for a drafter, speedup over plain decoding). The speedup is {"value", "low", "high"}; a baseline's bounds are
     None.
     """
-    found: list[tuple[Row, str, str | None, Interval]] = []
+    found: list[tuple[ReportRow, str, str | None, Interval]] = []
     for row in rows:
         speeds = row["tokens_per_second"]
         if row["drafter"] != "none":
@@ -80,7 +80,7 @@ def decoder_lines(rows: list[Row]) -> Iterator[tuple[Row, str, str | None, Inter
     return iter(sorted(found, key=lambda line: -line[-1]["value"]))
 
 
-def reached(row: Row) -> int:
+def reached(row: ReportRow) -> int:
     """Number of draft positions at which a token was tested: one more than the most accepted tokens, if drafted."""
     most = max((n for n, steps in enumerate(row["accepted_lengths"]) if steps), default=0)
     return min(most + 1, row["num_speculative_tokens"])
@@ -131,13 +131,13 @@ def markdown(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _prompts(row: Row) -> str:
+def _prompts(row: ReportRow) -> str:
     turns = f", {row['turns']} turns" if row["turns"] != row["prompts"] else ""
     most = f"at most {row['max_new_tokens']} new tokens per answer, up to EOS" if row["chat"] else None
     return f"{row['prompts']} prompts{turns}, {most or str(row['max_new_tokens']) + ' new tokens each'}."
 
 
-def _table(rows: list[Row], lengths: set[int]) -> str:
+def _table(rows: list[ReportRow], lengths: set[int]) -> str:
     baselines = [name for name in _TRANSFORMERS if name in rows[0]["tokens_per_second"]]
     header = ["decoder", "acceptance length", "tokens/s", "end-to-end tokens/s", "time to first token, ms"]
     header += ["peak memory, MB", *(f"speedup over {BASELINES[name]}" for name in ("plain", *baselines))]
@@ -153,7 +153,7 @@ def _table(rows: list[Row], lengths: set[int]) -> str:
     return markdown_table(header, lines)
 
 
-def _line(name: str, acceptance_length: str, row: Row, key: str, ratios: list[str]) -> list[str]:
+def _line(name: str, acceptance_length: str, row: ReportRow, key: str, ratios: list[str]) -> list[str]:
     memory = row["peak_memory_bytes"][key]
     return [
         name,
@@ -166,7 +166,7 @@ def _line(name: str, acceptance_length: str, row: Row, key: str, ratios: list[st
     ]
 
 
-def _details(row: Row, lengths: set[int]) -> str:
+def _details(row: ReportRow, lengths: set[int]) -> str:
     rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"][: reached(row)])
     cost = row["cost"]
     parts = [
@@ -191,7 +191,7 @@ def _details(row: Row, lengths: set[int]) -> str:
     return "; ".join(parts) + "."
 
 
-def _categories(rows: list[Row], lengths: set[int]) -> list[str]:
+def _categories(rows: list[ReportRow], lengths: set[int]) -> list[str]:
     if not any("categories" in row for row in rows):
         return []
     header = ("category", "turns", "decoder", "acceptance length", "tokens/s", "speedup over plain decoding")
@@ -210,7 +210,7 @@ def _categories(rows: list[Row], lengths: set[int]) -> list[str]:
     return ["", markdown_table(header, lines)]
 
 
-def warnings(rows: Sequence[Row]) -> list[str]:
+def warnings(rows: Sequence[ReportRow]) -> list[str]:
     """Warnings about the figures, one line each."""
     lines = []
     for row in rows:

@@ -40,7 +40,7 @@ from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import refuse
 from speculator.files import check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
-from speculator.report import Report, Row
+from speculator.report import Report, ReportRow
 from speculator.tables import BASELINES
 from speculator.terminal import log
 from speculator.verdict import headlines
@@ -168,7 +168,7 @@ def evaluate(
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
     make_folder(output)
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
     for batch_size in batch_sizes:

@@ -16,7 +16,7 @@ from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Verified
 from speculator.decoding.sampling import Sampling
 from speculator.drafters.adaptive import PathOrDraft
-from speculator.report import Row
+from speculator.report import ReportRow
 from speculator.target.model import Target
 
 PROMPTS, TOKENS = 3, 128  # traced prompts of a suite, and tokens of each
@@ -51,14 +51,14 @@ class TracedStep:
 class Trace:
     """One prompt and its completion by the decoder of one report row."""
 
-    row: Row
+    row: ReportRow
     prompt: str
     steps: list[TracedStep]
 
 
 def trace_suite(
     target: Target,
-    decoders: Sequence[tuple[Decoder, Row]],
+    decoders: Sequence[tuple[Decoder, ReportRow]],
     suite: Suite,
     sampling: Sampling,
     max_new_tokens: int,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from speculator import terminal
 from speculator.errors import UserError, first_line, refuse
-from speculator.report import Report, Row
+from speculator.report import Report, ReportRow
 
 PROJECT = "speculator"  # of trackio, mlflow and, by default, wandb
 Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow", "none"]
@@ -100,7 +100,7 @@ def figures(report: Report) -> dict[str, float]:
     return {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
 
 
-def _figures(row: Row) -> dict[str, float]:
+def _figures(row: ReportRow) -> dict[str, float]:
     if row["drafter"] == "none":
         return {}
     batch = f" batch {row['batch_size']}" if row["batch_size"] > 1 else ""

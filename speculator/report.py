@@ -73,7 +73,7 @@ class ServerLog(TypedDict):
     mean_acceptance_length: float
 
 
-class Row(Figures, total=False):
+class ReportRow(Figures, total=False):
     """One decoder on one suite, at one temperature and batch size."""
 
     prompts: int
@@ -109,7 +109,7 @@ class Report(TypedDict, total=False):
     settings: dict[str, Json]
     not_run: dict[str, str]
     warnings: list[str]
-    suites: list[Row]
+    suites: list[ReportRow]
     training: dict[str, dict[str, list[list[float]]]]
 
 

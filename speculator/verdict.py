@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from speculator.report import Report, Row
+from speculator.report import Report, ReportRow
 from speculator.tables import DRAFTERS, length_with_interval, shown
 
 _ALMOST_NOTHING = 1.15
@@ -17,7 +17,7 @@ def headlines(report: Report) -> list[str]:
 
     A report without a head has one sentence, about its fastest drafter.
     """
-    found: dict[tuple[str, int], list[Row]] = {}
+    found: dict[tuple[str, int], list[ReportRow]] = {}
     for row in report["suites"]:
         if row["drafter"] != "none":
             found.setdefault((row["name"], row["batch_size"]), []).append(row)
@@ -28,16 +28,16 @@ def headlines(report: Report) -> list[str]:
     return lines
 
 
-def fastest(rows: list[Row], *drafters: str) -> list[Row]:
+def fastest(rows: list[ReportRow], *drafters: str) -> list[ReportRow]:
     """For each temperature, the fastest row of some drafters."""
-    best: dict[float, Row] = {}
+    best: dict[float, ReportRow] = {}
     for row in rows:
         if row["drafter"] in drafters:
             best[row["temperature"]] = max(best.get(row["temperature"], row), row, key=_speedup)
     return list(best.values())
 
 
-def _of_suite(rows: list[Row]) -> Iterator[str]:
+def _of_suite(rows: list[ReportRow]) -> Iterator[str]:
     heads, adaptive = fastest(rows, "head"), fastest(rows, "adaptive")
     if not heads:
         others = adaptive or fastest(rows, *DRAFTERS)
@@ -54,14 +54,14 @@ def _of_suite(rows: list[Row]) -> Iterator[str]:
     yield "verdict: " + verdict(heads, fastest(rows, "ngram"))
 
 
-def _off(rows: list[Row]) -> str:
+def _off(rows: list[ReportRow]) -> str:
     """Return a clause on the temperatures at which adaptive drafting drafted nothing in most steps; "" if at none."""
     shares = [(row.get("undrafted_share", 0.0), row) for row in rows]  # not in reports of older versions
     off = [f"{share:.0%} of the steps at temperature {row['temperature']:g}" for share, row in shares if share > 0.5]
     return f"; at batch size {rows[0]['batch_size']} it drafted nothing in {' and '.join(off)}" if off else ""
 
 
-def verdict(heads: list[Row], lookups: list[Row]) -> str:
+def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
     """Say in words what a head is worth, and what to do next.
 
     Args:
@@ -94,11 +94,11 @@ def verdict(heads: list[Row], lookups: list[Row]) -> str:
     return advice + (helps if lookup > max(1.0, interval["value"]) else "")
 
 
-def _speedup(row: Row) -> float:
+def _speedup(row: ReportRow) -> float:
     return row["speedup"]["plain"]["value"]
 
 
-def _times(rows: list[Row]) -> str:
+def _times(rows: list[ReportRow]) -> str:
     return _first(f"{shown(row['speedup']['plain'])}{{}} at temperature {row['temperature']:g}" for row in rows)
 
 

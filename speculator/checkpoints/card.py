@@ -16,7 +16,7 @@ from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import read_json, read_text, write_text
 from speculator.heads.base import Speculator
-from speculator.report import Interval, Report, Row
+from speculator.report import Interval, Report, ReportRow
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
 from speculator.verdict import headlines
 
@@ -133,7 +133,7 @@ def _facts(head: Speculator, target: str | None) -> str:
     return markdown_table(("", ""), facts.items())
 
 
-def _results(rows: list[Row]) -> str:
+def _results(rows: list[ReportRow]) -> str:
     """Format acceptance and speed of each measured drafter as a table."""
     if not rows:
         return ""
@@ -157,7 +157,7 @@ def _results(rows: list[Row]) -> str:
     return markdown_table([*header, *(f"speedup over {BASELINES[name]}" for name in baselines)], cells)
 
 
-def _drafter(row: Row) -> str:
+def _drafter(row: ReportRow) -> str:
     if row["drafter"] == "none":
         return "plain decoding"
     name = DRAFTERS[row["drafter"]]
