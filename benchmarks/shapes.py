@@ -75,7 +75,11 @@ PRESETS = {
     ),
     "smollm2-135m": Preset(_SMOLLM2, _untied(576, 8), acceptance_length=1.31, source=_MEASURED),
     "smollm2-135m-hybrid": Preset(  # linear attention in three of four layers
-        _SMOLLM2 | _LINEAR_ATTENTION, _untied(576, 8), 1.31, _MEASURED, config_class=Qwen3_5TextConfig
+        target=_SMOLLM2 | _LINEAR_ATTENTION,
+        head=_untied(576, 8),
+        acceptance_length=1.31,
+        source=_MEASURED,
+        config_class=Qwen3_5TextConfig,
     ),
     "tiny": Preset(
         llama(512, 64, 128, 2, 4, 2, 1024),

@@ -94,7 +94,13 @@ def memory(tokens: int, vocabulary: int, width: int, heads: int) -> list[dict]:
             hidden = torch.randn(1, tokens + heads + 1, width)
         labels = align(ids, torch.zeros_like(ids), torch.ones_like(ids), heads)
         if chunked:
-            batch = TrainingBatch(ids, torch.zeros_like(ids), hidden, hidden, {"labels": labels})
+            batch = TrainingBatch(
+                input_ids=ids,
+                document_ids=torch.zeros_like(ids),
+                hidden=hidden,
+                states=hidden,
+                targets={"labels": labels},
+            )
             token_loss = ChunkedLoss(lm_head, LOSSES[loss], vocabulary)
             height = peak_bytes(lambda: head(batch, token_loss)["objective"][0].backward(), device)  # noqa: B023
         else:
@@ -154,7 +160,13 @@ class Training:
         half = self.target.dtype == torch.bfloat16
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=half):
             hidden = self.forward()
-            batch = TrainingBatch(self.ids, self.documents, hidden, hidden.float(), {"labels": self.labels})
+            batch = TrainingBatch(
+                input_ids=self.ids,
+                document_ids=self.documents,
+                hidden=hidden,
+                states=hidden.float(),
+                targets={"labels": self.labels},
+            )
             token_loss = ChunkedLoss(self.target.logits, self.weights, self.target.vocab_size)
             objective = self.head(batch, token_loss)["objective"][0] / self.head.n_predict
         objective.backward()

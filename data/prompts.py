@@ -177,7 +177,9 @@ class _Cutter:
         if "user" not in (message["role"] for message in opening):
             raise RowError(row["where"], "a chat without a user turn before the answer")
         text = document_text(row, self.tokenizer, len(opening), ask=True)
-        return Conversation(chat_tokens(text, self.tokenizer), opening, later, row.get("tools"), ends=True)
+        return Conversation(
+            ids=chat_tokens(text, self.tokenizer), messages=opening, later=later, tools=row.get("tools"), ends=True
+        )
 
     def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[Conversation]:
         """Yield the tokens before the first one with loss; if the first token has loss, the first `prompt_tokens`."""
@@ -217,7 +219,7 @@ def conversations(
         SourceError: an unreadable source or row, or no prompt fits.
     """
     limits = limits or PromptLimits("the target", sys.maxsize, 0)
-    cutter = _Cutter(tokenizer, cut, limits, tally or Tally())
+    cutter = _Cutter(tokenizer=tokenizer, cut=cut, limits=limits, tally=tally or Tally())
     parts, weights = streams(mixture, split, tally)
     mixed = interleave([cutter.prompts(part) for part in parts], weights, lambda prompt: 1)
     name = str(mixture) + (f" ({split})" if split else "")

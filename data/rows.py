@@ -271,20 +271,28 @@ class Format(NamedTuple):
 
 
 FORMATS = [
-    Format('"input_ids"', _TOKENS, lambda given: "input_ids" in given, _tokens),
-    Format('"messages"', ("messages", "tools"), lambda given: "messages" in given, _messages),
-    Format('"conversations"', ("conversations", "tools"), lambda given: "conversations" in given, _from_sharegpt),
+    Format(name='"input_ids"', keys=_TOKENS, fits=lambda given: "input_ids" in given, read=_tokens),
+    Format(name='"messages"', keys=("messages", "tools"), fits=lambda given: "messages" in given, read=_messages),
     Format(
-        '"completion" as messages', ("prompt", "completion", "label", "tools"), _has_chat_completion, _from_chat_pair
+        name='"conversations"',
+        keys=("conversations", "tools"),
+        fits=lambda given: "conversations" in given,
+        read=_from_sharegpt,
     ),
-    Format('"instruction" and "output"', (*_ALPACA, "tools"), _is_alpaca, _from_alpaca),
     Format(
-        '"prompt" and "completion"',
-        ("prompt", "completion", "label"),
-        lambda given: "prompt" in given and "completion" in given,
-        _from_pair,
+        name='"completion" as messages',
+        keys=("prompt", "completion", "label", "tools"),
+        fits=_has_chat_completion,
+        read=_from_chat_pair,
     ),
-    Format('"text"', ("text",), lambda given: "text" in given, _from_text),
+    Format(name='"instruction" and "output"', keys=(*_ALPACA, "tools"), fits=_is_alpaca, read=_from_alpaca),
+    Format(
+        name='"prompt" and "completion"',
+        keys=("prompt", "completion", "label"),
+        fits=lambda given: "prompt" in given and "completion" in given,
+        read=_from_pair,
+    ),
+    Format(name='"text"', keys=("text",), fits=lambda given: "text" in given, read=_from_text),
 ]
 """The formats, in the order in which they are tried."""
 KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))

@@ -91,13 +91,13 @@ def compare_completions(
     above = sum(not gap <= tolerance for gap in gaps_at_difference)  # a NaN fails too
     same = len(completions) - len(gaps_at_difference)
     return Check(
-        name,
-        temperature,
-        f"{len(completions)} completions",
-        f"{above} differ at gaps above {tolerance:.1e}",
-        f"{same} of {len(completions)} identical",
-        above == 0,
-        {"identical": same, "of": len(completions), "above_tolerance": above, "tolerance": tolerance},
+        name=name,
+        temperature=temperature,
+        sample=f"{len(completions)} completions",
+        statistic=f"{above} differ at gaps above {tolerance:.1e}",
+        result=f"{same} of {len(completions)} identical",
+        passed=above == 0,
+        figures={"identical": same, "of": len(completions), "above_tolerance": above, "tolerance": tolerance},
     )
 
 
@@ -132,13 +132,13 @@ def greedy_checks(
     together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens)
     tolerance = 4 * rounding
     logits_check = Check(
-        "logits against plain decoding",
-        0.0,
-        f"{positions} positions",
-        f"differ by at most {moved:.1e}",
-        f"{tolerance:.1e} allowed",
-        moved <= tolerance,
-        {"positions": positions, "largest_difference": moved, "tolerance": tolerance},
+        name="logits against plain decoding",
+        temperature=0.0,
+        sample=f"{positions} positions",
+        statistic=f"differ by at most {moved:.1e}",
+        result=f"{tolerance:.1e} allowed",
+        passed=moved <= tolerance,
+        figures={"positions": positions, "largest_difference": moved, "tolerance": tolerance},
     )
     checks = [
         logits_check,

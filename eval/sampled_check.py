@@ -69,7 +69,17 @@ def sampled_checks(
         }
         name = f"distribution after prompt {number + 1}"
         summary = f"chi-square {statistic:.1f}, {degrees} df"
-        checks.append(Check(name, temperature, f"2 x {samples} rows", summary, f"p = {p:.2g}", p >= alpha, figures))
+        checks.append(
+            Check(
+                name=name,
+                temperature=temperature,
+                sample=f"2 x {samples} rows",
+                statistic=summary,
+                result=f"p = {p:.2g}",
+                passed=p >= alpha,
+                figures=figures,
+            )
+        )
     return checks
 
 

@@ -100,7 +100,9 @@ def load_suite(
     prompts, kept = [ids for ids, _ in taken], [conversation for _, conversation in taken]
     turns = target.encoder and any(conversation.later for conversation in kept)
     refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
-    return Suite(Path(source).name, prompts, kept, left_out, ends=target.encoder is not None)
+    return Suite(
+        name=Path(source).name, prompts=prompts, conversations=kept, left_out=left_out, ends=target.encoder is not None
+    )
 
 
 def _is_document(source: str) -> bool:

@@ -120,13 +120,13 @@ def time_ours(
             break
     out.batches.append(
         Decoded(
-            generation.tokens,
-            len(prompts),
-            generation.prefill_seconds,
-            generation.decode_seconds,
-            [len(target.text(prompt)) for prompt in prompts],
-            generation.steps,
-            peak_memory(target.device),
+            tokens=generation.tokens,
+            prefill_tokens=len(prompts),
+            prefill_seconds=generation.prefill_seconds,
+            decode_seconds=generation.decode_seconds,
+            prompt_lengths=[len(target.text(prompt)) for prompt in prompts],
+            steps=generation.steps,
+            peak_memory=peak_memory(target.device),
         )
     )
 
@@ -220,11 +220,11 @@ def time_transformers(
     tokens = [_up_to(row, stop_at) for row in output[:, width:].tolist()]
     out.batches.append(
         Decoded(
-            tokens,
-            streamer.count,
-            streamer.at - started,
-            ended - streamer.at,
-            [len(prompt) for prompt in prompts],
+            tokens=tokens,
+            prefill_tokens=streamer.count,
+            prefill_seconds=streamer.at - started,
+            decode_seconds=ended - streamer.at,
+            prompt_lengths=[len(prompt) for prompt in prompts],
             peak_memory=peak_memory(target.device),
         )
     )

@@ -123,14 +123,16 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
         key = "messages"
     if key == "messages":
         try:
-            return Prompt(clean_messages(value), [], True, clean_tools(row.get("tools")), category, where)
+            return Prompt(
+                clean_messages(value), chat=True, tools=clean_tools(row.get("tools")), category=category, where=where
+            )
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     texts = value if key == "turns" else [value]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
     chat = key != "prompt" or any(row.get(name) is not None for name in ("completion", "chosen"))
-    return Prompt([_user(texts[0])], texts[1:], chat, None, category, where)
+    return Prompt([_user(texts[0])], texts[1:], chat=chat, category=category, where=where)
 
 
 def _user(content: str) -> Message:

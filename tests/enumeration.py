@@ -252,10 +252,10 @@ def outcome(
     depth = max(case.level(node) + 1 for case in different for node in range(count))
     width = max(len(case.children(node)) for case in cases for node in range(-1, count))
     draft = Draft(
-        torch.tensor(tokens),
-        torch.tensor(lengths),
-        torch.stack(distributions) if distributions else None,
-        None if is_chain else torch.tensor(parents),
+        tokens=torch.tensor(tokens),
+        lengths=torch.tensor(lengths),
+        probs=torch.stack(distributions) if distributions else None,
+        parents=None if is_chain else torch.tensor(parents),
         depth=depth,
         width=width,
     )

@@ -155,7 +155,9 @@ def training_step(target: Target, head, rows: list[dict]) -> None:
     states = torch.zeros(*ids.shape, (len(head.aux_layers) or 1) * target.hidden_size, device="cuda")
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8), 2**22)
     with torch.autocast("cuda", torch.bfloat16):
-        total, count = head(TrainingBatch(ids, number, hidden, states, batch), loss)["objective"]
+        total, count = head(
+            TrainingBatch(input_ids=ids, document_ids=number, hidden=hidden, states=states, targets=batch), loss
+        )["objective"]
     (total * head.n_predict / count).backward()
 
 

@@ -1,4 +1,4 @@
-"""Values have types with names, and functions have few parameters."""
+"""Values have types with names, and neither functions nor values take many things by position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MODULES = [file for name in ("speculator", "data", "eval", "train") for file in sorted((ROOT / name).rglob("*.py"))]
-MOST_PARAMETERS, MOST_UNTYPED_DICTS = 9, 168
+MOST_PARAMETERS, MOST_BY_POSITION, MOST_UNTYPED_DICTS = 9, 3, 168
 OF_TRANSFORMERS = {
     "speculator/target/attention/attention.py": {"attention", "varlen_attention"},
     "speculator/heads/mtp/block.py": {"attention"},
@@ -33,6 +33,28 @@ def test_a_function_has_at_most_nine_parameters():
         )
     }
     assert long == OF_TRANSFORMERS
+
+
+def is_value(node: ast.AST) -> bool:
+    """Return whether a node is a dataclass or a named tuple."""
+    if not isinstance(node, ast.ClassDef):
+        return False
+    return any("dataclass" in ast.unparse(each) for each in node.decorator_list) or "NamedTuple" in map(
+        ast.unparse, node.bases
+    )
+
+
+def test_no_value_takes_more_than_three_fields_by_position():
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in MODULES}
+    values = {node.name for tree in trees.values() for node in ast.walk(tree) if is_value(node)}
+    long = [
+        f"{file.relative_to(ROOT).as_posix()}:{node.lineno} {ast.unparse(node.func)}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in values
+        if len(node.args) > MOST_BY_POSITION
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_no_more_dicts_of_anything_than_today():

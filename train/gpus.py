@@ -22,17 +22,17 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "B200": Gpu(180, 8.0, 2250, 75),
-    "H200": Gpu(141, 4.8, 989, 67),
-    "H100": Gpu(80, 3.35, 989, 67),
-    "A100": Gpu(80, 2.04, 312, 19.5),
-    "L40S": Gpu(48, 0.864, 362, 91.6),
-    "A10G": Gpu(24, 0.6, 70, 35),
-    "L4": Gpu(24, 0.3, 121, 30.3),
-    "RTX 4090": Gpu(24, 1.008, 165, 82.6),
-    "RTX 3090": Gpu(24, 0.936, 71, 35.6),
-    "V100": Gpu(32, 0.9, 125, 15.7),
-    "T4": Gpu(16, 0.32, 65, 8.1),
+    "B200": Gpu(memory=180, bandwidth=8.0, half=2250, single=75),
+    "H200": Gpu(memory=141, bandwidth=4.8, half=989, single=67),
+    "H100": Gpu(memory=80, bandwidth=3.35, half=989, single=67),
+    "A100": Gpu(memory=80, bandwidth=2.04, half=312, single=19.5),
+    "L40S": Gpu(memory=48, bandwidth=0.864, half=362, single=91.6),
+    "A10G": Gpu(memory=24, bandwidth=0.6, half=70, single=35),
+    "L4": Gpu(memory=24, bandwidth=0.3, half=121, single=30.3),
+    "RTX 4090": Gpu(memory=24, bandwidth=1.008, half=165, single=82.6),
+    "RTX 3090": Gpu(memory=24, bandwidth=0.936, half=71, single=35.6),
+    "V100": Gpu(memory=32, bandwidth=0.9, half=125, single=15.7),
+    "T4": Gpu(memory=16, bandwidth=0.32, half=65, single=8.1),
 }
 
 
@@ -66,9 +66,9 @@ def place_of(wanted: str, processes: int) -> Place:
         name = named and gpu_named(named[2].upper())
         if not named or not name:
             raise UserError(f"--plan {wanted}: name a GPU as in 8xH100; known: {', '.join(GPUS)}")
-        return Place(int(named[1] or 1), name, GPUS[name].memory * 10**9, GPUS[name])
+        return Place(processes=int(named[1] or 1), name=name, memory=GPUS[name].memory * 10**9, gpu=GPUS[name])
     if not torch.cuda.is_available():
         return Place(processes)
     own = torch.cuda.get_device_properties(torch.cuda.current_device())
     known = gpu_named(own.name)
-    return Place(processes, own.name, own.total_memory, GPUS[known] if known else None)
+    return Place(processes=processes, name=own.name, memory=own.total_memory, gpu=GPUS[known] if known else None)

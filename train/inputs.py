@@ -82,7 +82,15 @@ def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
     plan = run.plan and run.plan.knowing(length, sizes_of(own_prompts))
     if plan is not None:  # what the plan at the start could only estimate
         plan.refuse_too_large()
-    return Inputs(run, length, train_rows, validation_rows, suites, own_prompts, plan)
+    return Inputs(
+        run=run,
+        length=length,
+        train_rows=train_rows,
+        validation_rows=validation_rows,
+        suites=suites,
+        own_prompts=own_prompts,
+        plan=plan,
+    )
 
 
 def sizes_of(prompts: list[Conversation] | None) -> list[Prompt] | None:

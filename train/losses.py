@@ -244,19 +244,19 @@ class ChunkedLoss:
         matrices = list({id(matrix): matrix for terms in logits for _, matrix in terms}.values())
         order = {id(matrix): j for j, matrix in enumerate(matrices)}
         call = _Call(
-            self,
-            hidden,
-            labels,
-            weights.to(labels.device).expand(labels.shape),
-            draft_tokens,
-            predictors,
-            drafts if self.weights.d_pace < 1 else None,
-            [[order[id(matrix)] for _, matrix in terms] for terms in logits],
-            torch.is_grad_enabled(),
+            loss=self,
+            hidden=hidden,
+            labels=labels,
+            weights=weights.to(labels.device).expand(labels.shape),
+            draft_tokens=draft_tokens,
+            predictors=predictors,
+            drafts=drafts if self.weights.d_pace < 1 else None,
+            matrix_of=[[order[id(matrix)] for _, matrix in terms] for terms in logits],
+            train=torch.is_grad_enabled(),
         )
         objective, loss, hits, overlap = _Chunked.apply(call, *(x for xs in features for x in xs), *matrices)
         known = self.needs_target and (not call.train or self.weights.total_variation or self.weights.lk)
-        return TokenLosses(objective, loss, hits, overlap if known else None)
+        return TokenLosses(objective=objective, loss=loss, hits=hits, overlap=overlap if known else None)
 
 
 class _Call(NamedTuple):

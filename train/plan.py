@@ -88,7 +88,9 @@ def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> 
 
     if run.mixture.names_self:
         written = capped(own.turns * chat)
-        found[SELF] = GeneratedText(own.max_rows, own.batch_size, written, written, 1, written)
+        found[SELF] = GeneratedText(
+            rows=own.max_rows, batch_size=own.batch_size, length=written, new=written, answers=1, mean=written
+        )
     if config.stage2.max_steps:
         depth = generate.num_speculative_tokens or config.speculator.n_predict
         if run.mixture.is_self:
@@ -102,8 +104,15 @@ def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> 
             new = min(generate.max_new_tokens, max(sizes))
             answers = sum(each.answers for each in prompts) / len(prompts)
         mean = sum(sizes) / len(sizes)
-        rows = generate.max_rows, generate.batch_size
-        found["generating"] = GeneratedText(*rows, max(sizes), new, answers, mean, depth)
+        found["generating"] = GeneratedText(
+            rows=generate.max_rows,
+            batch_size=generate.batch_size,
+            length=max(sizes),
+            new=new,
+            answers=answers,
+            mean=mean,
+            depth=depth,
+        )
     return found
 
 

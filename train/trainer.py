@@ -211,14 +211,14 @@ class SpeculatorTrainer(Trainer):
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
-            input_ids,
-            inputs["document_ids"],
-            hidden,
+            input_ids=input_ids,
+            document_ids=inputs["document_ids"],
+            hidden=hidden,
             # float32, because heads are trained in it whatever the target's dtype is.
-            states.float(),
-            {name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
+            states=states.float(),
+            targets={name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
             # An evaluation counts every token once, so that its loss is comparable between runs.
-            inputs.get("token_weights") if model.training else None,
+            token_weights=inputs.get("token_weights") if model.training else None,
         )
         # The wrapped module computes the loss itself. A call of the head's own methods would go around the wrapper, and
         # DDP would not reduce the gradients: no error, only heads that differ between processes.

@@ -142,7 +142,10 @@ def _prompt_sampling(arguments: argparse.Namespace) -> Sampling:
 
 def _samplings(arguments: argparse.Namespace) -> tuple[Sampling, ...]:
     """Return the samplings that the rows cycle through."""
-    return tuple(Sampling(each, arguments.top_k, arguments.top_p, arguments.min_p) for each in arguments.temperature)
+    return tuple(
+        Sampling(temperature=each, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p)
+        for each in arguments.temperature
+    )
 
 
 def _context_length(arguments: argparse.Namespace) -> int:

@@ -81,7 +81,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _sampling(arguments: argparse.Namespace, row: int) -> Sampling:
     """Sampling settings of a row, with its own seed."""
-    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, seed=arguments.seed + row)
+    return Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed + row,
+    )
 
 
 def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Namespace) -> list[Request]:

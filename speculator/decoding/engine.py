@@ -232,11 +232,11 @@ class Engine:
             for request in requests:
                 request.cancel()
         return Generation(
-            [request.tokens for request in requests],
-            [request.steps for request in requests],
-            self.prefill_seconds - prefill_before,
-            self.decode_seconds - decode_before,
-            [request.finish_reason for request in requests],
+            tokens=[request.tokens for request in requests],
+            steps=[request.steps for request in requests],
+            prefill_seconds=self.prefill_seconds - prefill_before,
+            decode_seconds=self.decode_seconds - decode_before,
+            finish_reasons=[request.finish_reason for request in requests],
         )
 
     @property
@@ -352,7 +352,15 @@ class Engine:
         columns = (draft.longest, path.accepted, finite, next_token)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
         kept = None if batch.num_logprobs is None else path.of(logits)
-        return Verified(tokens, read, path.accepted, counts, next_token, report, kept)
+        return Verified(
+            tokens=tokens,
+            hidden=read,
+            accepted=path.accepted,
+            counts=counts,
+            next_token=next_token,
+            report=report,
+            logits=kept,
+        )
 
     def computed(self, batch: Batch, draft: Draft, noise: Noise) -> Computed:
         """Choose the tokens that a verification computes: on a CPU those that exist, else the whole rectangle.

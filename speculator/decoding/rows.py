@@ -261,7 +261,12 @@ class Rows:
         # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most
         # tokens.
         room = self._capacity - max(begins)
-        return Chunk(rows[0], [slot.sequence for slot in slots], begins, [min(room, own) for own in widths])
+        return Chunk(
+            start=rows[0],
+            sequences=[slot.sequence for slot in slots],
+            begins=begins,
+            counts=[min(room, own) for own in widths],
+        )
 
     def select(self) -> Batch | None:
         """Select the decoding rows for the next step; None if there are none."""
@@ -292,7 +297,13 @@ class Rows:
         samplings = [request.sampling for request in requests]
         sampling = RowSampling(samplings + samplings[:1] * (rows - len(requests)), self.target.device)
         # Views of the first rows. A captured step reads the same memory in every replay, so they are written in place.
-        batch = Batch(requests, self.pending[:rows], self._active[:rows], sampling, max_logprobs(requests))
+        batch = Batch(
+            requests,
+            self.pending[:rows],
+            self._active[:rows],
+            sampling=sampling,
+            num_logprobs=max_logprobs(requests),
+        )
         batch.active.copy_(torch.arange(rows) < len(requests))
         if self.capturing:  # graphs read the settings from tensors that stay in place
             batch.sampling = self._samplings.setdefault((rows, *sampling.kind), sampling)

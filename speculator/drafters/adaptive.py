@@ -59,7 +59,15 @@ class PathOrDraft:
         parents = torch.where(index < path.shape[1], index - 1, -1).expand(len(path), -1)
         parents = chosen(parents, draft.parents)
         depth = max(draft.depth, path.shape[1])
-        return Draft(chosen(path, draft.tokens), lengths, None, parents, depth, draft.width, ragged=True)
+        return Draft(
+            tokens=chosen(path, draft.tokens),
+            lengths=lengths,
+            probs=None,
+            parents=parents,
+            depth=depth,
+            width=draft.width,
+            ragged=True,
+        )
 
 
 class AdaptiveDrafter(HeadDrafter):

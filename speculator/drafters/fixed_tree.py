@@ -108,7 +108,7 @@ class FixedTree:
             levels = [[index(each) for each in level] for level in self._levels]
             parents = index(self._parents).expand(len(pending), -1)
             full = torch.full_like(pending, self.nodes)
-            form = Draft(parents, full, None, parents, depth=self.depth, width=self.width)
+            form = Draft(tokens=parents, lengths=full, probs=None, parents=parents, depth=self.depth, width=self.width)
             _ = form.before, form.drafted, form.longest, form.paths  # worked out here, once
             self._on_device[key] = form, levels
         return self._on_device[key]

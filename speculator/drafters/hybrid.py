@@ -69,10 +69,10 @@ def joined(
     parents = torch.cat([at[:, None] - 1, columns[:, :-1]], 1)
     return Draft(
         # Of a path a b c d whose first two tokens the draft has, c and d are added: c below the node for b, d below c.
-        pad(draft.tokens, (0, length)).scatter(1, columns, path.gather(1, same[:, None] + offsets)),
-        draft.lengths + (counts - same).clamp(0, length),
-        None,
-        pad(draft.before - 1, (0, length), value=-1).scatter(1, columns, parents),
+        tokens=pad(draft.tokens, (0, length)).scatter(1, columns, path.gather(1, same[:, None] + offsets)),
+        lengths=draft.lengths + (counts - same).clamp(0, length),
+        probs=None,
+        parents=pad(draft.before - 1, (0, length), value=-1).scatter(1, columns, parents),
         depth=draft.depth + length,
         width=draft.width + 1,
         base=draft,

@@ -214,7 +214,14 @@ class Chooser:
         rows = {}
         for request, (_, path), logit, length, shift in zip(requests, found, logits, step.lengths, shifts, strict=True):
             choice = None if length else step.choice
-            rows[request] = _Row(len(request.steps), len(request.sequence), path, logit, choice, shift)
+            rows[request] = _Row(
+                steps=len(request.steps),
+                length=len(request.sequence),
+                path=path,
+                logit=logit,
+                choice=choice,
+                shift=shift,
+            )
         self._rows = rows
         return step
 
@@ -270,11 +277,16 @@ class Chooser:
             elif not self._packed:
                 tokens = rows * max(nodes, LONGEST_PATH * any(lengths))
             taken_cost = cost(None if all(lengths) else choice, tokens, any(lengths))
-            return PricedDraft(expected / taken_cost, choice, lengths, tokens)
+            return PricedDraft(rate=expected / taken_cost, choice=choice, lengths=lengths, tokens=tokens)
 
         def by_head(choice: Choice | None) -> PricedDraft:
             tokens = rows * choice.shape.nodes if choice else 0
-            return PricedDraft((rows + sum(gains[choice])) / cost(choice, tokens, False), choice, none, tokens)
+            return PricedDraft(
+                rate=(rows + sum(gains[choice])) / cost(choice, tokens, False),
+                choice=choice,
+                lengths=none,
+                tokens=tokens,
+            )
 
         plain, *heads = map(by_head, gains)
         heads.sort(key=lambda step: -step.rate)

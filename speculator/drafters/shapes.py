@@ -105,12 +105,12 @@ def grown(
     """Return a tree with one more level. The result has no probabilities and no padding."""
     before = tree.tokens.shape[1]
     return Draft(
-        torch.cat([tree.tokens, tokens], 1),
-        torch.full_like(tree.lengths, before + tokens.shape[1]),
-        None,
+        tokens=torch.cat([tree.tokens, tokens], 1),
+        lengths=torch.full_like(tree.lengths, before + tokens.shape[1]),
+        probs=None,
         # `parents` count within the last level, which begins at `before - width` of the tree. With 5 tokens and a last
         # level of 2, parent 1 is token 4.
-        torch.cat([tree.before, parents + 1 + before - width], 1) - 1,
+        parents=torch.cat([tree.before, parents + 1 + before - width], 1) - 1,
         depth=tree.depth + 1,
     )
 
@@ -153,7 +153,9 @@ class Tree:
         # -1 is the pending token, which is no node; the clamp only keeps the index valid.
         kept = torch.where(kept < 0, -1, node_of.gather(1, kept.clamp_min(0)))
         lengths = torch.full_like(pending, self.nodes)
-        return Draft(tokens.gather(1, keep), lengths, None, kept, depth=self.depth, width=self.width)
+        return Draft(
+            tokens=tokens.gather(1, keep), lengths=lengths, probs=None, parents=kept, depth=self.depth, width=self.width
+        )
 
 
 def _expand(

@@ -81,11 +81,11 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
         read = read_json(file)
         costs = entries_from_json(read["costs"])
         tuning = Tuning(
-            read["acceptance"],
-            read["trees"],
-            read["lookup"],
-            costs,
-            {name: read[name] for name in ("processor", "dtype")},
+            ranks=read["acceptance"],
+            trees=read["trees"],
+            lookup=read["lookup"],
+            costs=costs,
+            machine={name: read[name] for name in ("processor", "dtype")},
         )
         choices_of(head, tuning)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError):

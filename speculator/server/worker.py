@@ -171,7 +171,9 @@ class Worker:
             self._outputs.append((job, APIError(_TOO_LARGE, code="out_of_memory")))
             return
         logprobs = request.token_logprobs[-len(tokens) :] if request.token_logprobs else []
-        self._outputs.append((job, StepOutput(index, tokens, logprobs, request.finish_reason)))
+        self._outputs.append(
+            (job, StepOutput(index=index, tokens=tokens, logprobs=logprobs, finish_reason=request.finish_reason))
+        )
 
     def _run(self) -> None:
         while True:

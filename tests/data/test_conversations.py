@@ -118,7 +118,7 @@ def answered(conversation: Conversation, tokenizer, *texts: str, longest: int = 
 def conversation_of(tokenizer, *messages: dict, tools=None) -> Conversation:
     opening, later = split_at_answers(list(messages), None)
     ids = tokenizer.apply_chat_template(opening, tools=tools, add_generation_prompt=True)["input_ids"]
-    return Conversation(ids, opening, later, tools)
+    return Conversation(ids=ids, messages=opening, later=later, tools=tools)
 
 
 def texts_with_loss(made: Answering, tokenizer) -> list[list[str]]:

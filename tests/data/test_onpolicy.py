@@ -166,7 +166,7 @@ def test_a_run_killed_at_any_write_resumes_to_the_same_rows(target, tmp_path, mo
 def adaptive(head_cost: float, level_cost: float) -> AdaptiveDrafter:
     """An adaptive drafter whose head costs this much, and this much for each level."""
     head = tiny_head()
-    table = CostTable([CostEntry(2, False, head_cost, 0.0, level_cost, 0.02)])
+    table = CostTable([CostEntry(rows=2, greedy=False, head=head_cost, path=0.0, level=level_cost, token=0.02)])
     return AdaptiveDrafter(head, choices_of(head, untuned(head)), dict.fromkeys((True, False), (0.1,)), table)
 
 

@@ -80,7 +80,19 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path, capsys):
 def test_prompts_longer_than_training_rows_are_skipped(tmp_path, capsys):
     rows = [{"messages": [{"role": "user", "content": word * 30}, CHAT[1]]} for word in ("long", "a", "b")]
     source, tokenizer = write(tmp_path / "chats.jsonl", rows), chat_tokenizer("qwen3")
-    assert len(prompts([source], None, tokenizer, 8, 9, limits=PromptLimits("tiny", 1024, 16, 99))) == 2
+    assert (
+        len(
+            prompts(
+                [source],
+                None,
+                tokenizer,
+                8,
+                9,
+                limits=PromptLimits(name="tiny", context=1024, new_tokens=16, seq_length=99),
+            )
+        )
+        == 2
+    )
     said = "chats.jsonl: 1 prompts are skipped: they do not fit data.seq_length 99\n"
     assert said in capsys.readouterr().err
 

@@ -114,7 +114,9 @@ def test_rule_applies_to_every_drafter_that_supports_it(target_folder, text_file
 
 def test_the_counters_of_a_server_include_the_steps_in_which_texts_end(tmp_path, figures_only):
     texts = [[Step(2, 2, 3), Step(2, 0, 1)], [Step(2, 1, 2), Step(2, 2, 1)]]  # the last step had room for one token
-    assert server_log(Timed([Decoded([[], []], 2, 0.0, 1.0, steps=texts)]), 2) == {
+    assert server_log(
+        Timed([Decoded(tokens=[[], []], prefill_tokens=2, prefill_seconds=0.0, decode_seconds=1.0, steps=texts)]), 2
+    ) == {
         "drafts": 4,
         "accepted_per_position": [3, 2],
         "mean_acceptance_length": 2.25,

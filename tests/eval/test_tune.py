@@ -122,7 +122,7 @@ def test_of_drafts_that_are_about_as_fast_the_smallest_is_kept(target, monkeypat
     ranks = [[0.5, 0.3, 0.1, 0.1], [0.5, 0.2], [0.5], [0.5]]
     kinds = dict.fromkeys(("greedy", "sampled"), ranks)
     trees = {kind: [best_tree(ranks, nodes) for nodes in (3, 5, 8)] for kind in kinds}
-    entries = [CostEntry(1, greedy, 0.0, 0.0, 0.0, token) for greedy in (True, False)]
+    entries = [CostEntry(rows=1, greedy=greedy, head=0.0, path=0.0, level=0.0, token=token) for greedy in (True, False)]
     monkeypatch.setattr("eval.tune.measure_costs", lambda *given: entries)
     tuning, rows = _with_costs(target, tiny_head(n_predict=4), Tuning(kinds, trees))
     marked = [row["draft"] for row in rows if row["best"]]

@@ -81,7 +81,9 @@ def fitted(
         targets = head.config.training_targets(row, documents, torch.ones_like(row), [0])
         with target.aux_layers.recorded(head.aux_layers) as states:
             hidden = target.hidden(row)
-        batches.append(TrainingBatch(row, documents, hidden, states(hidden), targets))
+        batches.append(
+            TrainingBatch(input_ids=row, document_ids=documents, hidden=hidden, states=states(hidden), targets=targets)
+        )
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
     optimiser = torch.optim.AdamW([weight for weight in head.parameters() if weight.requires_grad], lr=rate)
     for step in range(steps):

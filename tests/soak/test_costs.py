@@ -32,15 +32,20 @@ def plans(drafter, rows: int) -> dict[str, PricedDraft]:
     # In a row in the middle, as most are: its neighbours on both sides attend apart from it.
     one, every = [LONGEST_PATH * (row == rows // 2) for row in range(rows)], [LONGEST_PATH] * rows
     made = {
-        "plain": PricedDraft(1, None, [0] * rows, 0),
-        "a path in one row": PricedDraft(1, None, one, LONGEST_PATH),
-        "paths in all rows": PricedDraft(1, None, every, LONGEST_PATH * rows),
-        **{f"chains of {n}": PricedDraft(1, choice, [0] * rows, n * rows) for n, choice in chains.items()},
+        "plain": PricedDraft(rate=1, choice=None, lengths=[0] * rows, tokens=0),
+        "a path in one row": PricedDraft(rate=1, choice=None, lengths=one, tokens=LONGEST_PATH),
+        "paths in all rows": PricedDraft(rate=1, choice=None, lengths=every, tokens=LONGEST_PATH * rows),
+        **{
+            f"chains of {n}": PricedDraft(rate=1, choice=choice, lengths=[0] * rows, tokens=n * rows)
+            for n, choice in chains.items()
+        },
     }
     if rows > 1:
         second = [LONGEST_PATH * (row % 2) for row in range(rows)]
-        made["paths in every second row"] = PricedDraft(1, None, second, sum(second))
-        made["chains of 2 and a path"] = PricedDraft(1, chains[2], one, LONGEST_PATH + 2 * (rows - 1))
+        made["paths in every second row"] = PricedDraft(rate=1, choice=None, lengths=second, tokens=sum(second))
+        made["chains of 2 and a path"] = PricedDraft(
+            rate=1, choice=chains[2], lengths=one, tokens=LONGEST_PATH + 2 * (rows - 1)
+        )
     return made
 
 

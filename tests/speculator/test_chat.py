@@ -197,7 +197,7 @@ def test_arguments_of_a_call_get_the_types_of_its_tool():
         message, _ = as_history(tokenizer, answer, given)
         assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{"n": number, "s": "7"}]
     writer = ChatWriter(ChatRequest(messages=CHAT, tools=tools), "tiny", tokenizer, [[1, 2]])
-    writer.add(StepOutput(0, tokenizer(answer)["input_ids"], [], "eos"))
+    writer.add(StepOutput(index=0, tokens=tokenizer(answer)["input_ids"], logprobs=[], finish_reason="eos"))
     (call,) = writer.body()["choices"][0]["message"]["tool_calls"]
     assert call["function"]["arguments"] == '{"n": 7, "s": "7"}'
 

@@ -134,7 +134,7 @@ def test_flags_reach_the_drafter_and_do_not_change_the_text(
     drafter, sampling, others = calls[-1]
     assert type(drafter.shape) is kind
     assert {name: getattr(drafter.shape, name) for name in expected} == expected
-    assert sampling == Sampling(0.9, 7, 0.8, 0.1, seed=5)
+    assert sampling == Sampling(temperature=0.9, top_k=7, top_p=0.8, min_p=0.1, seed=5)
     assert others["stop_strings"] == ["}"]
     assert others["rule"] == (flags[flags.index("--rule") + 1] if "--rule" in flags else None)
 

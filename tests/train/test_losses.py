@@ -45,7 +45,14 @@ def test_labels_are_inside_the_loss_mask_from_the_first_token_read():
 def measured(loss, labels, features, outputs, hidden, draft_tokens=None, token_weights=None) -> dict:
     """Metrics' sums of a head with these features, the objective, and the number of labels."""
     head = SimpleNamespace(output=outputs.__getitem__, draft_tokens=draft_tokens)
-    batch = TrainingBatch(None, labels, hidden, None, {"labels": labels}, token_weights)
+    batch = TrainingBatch(
+        input_ids=None,
+        document_ids=labels,
+        hidden=hidden,
+        states=None,
+        targets={"labels": labels},
+        token_weights=token_weights,
+    )
     metrics = UnrolledHead.measure(head, features, batch, loss)
     objective, _ = metrics.pop("objective")
     sums = {name: total for name, (total, _) in metrics.items()}

@@ -55,7 +55,7 @@ def overfit(
     with target.aux_layers.recorded(head.aux_layers) as states:
         hidden = target.hidden(row)
     loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
-    batch = TrainingBatch(row, documents, hidden, states(hidden), targets)
+    batch = TrainingBatch(input_ids=row, document_ids=documents, hidden=hidden, states=states(hidden), targets=targets)
     optimiser = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(80):
         optimiser.zero_grad()

@@ -291,4 +291,9 @@ def test_chats_are_planned_with_the_prompts_that_they_have(tmp_path):
 def test_the_peak_is_known_for_known_gpus_only(target_folder):
     config, target = config_of(target_folder), AutoConfig.from_pretrained(target_folder)
     assert Plan(settled(config, target, Place(1, "another", 10**12))).token_at_peak("stage1") is None
-    assert Plan(settled(config, target, Place(1, "H100", 10**12, GPUS["H100"]))).token_at_peak("stage1") > 0
+    assert (
+        Plan(settled(config, target, Place(processes=1, name="H100", memory=10**12, gpu=GPUS["H100"]))).token_at_peak(
+            "stage1"
+        )
+        > 0
+    )

@@ -63,7 +63,19 @@ class Begun(BaseException):
 
 def settled_and_read(config, target, rows):
     run = settled(config, target)
-    return target, tiny_head, Inputs(run, 8, rows, rows, {"validation": Suite("text", [[1, 2]])}, None, None)
+    return (
+        target,
+        tiny_head,
+        Inputs(
+            run=run,
+            length=8,
+            train_rows=rows,
+            validation_rows=rows,
+            suites={"validation": Suite("text", [[1, 2]])},
+            own_prompts=None,
+            plan=None,
+        ),
+    )
 
 
 @pytest.mark.parametrize(("stage", "weight"), [("stage1", None), ("stage2", 3.0)])

@@ -45,7 +45,7 @@ def counts(monkeypatch):
     monkeypatch.setattr(SpeculatorConfig, "for_target", classmethod(counted("head", for_target)))
     monkeypatch.setattr(mixture, "_parse", counted("source", mixture._parse))
     monkeypatch.setattr(plan.Plan, "__init__", counted("plan", plan.Plan.__init__))
-    monkeypatch.setattr(settle, "place_of", lambda *_: Place(1, "H100", 10**12, GPUS["H100"]))
+    monkeypatch.setattr(settle, "place_of", lambda *_: Place(processes=1, name="H100", memory=10**12, gpu=GPUS["H100"]))
     return made
 
 

@@ -153,10 +153,17 @@ class CacheWrite:
                 tokens = slice(first, min(count, first + _BLOCK))
                 # A row that another pass has made longer than the host knows is not read further.
                 extent = min(self.extent, max(lengths[rows]) + base + tokens.stop)
-                placed = self.block[rows], self.cache_positions[rows, tokens], self.positions[rows, tokens]
-                size, single = tokens.stop - first, stop == start + 1
-                write = CacheWrite(self.lengths[rows], size, extent, *placed, None, single)
-                parts.append(Part(rows, tokens, slice(done, done + (stop - start) * count), write))
+                write = CacheWrite(
+                    lengths=self.lengths[rows],
+                    width=tokens.stop - first,
+                    extent=extent,
+                    block=self.block[rows],
+                    cache_positions=self.cache_positions[rows, tokens],
+                    positions=self.positions[rows, tokens],
+                    tree=None,
+                    single_row=stop == start + 1,
+                )
+                parts.append(Part(rows, tokens, packed=slice(done, done + (stop - start) * count), write=write))
         return parts if len(parts) > 1 or self.packing else []
 
     @cached_property

@@ -262,9 +262,20 @@ class KVCache(Cache):
         if counts is not None and sum(counts) < len(block) * width and not self.recurrent:
             packing = Packing.of(counts, width, self.bucket, block.device)
         apart = (counts if packing else [width] * len(block)) if self.bucket == 1 and tree is None else None
-        placed = block, cache_positions, positions, tree, self.single_row
-        size, cross = self._position_size, self.cross
-        self.write = CacheWrite(self.selected, width, extent, *placed, packing, apart, size, cross)
+        self.write = CacheWrite(
+            lengths=self.selected,
+            width=width,
+            extent=extent,
+            block=block,
+            cache_positions=cache_positions,
+            positions=positions,
+            tree=tree,
+            single_row=self.single_row,
+            packing=packing,
+            counts=apart,
+            position_size=self._position_size,
+            cross=self.cross,
+        )
         for layer in self.recurrent.values():
             layer.begin(width, counts, tree, again=base > 0)
         with in_progress(self.write):

@@ -113,7 +113,7 @@ def read_header(file: Path, changed: int) -> Header:
         Tensor(name, gguf.GGMLQuantizationType(kind), _mapped(mapped, begin + offset, shape, kind))
         for name, shape, kind, offset in places
     ]
-    return Header(fields, types, tensors, hashlib.sha256(mapped[:begin]).hexdigest())
+    return Header(fields=fields, types=types, tensors=tensors, digest=hashlib.sha256(mapped[:begin]).hexdigest())
 
 
 def _mapped(mapped: mmap.mmap, offset: int, shape: tuple[int, ...], kind: int) -> np.ndarray:

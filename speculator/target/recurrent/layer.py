@@ -116,7 +116,8 @@ class RecurrentLayer:
         # Every token of a tree is the end of a path from the root, and each path is run as a row of its own from the
         # same state.
         starts = start.repeat_interleave(self._width, 0)
-        return rule(RecurrencePass(starts, None, of_prompt, *self._paths), *args, **kwargs)
+        paths, ends = self._paths
+        return rule(RecurrencePass(starts, of_prompt=of_prompt, paths=paths, ends=ends), *args, **kwargs)
 
     def finish(self, state: Tensor) -> None:
         """Keep the state after the pass's last token until `commit`."""

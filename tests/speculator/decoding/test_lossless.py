@@ -280,10 +280,10 @@ def test_a_million_rows_of_each_rule_follow_the_target_distribution(name):
             distributions.append(probs)
         chain = parents == (-1, 0)
         draft = Draft(
-            torch.stack(tokens, 1),
-            torch.full((chunk,), len(parents)),
-            torch.stack(distributions, 1),
-            None if chain else torch.tensor(parents).expand(chunk, -1),
+            tokens=torch.stack(tokens, 1),
+            lengths=torch.full((chunk,), len(parents)),
+            probs=torch.stack(distributions, 1),
+            parents=None if chain else torch.tensor(parents).expand(chunk, -1),
             depth=2,
             width=2,
         )

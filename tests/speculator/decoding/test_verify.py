@@ -290,7 +290,7 @@ def test_a_uniform_of_zero_does_not_keep_an_impossible_token(name):
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
     probs = None if name == "match" else torch.tensor([[[1.0, 0.0]]])
     parents = torch.tensor([[-1]]) if name.startswith("multi") else None
-    draft = Draft(torch.tensor([[0]]), torch.tensor([1]), probs, parents, depth=1)
+    draft = Draft(tokens=torch.tensor([[0]]), lengths=torch.tensor([1]), probs=probs, parents=parents, depth=1)
     last, probs = e.RULES[name](p, draft, torch.zeros(1, 2))
     assert last.item() == 0
     assert (probs[0] / probs.sum()).tolist() == [0.0, 1.0]
@@ -309,7 +309,14 @@ def test_uniforms_of_zero_accept_only_tokens_that_the_target_can_emit():
                 target = torch.stack([w.p[case.path(node)] for node in range(-1, len(case.tokens))])[None]
                 distributions = None if case.distributions is None else torch.stack(case.distributions)[None]
                 parents = None if case.parents == e.CHAINS[2] else torch.tensor([case.parents])
-                draft = Draft(torch.tensor([case.tokens]), torch.tensor([2]), distributions, parents, depth=1, width=2)
+                draft = Draft(
+                    tokens=torch.tensor([case.tokens]),
+                    lengths=torch.tensor([2]),
+                    probs=distributions,
+                    parents=parents,
+                    depth=1,
+                    width=2,
+                )
                 last, probs = rule(target, draft, torch.zeros(1, 3, dtype=torch.float64))
                 path = case.path(last.item() - 1)
                 assert all(w.p[path[:i]][token] > 0 for i, token in enumerate(path))
@@ -341,7 +348,14 @@ def test_match_emits_the_tokens_of_plain_decoding_for_any_draft():
                 plain = (*plain, draw(w.p[plain][None], u[:, depth]).item())
             target = torch.stack([w.p[case.path(node)] for node in range(-1, len(tokens))])[None]
             form = None if parents == e.CHAINS[3] else torch.tensor([parents])
-            draft = Draft(torch.tensor([tokens]), torch.tensor([length]), None, form, depth=3, width=2)
+            draft = Draft(
+                tokens=torch.tensor([tokens]),
+                lengths=torch.tensor([length]),
+                probs=None,
+                parents=form,
+                depth=3,
+                width=2,
+            )
             last, probs = e.sampled_match(target, draft, u)
             said = (*case.path(last.item() - 1), probs.argmax().item())
             assert said == plain[: len(said)]
@@ -360,7 +374,11 @@ def test_greedy_keeps_the_leading_matches_of_a_chain():
 def test_greedy_keeps_the_longest_matching_path_of_a_tree():
     # Root's children 4 and 5; 5's child 6; 6's child 7, in the second row not drafted.
     draft = Draft(
-        torch.tensor([[4, 5, 6, 7]] * 2), torch.tensor([4, 3]), None, torch.tensor([[-1, -1, 1, 2]] * 2), depth=3
+        tokens=torch.tensor([[4, 5, 6, 7]] * 2),
+        lengths=torch.tensor([4, 3]),
+        probs=None,
+        parents=torch.tensor([[-1, -1, 1, 2]] * 2),
+        depth=3,
     )
     best = torch.tensor([[5, 9, 6, 7, 8]] * 2)
     last, following = rules.match(best, draft)

@@ -98,7 +98,7 @@ def measured(entry: CostEntry, rounds: int, noise: random.Random) -> list[tuple[
 @pytest.mark.parametrize("head", [0.0, 0.3])
 def test_a_fit_finds_the_costs_behind_noisy_steps_and_an_outlier_moves_it_little(head):
     """Noise of 8%, as on a shared machine. The mean of two steps with each draft makes the cheapest look too cheap."""
-    true, noise = CostEntry(12, False, head, 0.1, 0.05, 0.03), random.Random(0)
+    true, noise = CostEntry(rows=12, greedy=False, head=head, path=0.1, level=0.05, token=0.03), random.Random(0)
     errors, cheapest, cheapest_apart = [], [], []
     for _ in range(40):
         steps = measured(true, 2, noise)
@@ -131,7 +131,7 @@ def test_noise_makes_no_draft_cheaper_than_a_plain_step_or_a_shorter_one():
 
 def test_a_path_in_a_row_costs_what_unlike_lengths_cost():
     """Also where as many tokens are verified without one: a path of 8 in one row, and chains of 2 in all four."""
-    table = CostTable([CostEntry(4, True, 0.2, 0.1, 0.04, 0.01)])
+    table = CostTable([CostEntry(rows=4, greedy=True, head=0.2, path=0.1, level=0.04, token=0.01)])
     for _ in range(2):  # computed, and looked up
         assert table(Chain(2), 8, False, True, 4) == pytest.approx(1 + 0.2 + 2 * 0.04 + 8 * 0.01)
         assert table(Chain(2), 8, True, True, 4) == pytest.approx(1 + 0.2 + 0.1 + 2 * 0.04 + 8 * 0.01)
@@ -141,7 +141,9 @@ def test_a_path_in_a_row_costs_what_unlike_lengths_cost():
 
 def test_a_table_answers_between_numbers_of_rows():
     """With as many tokens per row: 3 rows with a token each lie between 1 row with one and 5 with five."""
-    table = CostTable([CostEntry(rows, True, rows - 1.0, 0.0, 0.0, 0.0) for rows in (1, 5, 8)])
+    table = CostTable(
+        [CostEntry(rows=rows, greedy=True, head=rows - 1.0, path=0.0, level=0.0, token=0.0) for rows in (1, 5, 8)]
+    )
     assert [
         table(Chain(1), rows, False, greedy, rows) for greedy, rows in ((True, 1), (False, 3), (True, 8), (True, 20))
     ] == [
@@ -153,7 +155,11 @@ def test_a_table_answers_between_numbers_of_rows():
 
 
 def test_a_lasting_contradiction_corrects_the_table_once_and_only_for_alike_steps(caplog):
-    entries = [CostEntry(rows, greedy, 0.5, 0.0, 0.0, 0.0) for rows in (1, 8) for greedy in (True, False)]
+    entries = [
+        CostEntry(rows=rows, greedy=greedy, head=0.5, path=0.0, level=0.0, token=0.0)
+        for rows in (1, 8)
+        for greedy in (True, False)
+    ]
     table, fixed = CostTable(entries), CostTable(entries, learns=False)
     for greedy, seconds in ((False, 0.3), (True, 0.16)):
         for step in range(400):  # a step with drafts takes three plain steps; every tenth step stalls
@@ -170,7 +176,7 @@ def test_a_lasting_contradiction_corrects_the_table_once_and_only_for_alike_step
 
 def test_a_correction_is_that_of_all_compared_steps_not_of_the_last_one():
     """Chains take 2.3 plain steps where 1.5 is said; the last step compared is a path that costs next to nothing."""
-    table = CostTable([CostEntry(8, True, 0.5, 0.05, 0.0, 0.0)])
+    table = CostTable([CostEntry(rows=8, greedy=True, head=0.5, path=0.05, level=0.0, token=0.0)])
     for drafted in (*[(Chain(1), 8, False)] * 7, (None, 1, True)):
         table.observe(None, 0, False, True, 8, 1.0)
         table.observe(*drafted, True, 8, 2.3 if drafted[0] else 1.05)
@@ -178,7 +184,7 @@ def test_a_correction_is_that_of_all_compared_steps_not_of_the_last_one():
 
 
 def test_only_neighbouring_steps_of_as_many_rows_are_compared():
-    table = CostTable([CostEntry(4, True, 0.5, 0.0, 0.0, 0.0)])
+    table = CostTable([CostEntry(rows=4, greedy=True, head=0.5, path=0.0, level=0.0, token=0.0)])
     for _ in range(100):
         table.observe(None, 0, False, True, 3, 1.0)
         table.observe(Chain(1), 4, False, True, 4, 9.0)
@@ -186,7 +192,7 @@ def test_only_neighbouring_steps_of_as_many_rows_are_compared():
 
 
 def test_texts_that_grow_contradict_nothing():
-    table = CostTable([CostEntry(1, True, 0.5, 0.0, 0.0, 0.0)])
+    table = CostTable([CostEntry(rows=1, greedy=True, head=0.5, path=0.0, level=0.0, token=0.0)])
     for step in range(2000):
         seconds = 1 + step / 500
         drafted = (Chain(1), 1) if step % 100 else (None, 0)

@@ -38,7 +38,14 @@ def test_a_deterministic_hybrid_draft_keeps_the_target_distribution(length):
     for seed, w in worlds(4, range(30)):
         (case,) = e.deterministic(w, (-1, -1, 0))
         found = tuple(random.Random(seed).randrange(3) for _ in range(2 + length))
-        draft = Draft(torch.tensor([case.tokens]), torch.tensor([3]), None, torch.tensor([case.parents]), 2, 2)
+        draft = Draft(
+            tokens=torch.tensor([case.tokens]),
+            lengths=torch.tensor([3]),
+            probs=None,
+            parents=torch.tensor([case.parents]),
+            depth=2,
+            width=2,
+        )
         draft = joined(draft, torch.tensor([found]), torch.tensor([len(found)]), length)
         tokens, parents = (tuple(row[0].tolist()) for row in (draft.tokens, draft.parents))
         case = e.Case(tokens, parents, None, 1.0, draft.lengths.item())
@@ -68,7 +75,14 @@ def test_a_lookup_path_joins_the_draft_where_it_leaves_it():
 
 
 def test_a_path_is_followed_through_a_tree():
-    tree = Draft(torch.tensor([[4, 5, 6, 7]]), torch.tensor([4]), None, torch.tensor([[-1, -1, 1, 1]]), 2, 2)
+    tree = Draft(
+        tokens=torch.tensor([[4, 5, 6, 7]]),
+        lengths=torch.tensor([4]),
+        probs=None,
+        parents=torch.tensor([[-1, -1, 1, 1]]),
+        depth=2,
+        width=2,
+    )
     for path, tokens, parent in (([5, 7, 1], [1], 3), ([5, 8, 1], [8], 1), ([4, 8, 1], [8], 0), ([9, 8, 1], [9], -1)):
         draft = joined(tree, torch.tensor([path]), torch.tensor([3]), 1)
         assert draft.tokens[0, 4:].tolist() == tokens

@@ -70,10 +70,12 @@ def rate(chooser: Chooser | PricedDraft, kind: str, rows: int) -> float:
 
 def fixed(rows: int) -> list[PricedDraft]:
     """Nothing, every draft of the head, and paths of several lengths where there are any."""
-    plans = [PricedDraft(0.0, None, [0] * rows, 0)]
-    plans += [PricedDraft(0.0, choice, [0] * rows, rows * choice.shape.nodes) for choice in CHOICES]
+    plans = [PricedDraft(rate=0.0, choice=None, lengths=[0] * rows, tokens=0)]
+    plans += [
+        PricedDraft(rate=0.0, choice=choice, lengths=[0] * rows, tokens=rows * choice.shape.nodes) for choice in CHOICES
+    ]
     lengths = [[n if row % 2 == 0 else 0 for row in range(rows)] for n in (1, 4, 8)]
-    return plans + [PricedDraft(0.0, None, own, sum(own)) for own in lengths]
+    return plans + [PricedDraft(rate=0.0, choice=None, lengths=own, tokens=sum(own)) for own in lengths]
 
 
 @pytest.mark.parametrize(("kind", "rows"), [*product(KINDS, [1, 4, 16])])

@@ -63,7 +63,7 @@ def test_costs_that_other_code_measured_are_measured_again(target_folder, tuned_
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     write_tuning(tuned_folder, costs=[])
     target, measured, digest = Target.load(str(target_folder)), [], tuning.code_digest
-    entry = CostEntry(1, True, 0.0, 0.0, 0.1, 0.02)
+    entry = CostEntry(rows=1, greedy=True, head=0.0, path=0.0, level=0.1, token=0.02)
     monkeypatch.setattr(tuning, "measure_costs", lambda *given: measured.append(given) or [entry])
     monkeypatch.setattr(tuning, "code_digest", lambda folder: digest(tmp_path / "code"))
     (tmp_path / "code" / "decoding").mkdir(parents=True)
@@ -93,7 +93,10 @@ def test_costs_that_there_was_no_time_to_measure_are_measured_by_the_next_proces
 ):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
     write_tuning(tuned_folder, costs=[])
-    target, results = Target.load(str(target_folder)), [[], [CostEntry(1, True, 0.5, 0.0, 0.0, 0.0)]]
+    target, results = (
+        Target.load(str(target_folder)),
+        [[], [CostEntry(rows=1, greedy=True, head=0.5, path=0.0, level=0.0, token=0.0)]],
+    )
     monkeypatch.setattr(tuning, "measure_costs", lambda *given: results.pop(0))
     found = [load_drafter(tuned_folder, target).cost(Chain(1), 1, False, True, 1) for _ in range(3)]
     assert found == [pytest.approx(1.12), 1.5, 1.5], "typical costs, and measured ones from then on"

@@ -181,7 +181,8 @@ def test_the_objective_adds_the_selectors_cross_entropy_among_its_candidates():
     hidden = torch.randn(2, L, D, dtype=torch.float64)
     weights = LossConfig(cross_entropy=1.0, kl=0.0, total_variation=0.0, head_decay=0.7)
     metrics = made(
-        TrainingBatch(tokens, documents, hidden, states, targets), ChunkedLoss(made.target_output, weights, V, 7)
+        TrainingBatch(input_ids=tokens, document_ids=documents, hidden=hidden, states=states, targets=targets),
+        ChunkedLoss(made.target_output, weights, V, 7),
     )
     total = torch.zeros((), dtype=torch.float64)
     sums = {name: torch.zeros(G) for name in ("slot", "recall", "walk", "prefix")}

@@ -228,9 +228,12 @@ def test_a_batch_without_labels_has_gradients_of_zero(shape):
     made, (tokens, states) = head(**SHAPES[shape]).train(), text(2)
     labels, none = torch.full((2, 4, 3), IGNORE), torch.zeros(2, 4, dtype=torch.long)
     batch = TrainingBatch(
-        tokens, torch.zeros_like(tokens), torch.randn(2, L, D, dtype=torch.float64), states,
-        {"labels": labels, "on_host": AnchorTargets(none, none, labels)},
-    )  # fmt: skip
+        input_ids=tokens,
+        document_ids=torch.zeros_like(tokens),
+        hidden=torch.randn(2, L, D, dtype=torch.float64),
+        states=states,
+        targets={"labels": labels, "on_host": AnchorTargets(none, none, labels)},
+    )
     loss = ChunkedLoss(made.target_output, LossConfig(total_variation=1.0), V)
     total, count = made(batch, loss)["objective"]
     total.backward()
@@ -249,7 +252,8 @@ def test_the_objective_is_the_sum_over_slots_of_losses_computed_one_by_one(alpha
     hidden = torch.randn(2, L, D, dtype=torch.float64)
     weights = LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.7, d_pace=alpha)
     metrics = made(
-        TrainingBatch(tokens, documents, hidden, states, targets), ChunkedLoss(made.target_output, weights, V, 7)
+        TrainingBatch(input_ids=tokens, document_ids=documents, hidden=hidden, states=states, targets=targets),
+        ChunkedLoss(made.target_output, weights, V, 7),
     )
 
     total = torch.zeros((), dtype=torch.float64)

@@ -12,11 +12,20 @@ CHAT = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "W
 FIELDS = {"n": 2, "seed": 4, "temperature": 0.9, "top_p": 0.95, "user": "me", "frequency_penalty": 0}
 FIELDS |= {"presence_penalty": 0, "logit_bias": {}, "stop": ["nowhere"]}
 EXTRA = {"top_k": 50, "min_p": 0.001, "return_token_ids": True}
-SAMPLING = Sampling(0.9, 50, 0.95, 0.001)
+SAMPLING = Sampling(temperature=0.9, top_k=50, top_p=0.95, min_p=0.001)
 
 
 def expected_of(target, drafter, prompt, count: int) -> list[list[int]]:
-    own = [Sampling(SAMPLING.temperature, SAMPLING.top_k, SAMPLING.top_p, SAMPLING.min_p, seed=seed) for seed in (4, 5)]
+    own = [
+        Sampling(
+            temperature=SAMPLING.temperature,
+            top_k=SAMPLING.top_k,
+            top_p=SAMPLING.top_p,
+            min_p=SAMPLING.min_p,
+            seed=seed,
+        )
+        for seed in (4, 5)
+    ]
     return generate(target, drafter, [prompt] * 2, own, max_new_tokens=count).tokens
 
 

@@ -206,7 +206,9 @@ def test_an_answer_becomes_a_message_with_reasoning_and_tool_calls(stream, field
     request = ChatRequest(messages=CHAT, stream=stream, **fields)
     writer = ChatWriter(request, "tiny", tokenizer, [[1, 2]])
     tokens = tokenizer(text + "<|im_end|>")["input_ids"]
-    outputs = [StepOutput(0, [token], [], None) for token in tokens[:-1]] + [StepOutput(0, tokens[-1:], [], "eos")]
+    outputs = [StepOutput(index=0, tokens=[token], logprobs=[], finish_reason=None) for token in tokens[:-1]] + [
+        StepOutput(index=0, tokens=tokens[-1:], logprobs=[], finish_reason="eos")
+    ]
     if stream:
         sent = [writer.event(output) for output in outputs if not writer.done]
         choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in sent if event]
@@ -433,7 +435,7 @@ def test_the_answer_to_an_encoders_source_is_a_text_of_its_own(monkeypatch):
     request = CompletionRequest(prompt=[1])
     for continues, text in ((True, " b"), (False, "b")):
         writer = CompletionWriter(request, "tiny", tokenizer, [[1]], continues)
-        writer.add(StepOutput(0, [2], [], "length"))
+        writer.add(StepOutput(index=0, tokens=[2], logprobs=[], finish_reason="length"))
         assert writer.body()["choices"][0]["text"] == text
     seen = []
     monkeypatch.setattr(app, "CompletionWriter", lambda *given: seen.append(given[4]) or CompletionWriter(*given))
@@ -498,7 +500,9 @@ def test_a_body_is_parsed_outside_of_the_event_loop(client, monkeypatch):
 
 def test_one_tool_call_is_kept_if_the_client_wants_none_in_parallel():
     tokenizer = chat_tokenizer("qwen3", QWEN3 + "{# reasoning_content tool_calls #}")
-    output = StepOutput(0, tokenizer(2 * f"{CALL}\n" + "<|im_end|>")["input_ids"], [], "eos")
+    output = StepOutput(
+        index=0, tokens=tokenizer(2 * f"{CALL}\n" + "<|im_end|>")["input_ids"], logprobs=[], finish_reason="eos"
+    )
     for parallel, count in ((None, 2), (True, 2), (False, 1)):
         writer = ChatWriter(
             ChatRequest(messages=CHAT, tools=[TOOL], parallel_tool_calls=parallel), "tiny", tokenizer, [[1, 2]]

@@ -59,7 +59,7 @@ class Recording(Drafter):
         self.memory.texts = [(text, len(text) - 1) for text in texts]
         guess = torch.stack([(pending * 7 + i) % 32 for i in range(4)], 1)
         parents = torch.tensor([-1, -1, 0, 1]).expand(len(pending), -1)
-        return Draft(guess, torch.full_like(pending, 4), None, parents, depth=2, width=2)
+        return Draft(tokens=guess, lengths=torch.full_like(pending, 4), probs=None, parents=parents, depth=2, width=2)
 
 
 class States(Memory):

@@ -275,7 +275,9 @@ NORMAL, CONTROL = 1, 3
 def test_control_tokens_with_the_name_of_an_end_end_a_completion(vocabulary, ends):
     names = [*vocabulary, "marked"]
     fields = {"tokens": names, "token_type": [*vocabulary.values(), NORMAL], "eos_token_id": names.index("marked")}
-    header = gguf_header.Header({f"tokenizer.ggml.{key}": value for key, value in fields.items()}, {}, [], "")
+    header = gguf_header.Header(
+        fields={f"tokenizer.ggml.{key}": value for key, value in fields.items()}, types={}, tensors=[], digest=""
+    )
     assert set(end_tokens(header)) == ends | {names.index("marked")}
 
 
