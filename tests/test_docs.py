@@ -1,9 +1,11 @@
 """What the documentation names exists: links, modules, and every command with its flags."""
 
+import ast
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,25 @@ def test_every_link_leads_to_a_file_and_a_heading():
     assert len(links) > 100
     broken = [f"{file.name}: {path}#{anchor}" for file, path, anchor in links if not leads(file, path, anchor)]
     assert not broken
+
+
+def test_every_excerpt_of_the_code_exists():
+    excerpts = [
+        (file.parent / path, name)
+        for file in FILES
+        for path, name in re.findall(r"\{literalinclude\} (\S+)\n(?::.*\n)*?:pyobject: (\S+)", file.read_text())
+    ]
+    assert len(excerpts) > 15
+    assert [name for path, name in excerpts if name not in definitions(ast.parse(path.read_text()))] == []
+
+
+def definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a module's functions and classes, and of those in its classes: `Engine`, `Engine.step`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from definitions(node, f"{prefix}{node.name}.")
 
 
 def leads(file: Path, path: str, anchor: str) -> bool:

@@ -113,7 +113,6 @@ def documents(count: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]
         length = 5 + i % 7
         tokens = torch.randint(32, (length,), generator=generator)
         has_loss = torch.rand(length, generator=generator) < 0.85
-        # The last tokens of a row may be left out of its labels at some steps; here they have no loss at any.
         has_loss[length - steps + 1 :] = False
         made.append((tokens, has_loss))
     return made
