@@ -1,4 +1,4 @@
-"""The plain steps: one of speculative decoding and one of training, without anything that makes them fast.
+"""The reference steps: one of speculative decoding and one of training, without anything that makes them fast.
 
 Nothing else imports this file. It is here to be read, and tests hold the engine and the trainer against it: texts,
 drafts and accepted counts are equal, and losses and gradients are so up to rounding. `docs/explanation/step.md`
@@ -27,7 +27,10 @@ Document = tuple[Tensor, Tensor]
 def decode(
     model: PreTrainedModel, head: Any, prompt: Sequence[int], new: int, depth: int, temperature: float, seed: int
 ) -> tuple[list[int], list[tuple[list[int], int]]]:
-    """Continue a prompt by `new` tokens; return them, and each step's draft with its number of accepted tokens."""
+    """Continue a prompt by `new` tokens; return them, and each step's draft with its number of accepted tokens.
+
+    `depth` is at most `head.n_predict`. End of text, top-k and top-p are left out.
+    """
     cache = DynamicCache(config=model.config)
 
     def read(tokens: Sequence[int]) -> tuple[Tensor, Tensor]:  # [T, V], [T, D]
@@ -36,8 +39,9 @@ def decode(
         return out.logits[0], read_by_head(out.hidden_states, head)
 
     def choose(logits: Tensor, position: int) -> int:  # [V]
-        # A sample is the largest logit after Gumbel noise is added. The noise is a function of seed and position, so
-        # the draft and the target add the same one, and agree often: this is the accept rule `match`.
+        # A sample is the largest logit after Gumbel noise is added. The noise [V] is a function of the seed and of the
+        # position of the token to choose, so the draft and the target add the same one, and agree often: this is the
+        # accept rule `match`.
         noise = gumbel(torch.tensor(seed), torch.tensor(position), len(logits)) if temperature else 0
         return int((logits / (temperature or 1) + noise).argmax())
 
@@ -49,6 +53,7 @@ def decode(
         # after x[t], and the head reads it with x[t+1]. Its step i at the last t drafts the token after draft[:i].
         draft: list[int] = []
         for i in range(depth):
+            # head.logits returns [N, B, S, V]: we take step i at the last position, and later steps read padding.
             tokens = [*text[1:], *draft, *[0] * (head.n_predict - 1 - i)]
             logits = head.logits(hidden[None], torch.tensor([tokens]))[i, 0, -1]
             draft.append(choose(logits, len(text) + i))
@@ -62,7 +67,7 @@ def decode(
         own = choose(logits[accepted], len(text) + accepted)
         # 4. Commit. The pending token and the accepted ones stay in the cache; `own` is pending now.
         if accepted < depth:
-            cache.crop(accepted - depth)  # the rejected ones leave it
+            cache.crop(accepted - depth)  # a negative number n removes the last |n| tokens: the rejected ones
         hidden = torch.cat([hidden, states[: accepted + 1]])
         text += [*draft[:accepted], own]
         steps.append((draft, accepted))
@@ -70,7 +75,11 @@ def decode(
 
 
 def read_by_head(hidden_states: Sequence[Tensor], head: Any) -> Tensor:  # n + 1 times [1, T, D] -> [T, D or nD]
-    """Return what a head reads: the last hidden state, or those of its auxiliary layers side by side."""
+    """Return what a head reads: the last hidden state, or those of its auxiliary layers side by side.
+
+    hidden_states[k] is the state after k layers: with k = 0 the output of the embedding, and the last one after the
+    final norm.
+    """
     return torch.cat([hidden_states[k][0] for k in head.aux_layers or [-1]], -1)
 
 
@@ -78,7 +87,8 @@ def labels(has_loss: Tensor, t: int, steps: int) -> Iterator[tuple[int, int]]:  
     """Give each step i at position t its label's position, t + 2 + i.
 
     Step i reads the target's state at t and the tokens x[t+1] to x[t+1+i]. A decoder drafts after tokens of the target
-    alone, so x[t+1] to the label must all have loss: a draft ends where one has none, and at the document's end.
+    alone, so x[t+1] to the label must all have loss: a draft ends before the first token without loss, and at the
+    document's end.
     """
     for i in range(steps):
         if t + 2 + i >= len(has_loss) or not has_loss[t + 1 : t + 3 + i].all():
@@ -93,7 +103,10 @@ def loss_of(logits: Tensor, teacher: Tensor, label: Tensor, cross_entropy: float
 
 
 def update(head: Any, optimizer: torch.optim.Optimizer, losses: list[Tensor], max_norm: float) -> float:
-    """Take an optimiser step, and return the loss: the mean over all labels, times the draft positions."""
+    """Take an optimiser step, and return the loss: the mean over all labels, times the number of draft positions.
+
+    If the draft positions have equally many labels, this is the sum of their mean losses.
+    """
     loss = head.n_predict * torch.stack(losses).mean()
     optimizer.zero_grad()
     loss.backward()
@@ -119,7 +132,7 @@ def mlp_step(
         for t in range(len(tokens)):
             state = F.rms_norm(hidden[t], hidden[t].shape) / sqrt(2)
             for i, at in labels(has_loss, t, head.n_predict):
-                # Step i of a head with tied weights has the parts 0; projection 0 is for the target's state alone.
+                # Tied weights: every step uses emb[0], ln[0] and head[0]. Step 0 uses proj[0], later ones proj[1].
                 token = head.emb[0](tokens[at - 1])
                 state = F.gelu(head.ln[0](head.proj[min(i, 1)](state) + head.alpha * token))
                 # The target's logits of x[at] are those after x[at-1].
@@ -135,7 +148,11 @@ def eagle3_step(
     max_norm: float = 1.0,
     cross_entropy: float = 0.0,
 ) -> float:
-    """Train an EAGLE-3 head with the default options for one step, and return the loss."""
+    """Train an EAGLE-3 head with the default options for one step, and return the loss.
+
+    All weights of the head are trained, `lm_head` included. The embedding is the target's, and frozen. Gradients run
+    through g, and through the keys and values of the text and of earlier steps.
+    """
     layer, attention, config, losses = head.layers[0], head.layers[0].self_attn, head.config, []
 
     def heads(projection: Any, u: Tensor) -> Tensor:  # [2D] -> [H or K, d]
@@ -173,6 +190,7 @@ def eagle3_step(
                 if i:
                     keys, values = [*keys, key], [*values, value]
                 h = g + attention.o_proj(attend(query, keys, values))
+                # The next step continues the state after the norm (`norm_output`), as in EAGLE-3.1.
                 g = head.norm(h + layer.mlp(layer.post_attention_layernorm(h)))
                 losses.append(loss_of(head.lm_head(g), logits[at - 1], tokens[at], cross_entropy))
     return update(head, optimizer, losses, max_norm)
