@@ -160,12 +160,14 @@ def _answer(
     count: int,
     writing: Writing,
 ) -> list[Request]:
-    """Decode every answer of some conversations, and return the requests in the order in which they finished.
+    """Let the target write all answers of some conversations; return a request per answer, in the order they finished.
 
-    The next answer of a conversation is first in the queue: its slot still has the conversation so far.
+    When an answer is finished, the request for the next one goes to the front of the queue, because the slot that it
+    frees still holds the conversation's keys and values.
 
     Args:
-        rows: number of each conversation among all prompts.
+        answering: the conversations; the answers are added to them.
+        rows: index of each conversation among all prompts, which determines its sampling.
         count: number of all prompts.
         writing: see `generate_rows`.
     """

@@ -168,7 +168,10 @@ class _Cutter:
                 yield ids
 
     def _of_chat(self, row: Document) -> Conversation:
-        """Cut a chat after the user's last turn, or at its answers."""
+        """Return the conversation of a chat: its messages before the first answer, and those between the answers.
+
+        With `cut.last_turn` it has one prompt, which ends with the user's last message.
+        """
         messages, roles = row["messages"], [message["role"] for message in row["messages"]]
         opening, later = split_at_answers(messages, self.cut.turns)
         if self.cut.last_turn and "user" in roles:

@@ -111,7 +111,11 @@ def _interval(interval: Interval | None) -> Cell:
 
 
 def _decoder(row: ReportRow, key: str, baseline: str | None, ratio: Interval, lengths: set[int]) -> Line:
-    """Return a table line of a decoder, {column: `Cell`}; the first four arguments are an item of `decoder_lines`."""
+    """Return a decoder's line of the page's table, as {column: `Cell`}.
+
+    The first four arguments are an item of `decoder_lines`. `lengths` are those of `head_lengths`: if there are any,
+    the line of a head names its draft length.
+    """
     speculative, cost = baseline is None, row.get("cost", {})
     memory = row["peak_memory_bytes"][key]
     others = [name for name in BASELINES if name != "plain" and name in row["tokens_per_second"]]

@@ -37,7 +37,11 @@ def drafter_rows(rows: list[ReportRow]) -> list[ReportRow]:
 
 
 def facts(report: Report) -> dict[str, str]:
-    """Return the report's head as {title: text}: models, hardware, versions, and what is special about baselines."""
+    """Return the facts at the top of a report as {title: text}.
+
+    These are models, hardware, versions, the settings of transformers' assisted generation if it ran, and why each
+    missing baseline did not run.
+    """
     settings = report["settings"]
     assisted: Any = settings.get("hf_assisted") or {}  # reports of older versions lack it
     own = ", ".join(f"{name} {value}" for name, value in assisted.items())

@@ -110,11 +110,15 @@ def _trace(
 
 
 def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -> tuple[list[tuple[int, str]], int]:
-    """Return (token, source) of the accepted tokens and of the first children below them, and the draft's size.
+    """Return the path of a draft that the page shows, as (token, source) pairs, and the number of drafted tokens.
+
+    The path has the accepted tokens, and then the first child of each token, down to a leaf.
 
     Args:
-        key: key of the decoder, see `Decoder`.
-        draft, verified: a step of one row.
+        drafter: the drafter that made the draft.
+        key: key of the decoder, see `Decoder`; it is the source, unless head and lookup share the draft.
+        draft: draft of one row.
+        verified: result of its verification.
     """
     drafted = int(draft.lengths[0])
     tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()

@@ -296,7 +296,7 @@ def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
 
 @cache
 def mapping_names(kind: type = RunConfig, path: str = "") -> frozenset[str]:
-    """Dotted names of the settings that are mappings."""
+    """Return the dotted names of the settings that take a mapping of any keys, such as `speculator.options`."""
     found: set[str] = set()
     for item in fields(kind):
         if is_dataclass(item.default_factory):

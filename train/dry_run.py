@@ -84,7 +84,11 @@ def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
 
 
 def _look_at(source: Source, config: RunConfig) -> None:
-    """Read the first rows of a local source."""
+    """Read the first rows of a local source, to find a wrong path or format.
+
+    Raises:
+        SourceError: it has no rows, or too many of them are bad.
+    """
     tally = Tally(config.data.max_bad_rows)
     found = list(islice(documents(Mixture((source,)), None, tally=tally), _ROWS_READ))
     tally.check(source.location)

@@ -124,7 +124,7 @@ class SpeculatorTrainer(Trainer):
         patience: see `has_ended`.
         shard_optimizer: split Adam's moments among the processes.
         muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
-        progress: the progress bar and the log's lines (default: those of a "training").
+        progress: callback that shows the progress bar and prints the log (default: one with the title "training").
     """
 
     def __init__(

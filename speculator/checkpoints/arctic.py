@@ -12,9 +12,9 @@ from speculator.heads.base import SpeculatorConfig
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Return the content of config.json: that of the `ibm` layout, with the names that this loader checks.
+    """Return the content of config.json: that of the `ibm` layout, with `architectures` and `base_model_archs` changed.
 
-    `architectures` must be a list of exactly one name.
+    arctic-inference checks both. `architectures` must be a list of exactly one name.
     """
     return {**IBM.fields(config, dtype), "architectures": [ARCTIC.architecture], **base_archs(config)}
 

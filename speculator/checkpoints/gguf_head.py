@@ -66,7 +66,12 @@ def differences(head: Any, file: Path) -> list[str]:
 
 
 def _config(found: Any, stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a head's config that the file's keys and shapes state, and `rope_theta`."""
+    """Read the fields of a head's config, and `rope_theta`, from a GGUF file's metadata and tensor shapes.
+
+    Args:
+        found: the `GGUFReader` of the file.
+        stored: its tensors by name.
+    """
 
     def key(name: str, default: Any = None) -> Any:
         return found.fields[name].contents() if name in found.fields else default
@@ -104,7 +109,13 @@ def _config(found: Any, stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(head: Any, stored: dict[str, Any], interleaved: bool) -> dict[str, Tensor]:
-    """Take the tensors of a head of the same shape out of the stored ones, and return them by the head's names."""
+    """Return dequantised tensors by the head's names; those that it uses are removed from `stored`.
+
+    Args:
+        head: a head of the same shape as the file's.
+        stored: the file's tensors by name; draft token ids stay in it.
+        interleaved: rope pairs neighbouring features in the file's query and key projections; they are reordered.
+    """
     from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, len(head.layers))

@@ -168,7 +168,11 @@ class Stored:
         return next((name + suffix for suffix in fp8.SUFFIXES if name + suffix in self.shards), None)
 
     def scaled(self, name: str) -> tuple[int, ...]:
-        """Return the part of a tensor that has one scale, by dimension; raise a UserError for an unknown scheme."""
+        """Return the size of the blocks of a tensor that share a scale, along each dimension.
+
+        Raises:
+            UserError: the dtypes or the shape of the scale belong to no known scheme.
+        """
         tensor, scale = self._open(name), self._open(str(self.scale_name(name)))
         for each, known in ((tensor, fp8.DTYPES), (scale, (*fp8.PLAIN, torch.float8_e8m0fnu))):
             kind = dtype_name(each.dtype)

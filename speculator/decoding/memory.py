@@ -34,7 +34,7 @@ class LookupPaths:
         self.most, self._longest = most, 0
 
     def open(self, slots: int, device: torch.device) -> LookupPaths:
-        """Return a copy with an empty path for each of `slots` rows."""
+        """Return a copy with a table for `slots` rows; every row's path has no tokens yet."""
         opened = copy(self)
         opened._table = torch.zeros(slots, 1 + self.most, dtype=torch.long, device=device)
         return opened

@@ -236,7 +236,13 @@ class Noise:
         return tokens
 
     def _samples_at(self, logits: Tensor, rows: Tensor, depth: int) -> Tensor:  # [T, V], [T] -> [T]
-        """Return the target's own tokens at one depth, on a CPU."""
+        """Return the target's own token for each row at one depth, in blocks that fit the cache of a CPU.
+
+        Args:
+            logits: the target's, one position per entry of `rows`.
+            rows: indices of the rows in the batch.
+            depth: the position's distance from the pending token; 0 samples the token after it.
+        """
         tokens = []
         for own, of in zip(logits.split(self._block), rows.split(self._block), strict=True):
             scores = self.sampling.of_tokens(of).scaled(own[:, None])[:, 0]

@@ -60,11 +60,15 @@ def step_metrics(
     drafts: Tensor,  # [...] 1 for a draft with labels, else 0
     by_row: Callable[[Tensor], Tensor],  # [...] -> [B] sums of a batch's rows
 ) -> dict[str, Metric]:
-    """Return (sum, count) pairs, [N] both, of "loss", "accuracy", "overlap" and their products over the prefix.
+    """Return metrics by name, as (sum, count) pairs [N] with one number per draft position.
 
-    "prefix_accuracy" counts the labels up to which all of a draft's tokens are right; "prefix_overlap" is the chance
-    that all are accepted. The training log has them as `position{i}/NAME`. All inputs must be 0 where there is no
-    label. "rows" has sums over rows for the standard error of the forecast, see `forecast_error`.
+    - "loss", "accuracy" (of the likeliest token) and "overlap": sums over the labels of each draft position.
+    - "prefix_accuracy": number of labels where this and all earlier tokens of the draft are right.
+    - "prefix_overlap": sum of the chances that this and all earlier tokens of the draft are accepted.
+    - "rows": six sums [6] over rows, from which `forecast_error` computes a standard error.
+
+    The training log calls the others `position{i}/NAME`. All inputs must be 0 where there is no label. Without
+    `overlap` its two metrics are left out.
     """
 
     def total(x: Tensor) -> Metric:

@@ -42,7 +42,13 @@ _TOLERANCE = 1e-2
 
 @dataclass
 class _Entry(Generic[Result]):
-    """State of one key: the number of calls that succeeded, and the graph with the result that a replay fills."""
+    """State of one key.
+
+    Attributes:
+        calls: number of calls that succeeded.
+        graph: the CUDA graph; None until a call has captured it.
+        result: what the function returned during capture; every replay overwrites its tensors.
+    """
 
     calls: int = 0
     graph: Any = None

@@ -50,7 +50,7 @@ class QueryRows:
         wanted: [R] ascending, indices into the B * S positions; on the CPU, so that nothing waits for a GPU.
         begins: [B, S] first position of each position's document, likewise.
         limit: most attention scores of a head that may be in memory at a time.
-        window: number of positions that a row attends to; None for all.
+        window: number of positions that a row attends to, its own keys included; None for all.
         device: where the rows are computed (default: that of `wanted`).
 
     Attributes:
@@ -107,12 +107,14 @@ class QueryRows:
         return blocks
 
     def seen(self, rows: slice, span: slice, step: int) -> Tensor:  # [R, M]
-        """Return a mask of the text's keys that rows attend to at a step: their document up to them, within the window.
+        """Return a mask of the text's keys that rows see at a step: from their document's start to their own position.
+
+        A window reaches `step` positions less far back, because the row's own keys count in it.
 
         Args:
-            rows: which rows.
-            span: the M positions of their sequence, as columns.
-            step: the step, i.e. how many own keys a row has.
+            rows: range of the query rows, of one sequence.
+            span: range of the M positions of that sequence that are the mask's columns.
+            step: index of the step; a row has as many own keys.
         """
         columns = torch.arange(span.start, span.stop, device=self.positions.device)
         positions, begins = self.positions[rows, None], self.starts[rows, None]
@@ -143,7 +145,10 @@ def joint_attention(
     own_keys: Tensor,  # [step, R, K, d] each row attends to its own
     own_values: Tensor,  # [step, R, K, d]
 ) -> Tensor:  # [R, H, d]
-    """Attend by one softmax over the text's keys and each row's own; `fused` uses flash attention."""
+    """Attend by one softmax over the text's keys that a query row sees and the row's own keys of steps 1 to `step`.
+
+    With `fused`, flash attention computes the text's part where the window reaches into the text.
+    """
     # Else flash attention would get a negative window. The mask of the blocks then hides the whole text.
     near = rows.window is None or step < rows.window  # the window still reaches into the text
     form = FusedAttention if fused and near else BlockedAttention

@@ -11,7 +11,7 @@ class Eagle3SpeculatorConfig(UnrolledConfig, AttentionConfig):
 
     Args:
         n_predict: steps unrolled in training, and the default length of a draft; it can draft deeper.
-        sliding_window: number of positions that a token attends to, besides its own steps; None for all.
+        sliding_window: number of positions that a token attends to, drafted ones and its own included; None for all.
         attention_bias: q, k, v and o have a bias.
         qk_norm: RMS norm on each head's query and key, as in Qwen 3.
         norm_before_residual: the residual is the normed g (see `speculator.heads.eagle3.model`).

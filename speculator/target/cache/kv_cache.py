@@ -192,7 +192,7 @@ class KVCache(Cache):
 
     @property
     def spared(self) -> int:
-        """Positions that the selected rows do not read because buckets are fine, in all rows together."""
+        """Cache positions of all selected rows together that attention would also read with `coarse_buckets`."""
         with coarse_buckets():
             doubled = bucketed(self._used, self.lengths.device)
         return (self.rows[1] - self.rows[0]) * max(0, min(doubled, self.capacity) - self.longest)
