@@ -197,7 +197,7 @@ def test_a_warm_start_from_a_servers_layout_keeps_unset_options(target, tmp_path
 def test_a_warm_start_is_checked_and_counted_as_it_is_trained(tmp_path, layers):
     """A shallow target has no default auxiliary layers, and the default shape of a head has other sizes."""
     shape = {"aux_layers": [0, 1], "num_attention_heads": 1, "num_key_value_heads": 1, "n_predict": 7, "head_dim": 16}
-    text = LlamaConfig(**tiny_model().config.to_dict() | {"num_hidden_layers": layers})
+    text = LlamaConfig(**tiny_model().config.to_dict() | {"num_hidden_layers": layers, "max_position_embeddings": 1024})
     head = Eagle3Speculator(Eagle3SpeculatorConfig.for_target(text, **shape))
     head.save_pretrained(tmp_path / "head")
     text.save_pretrained(tmp_path / "target")
