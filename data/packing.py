@@ -62,7 +62,7 @@ class _OpenRow:
         self.columns["document_ids"] += [self.documents] * (end - begin)
         self.columns["input_ids"] += document["input_ids"][begin:end]
         self.columns["loss_mask"] += document["loss_mask"][begin:end]
-        self.columns["rejected"] += (document.get("rejected") or [0] * len(document["input_ids"]))[begin:end]
+        self.columns["rejected"] += _rejected(document)[begin:end]
         self.rests += begin > 0
         self.documents += 1
         return end
@@ -104,9 +104,13 @@ def one_per_row(documents: Iterable[TokenDocument], length: int, max_tokens: int
         row = {
             "input_ids": document["input_ids"][:length],
             "loss_mask": document["loss_mask"][:length],
-            "rejected": (document.get("rejected") or [0] * len(document["input_ids"]))[:length],
+            "rejected": _rejected(document)[:length],
         }
         emitted += (size := len(row["input_ids"]))
         if max_tokens is not None and emitted > max_tokens:
             return
         yield {**row, "document_ids": [0] * size, "source_ids": document["source_ids"]}
+
+
+def _rejected(document: TokenDocument) -> list[int]:
+    return document.get("rejected") or [0] * len(document["input_ids"])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,11 @@ DATA_DAY = datetime(2024, 7, 26)
 text. Llama 3's templates use it if they have no clock."""
 
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS: tuple[Literal["reasoning_content", "thinking", "reasoning"], ...] = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)
 """Names that templates, datasets and servers have for the text of an answer's thoughts."""
 
 
@@ -70,8 +74,7 @@ class Message(TypedDict, total=False):
 
 def thoughts_of(message: Message) -> str:
     """Return the text of an answer's thoughts, or ""."""
-    found = (message.get("reasoning_content"), message.get("thinking"), message.get("reasoning"))
-    return next(filter(None, found), "")
+    return next((found for name in THOUGHTS if (found := message.get(name))), "")
 
 
 class RefusedError(UserError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from speculator.files import Json
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
 
 
 class Interval(TypedDict):
@@ -143,13 +146,16 @@ class Gate(TypedDict, total=False):
 
 
 class Round(TypedDict):
-    """The content of round.json: the heads, how far the traffic was read, and "in use" or why the new head isn't."""
+    """The content of round.json: the heads, how far the traffic was read, and "in use" or why the new head isn't.
+
+    Older versions wrote no `newest_tokens`.
+    """
 
     old: str
     new: str
     answer_tokens: int
     newest: str
-    newest_tokens: int
+    newest_tokens: NotRequired[int]
     gate: Gate
     outcome: str
     finished: float

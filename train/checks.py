@@ -50,12 +50,13 @@ def settings(run: Run) -> None:
             raise UserError(f"stage2.generate.num_speculative_tokens must be in 0..{deepest}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: prompt_tokens + max_new_tokens must be at least {head.n_predict + 2}")
-    stages = {"stage1": config.stage1} | ({"stage2": config.stage2} if config.stage2.max_steps else {})
-    for name in [name for name, stage in stages.items() if config.shard_optimizer and stage.optimizer == "muon"]:
-        raise UserError(
-            f"shard_optimizer splits AdamW's moments; it needs --{name}.optimizer adamw, at half the rate of a recipe "
-            "with Muon"
-        )
+    if config.shard_optimizer:
+        for name, stage in {"stage1": config.stage1, "stage2": config.stage2}.items():
+            if stage.max_steps and stage.optimizer == "muon":
+                raise UserError(
+                    f"shard_optimizer splits AdamW's moments; it needs --{name}.optimizer adamw, at half the rate of a "
+                    "recipe with Muon"
+                )
     if 0 < config.data.seq_length < head.n_predict + 2:
         raise UserError(f"data.seq_length must be at least {head.n_predict + 2} for n_predict {head.n_predict}")
     if run.mixture.locations.count(SELF) > 1:

@@ -141,11 +141,7 @@ class CostTable:
         """
         if not self._learns:
             return
-        key, drafted, cost = (
-            _key(greedy, rows),
-            bool(tokens or shape),
-            self(shape, tokens, path, greedy, rows),
-        )
+        key, drafted, cost = _key(greedy, rows), bool(tokens or shape), self(shape, tokens, path, greedy, rows)
         before, self._before = self._before, (greedy, rows, drafted, seconds, cost)
         if before is None or before[:3] != (greedy, rows, not drafted):
             return
