@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from speculator.checkpoints import head_folder, load_any, recognise
+from speculator.checkpoints import config_of, head_folder, load_any
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
@@ -41,12 +41,10 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
     options = config.speculator
     if not options.warm_start:
         return config
-    folder = head_folder(options.warm_start, options.warm_start_revision)
-    recognised = recognise(folder)
+    start = config_of(head_folder(options.warm_start, options.warm_start_revision))
     names = {head.config_class.model_type: name for name, head in ARCHITECTURES.items()}
-    start = load_any(folder).config
     found = {name: getattr(start, name) or 0 for name in _SHARED_OPTIONS}
-    found["architecture"] = names[recognised.head.config_class.model_type]
+    found["architecture"] = names[start.model_type]
     if "architecture" in given and options.architecture != found["architecture"]:
         raise UserError(
             f"speculator.warm_start: {options.warm_start} holds a head of architecture {found['architecture']}, "

@@ -12,7 +12,7 @@ from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.gguf_file import GGUF
 from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
 from speculator.checkpoints.ibm import IBM
-from speculator.checkpoints.layout import Layout, Server, load, save, tensor_shapes
+from speculator.checkpoints.layout import Layout, Server, load, load_config, save, tensor_shapes
 from speculator.checkpoints.mtp import MTP, is_model, shipped
 from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
@@ -21,13 +21,14 @@ from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
 from speculator.errors import UserError, refuse
 from speculator.files import MANIFEST, manifest_error
 from speculator.heads import ARCHITECTURES
-from speculator.heads.base import Speculator
+from speculator.heads.base import Speculator, SpeculatorConfig
 
 __all__ = [
     "FORMATS",
     "SERVER_LAYOUTS",
     "Layout",
     "Server",
+    "config_of",
     "head_folder",
     "layout_of",
     "layouts",
@@ -98,6 +99,12 @@ def _layout_by_config(folder: Path) -> Layout:
         return MTP
     known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in readable)
     raise UserError(f"{folder}: architectures is {found!r} in its config.json; known: {known}")
+
+
+def config_of(folder: str | Path) -> SpeculatorConfig:
+    """Read the config of the head in a folder or hub id, in any layout; its weights are neither read nor checked."""
+    folder = head_folder(folder)
+    return load_config(folder, _layout_by_config(folder))
 
 
 def load_any(folder: str | Path) -> Speculator:

@@ -18,9 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from speculator.checkpoints import commands, layout, llama_cpp
+from speculator.checkpoints import commands, files, layout, llama_cpp
 from speculator.checkpoints.commands import BASE, line_for_folder
-from speculator.checkpoints.layout import Layout, Server
+from speculator.checkpoints.layout import PREFIX, Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig
@@ -262,7 +262,10 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
 
 
 def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a head's config, given the content of config.json and its path, for errors."""
+    """Return the fields of a head's config, given the content of config.json and its path.
+
+    An embedding among the weights is the head's own; `bind` drops it again if it equals the target's.
+    """
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
         refuse((name not in read, f"{file}: {name} is missing"))
     nested = read.get("eagle_config") or {}
@@ -275,6 +278,7 @@ def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
         "n_predict": read.get("ttt_length", _STEPS),
         "draft_vocab_size": draft_vocab_size(read["draft_vocab_size"], shape["vocab_size"]),
         "aux_layers": _aux_layers(read.get(AUX_LAYERS), nested.get(AUX_LAYERS), file),
+        "own_embedding": not files.read_names(file.parent).isdisjoint((EMBEDDING, PREFIX + EMBEDDING)),
         **{name: read.get(name) for name in ("base_model_name_or_path", "trained_length", "training_data")},
     }
 
@@ -299,16 +303,12 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return stored tensors by the head's names; a stored embedding becomes the head's own."""
+    """Return stored tensors by the head's names."""
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         our_name = _OURS + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
         refuse((our_name in ours, f"{where}: {our_name} exists twice, as {_LAYER} and as {_OURS}"))
         ours[our_name] = tensor
-    # Made before the weights are assigned, without memory: `bind` drops it again if it equals the target's.
-    if EMBEDDING in ours:
-        with torch.device("meta"):
-            head.create_embedding()
     return from_d2t(where, head, ours)
 
 

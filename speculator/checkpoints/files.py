@@ -39,6 +39,11 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def read_names(folder: Path) -> set[str]:
+    """Return the stored names of all tensors of a folder, whose values are not read."""
+    return {name for file in _weight_files(folder) for name in _read_file(file, "meta")}
+
+
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors into an existing folder."""
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -86,11 +91,12 @@ def opened(file: Path) -> Iterator[Any]:
         raise UserError(f"{file}: damaged: {first_line(error)}") from None
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+def _read_file(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles
-            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            # safetensors are mapped into memory: values that nobody uses are not read, whatever the device.
+            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, device, weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(f"{file}: damaged, or a pickle with more than weights in it, which is not opened") from None
     except Exception as error:  # a damaged file fails anywhere in the library that reads it

@@ -79,7 +79,7 @@ class Layout:
         prefix: prefix of the tensor names when written.
         defaults: values of required fields that config.json may leave out.
         expandable: its loaders accept tied tensors under every position's name.
-        translate: renames the fields of config.json to this library's; may raise a UserError.
+        translate: renames the fields of config.json to this library's, given its path; may raise a UserError.
         bare: its loaders find tensor names without prefix only.
         also: further names of the architecture.
         mark: field of config.json that tells this layout from others of the same architecture name.
@@ -88,8 +88,8 @@ class Layout:
         pack: converts a head's tensors to stored ones; None: stored under their own names.
         unpack: converts stored tensors to the head's; may raise a UserError.
         write: writes the head's file, with what `fields` returned, if the layout is another than config.json and
-            model.safetensors, and checks it; without `read`, no command reads such a layout.
-        read: loads such a folder; None: config.json and model.safetensors are read.
+            model.safetensors, and checks it; without `read_config` and `read`, no command reads such a layout.
+        read_config, read: read the config, and the weights by the head's names, of a folder in such a layout.
     """
 
     name: str
@@ -109,7 +109,8 @@ class Layout:
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
     write: Callable[[Any, dict[str, Any], Path], None] | None = None
-    read: Callable[[Path], Speculator] | None = None
+    read_config: Callable[[Path], SpeculatorConfig] | None = None
+    read: Callable[[Path, Any], dict[str, Tensor]] | None = None
 
     def carries(self, config: SpeculatorConfig) -> bool:
         """Return whether the layout can store a head's draft vocabulary, if it has one."""
@@ -146,27 +147,24 @@ def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tupl
 def load(folder: str | Path, layout: Layout) -> Speculator:
     """Load a head in this layout to the CPU, in its stored dtype. Raises a UserError unless everything matches."""
     folder = Path(folder)
-    if layout.read is not None:
-        return layout.read(folder)
-    try:
-        config = _read_config(folder, layout)
-    # Values of other types fail anywhere, also in transformers.
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError, StrictDataclassError) as error:
-        raise UserError(f"{folder / files.CONFIG}: missing or malformed: {error}") from None
-    tensors = files.read_tensors(folder)
-    if tensors and all(name.startswith(PREFIX) for name in tensors):
-        refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, which this layout's loaders don't find"))
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    config = load_config(folder, layout)
     try:
         with torch.device("meta"):  # allocates no memory: the weights are replaced below
             head = layout.head(config)
     except (RuntimeError, TypeError, OverflowError):
         raise UserError(f"{folder / files.CONFIG}: its sizes are impossible for a tensor") from None
-    tensors = layout.unpack(folder, head, tensors)
-    _check_tensors(folder, head, tensors)
-    # Copied, because memory-mapped tensors are not aligned, which changes the rounding of products.
-    head.load_state_dict({name: tensors.pop(name).clone() for name in tensor_shapes(head)}, assign=True)
+    weights = layout.read(folder, head) if layout.read else _read_weights(folder, head, layout)
+    head.load_state_dict(weights, assign=True)
     return head.eval()
+
+
+def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
+    """Read the config of a head in this layout, without the values of its weights."""
+    try:
+        return layout.read_config(folder) if layout.read_config else _read_config(folder, layout)
+    # Values of other types fail anywhere, also in transformers.
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"{folder / files.CONFIG}: missing or malformed: {error}") from None
 
 
 def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> None:
@@ -222,6 +220,17 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
     if widths is not None and (not isinstance(widths, list) or len(widths) != read["n_predict"]):
         raise UserError(f"{file}: top_k_tokens_per_head is {widths!r}, but n_predict is {read['n_predict']}")
     return layout.head.config_class(**{name: read[name] for name in layout.shape}, **kept)
+
+
+def _read_weights(folder: Path, head: Speculator, layout: Layout) -> dict[str, Tensor]:
+    tensors = files.read_tensors(folder)
+    if tensors and all(name.startswith(PREFIX) for name in tensors):
+        refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, which this layout's loaders don't find"))
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    tensors = layout.unpack(folder, head, tensors)
+    _check_tensors(folder, head, tensors)
+    # Copied, because memory-mapped tensors are not aligned, which changes the rounding of products.
+    return {name: tensors.pop(name).clone() for name in tensor_shapes(head)}
 
 
 def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) -> None:

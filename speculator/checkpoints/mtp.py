@@ -27,7 +27,7 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 from speculator.checkpoints import files, fp8
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.hub import downloaded, is_hub_id
-from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
+from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, load
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import read_json
@@ -244,13 +244,16 @@ def shipped(folder: Path) -> Stored:
     return stored
 
 
-def read(folder: Path) -> MTPSpeculator:
-    """Load the MTP layers of a model as a head, to the CPU, in their stored dtype."""
+def read_config(folder: Path) -> MTPSpeculatorConfig:
+    """Return the config of a model's MTP layers as a head: `Layout.read_config`."""
     stored = shipped(folder)
     about = {"base_model_name_or_path": str(folder), "num_hidden_layers": stored.layers}
-    config = MTPSpeculatorConfig.for_target(stored.text, **about)
-    with torch.device("meta"):  # allocates no memory: the weights are replaced below
-        head = MTPSpeculator(config)
+    return MTPSpeculatorConfig.for_target(stored.text, **about)
+
+
+def read(folder: Path, head: MTPSpeculator) -> dict[str, Tensor]:
+    """Read the MTP layers of a model by the head's names, to the CPU, in their stored dtype: `Layout.read`."""
+    stored = shipped(folder)
     weights, dtype = {}, None
     buffers = dict(head.named_buffers())
     for ours, shaped in head.state_dict().items():
@@ -262,8 +265,7 @@ def read(folder: Path) -> MTPSpeculator:
         tensor = torch.cat(list(parts.values())).view(shaped.shape)  # a copy: mapped memory is not aligned
         dtype = dtype or tensor.dtype
         weights[ours] = tensor.to(buffers[ours].dtype if ours in buffers else dtype)
-    head.load_state_dict(weights, assign=True)
-    return head.eval()
+    return weights
 
 
 # --- writing
@@ -304,7 +306,7 @@ def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
         (folder / _INDEX).unlink()
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     # As any published model is read: the new folder, without what was written or how.
-    again = read(folder).state_dict()
+    again = load(folder, MTP).state_dict()
     for ours, tensor in head.state_dict().items():
         back, rounded = again[ours], tensor.detach().cpu().to(again[ours].dtype)
         # Half a step of float8 is an eighth of a number at most.
@@ -411,6 +413,7 @@ MTP = Layout(
     servers=servers,
     shape={name: kind for name, kind in SHAPE.items() if name not in ("tie_weights", "scale_input")},
     kept={name: kind for name, kind in KEPT.items() if name != "draft_vocab_size"},
+    read_config=read_config,
     read=read,
     write=write,
 )

@@ -1,18 +1,21 @@
 """Training on recorded answers: the old head's shape, weights of rejected tokens, held-out rows, and the early end."""
 
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_folders import edit_tensors, refused
 from conftest import DFLASH, DFLASH2, settled, tiny_block_head, tiny_head
 from datasets import Dataset
 
 from data.mixture import mixture_of
 from data.prepare import RowRequest, token_rows
 from eval.suites import load_suite
-from speculator import Engine, HeadDrafter, Sampling, Target
-from speculator.checkpoints import load_any
+from speculator import Engine, HeadDrafter, Sampling, Target, UserError
+from speculator.checkpoints import layout_of, load_any, save
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.server.recorder import Recorder
 from speculator.target.remote.server_target import split
@@ -20,6 +23,7 @@ from train import run
 from train.command_line import parse
 from train.initialise import new_head
 from train.run import main
+from train.settle import settle
 from train.sizes import with_sizes_of_target
 from train.trainer import SpeculatorTrainer, has_ended
 
@@ -136,6 +140,41 @@ def test_a_block_drafter_goes_on_with_the_loss_of_its_recipes(
     flags = ["--target.name_or_path", str(target_folder), "--speculator.warm_start", str(tmp_path / "head")]
     loss = parse(flags).loss
     assert (loss.total_variation, loss.cross_entropy, loss.kl) == (total_variation, cross_entropy, 0)
+
+
+def start_of(kind: str, target: Target, folder: Path) -> list[str]:
+    """Flags of a run that starts from a head of some architecture and layout, which is written first."""
+    architecture, layout = kind.split()
+    head = tiny_block_head(target, aux_layers=[1]) if architecture == "dspark" else tiny_head(2, architecture)
+    save(head, folder, layout_of(layout, head))
+    return ["--target.name_or_path", str(target.name), "--speculator.warm_start", str(folder)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["mlp native", "mlp ibm", "lstm arctic", "eagle3 native", "eagle3 eagle3", "eagle3 speculators", "dspark dspark"],
+)
+def test_the_settings_of_a_start_need_no_values_of_its_weights(target_folder, tmp_path, kind):
+    flags = start_of(kind, Target.load(str(target_folder)), tmp_path / "head")
+    config = parse(flags)
+    wrong = {True: torch.nan, False: -1}
+    edit_tensors(
+        tmp_path / "head",
+        lambda t: t.update({n: torch.full_like(x, wrong[x.is_floating_point()]) for n, x in t.items()}),
+    )
+    assert parse(flags) == config
+    refused(tmp_path / "head")
+
+
+def test_a_start_that_is_cut_off_is_refused_before_the_target_is_loaded(target_folder, tmp_path):
+    flags = start_of("mlp native", Target.load(str(target_folder)), tmp_path / "head")
+    config, weights = parse(flags), tmp_path / "head" / "model.safetensors"
+    os.truncate(weights, 8 + int.from_bytes(weights.read_bytes()[:8], "little"))  # its header
+    assert parse(flags) == config
+    message = refused(tmp_path / "head")
+    assert "damaged" in message
+    with pytest.raises(UserError, match=re.escape(message)):
+        settle(config, processes=1, local_only=True)
 
 
 @pytest.mark.parametrize(

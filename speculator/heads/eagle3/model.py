@@ -64,8 +64,9 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         self.lm_head = nn.Linear(size, config.output_size, bias=False)
         self._shared_embedding: list[Tensor] = []  # a list, so that it is not one of this module's weights
         self.rope = Rope(config)
-        if config.own_embedding:
-            self.create_embedding()
+        if config.own_embedding:  # part of the checkpoint, and frozen
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+            self.embed_tokens.requires_grad_(False)
         self.post_init()
 
     def weights_per_token(self, length: int) -> int:
@@ -84,12 +85,6 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         if width != self.config.emb_dim:
             raise UserError(f"the head reads embeddings of size {self.config.emb_dim}, the target has {width}")
         self.share_embedding(embedding)
-
-    def create_embedding(self) -> None:
-        """Add a frozen embedding that is part of the checkpoint."""
-        self.config.own_embedding = True
-        self.embed_tokens = nn.Embedding(self.config.vocab_size, self.config.emb_dim)
-        self.embed_tokens.requires_grad_(False)
 
     def share_embedding(
         self,

@@ -18,6 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 from speculator import Chain, Engine, HeadDrafter, Target
 from speculator.__main__ import main
+from speculator.checkpoints import config_of as read_settings
 from speculator.checkpoints import fp8, layout_of, load_any
 from speculator.checkpoints import save as save_head
 from speculator.checkpoints.loading import load_head
@@ -76,6 +77,7 @@ def test_mtp_layers_are_read_and_exported_in_the_form_of_their_folder(tmp_path, 
     target = Target(model, tokenizer=None)
     hidden, tokens = torch.randn(1, 4, 32), torch.arange(6)[None]
     read, made = load_any(folder).float(), head_of(target, mtp)
+    assert read_settings(folder).to_dict() == read.config.to_dict()
     for weight in made.parameters():
         weight.data = weight.bfloat16().float()
     matrix = torch.randn(300, 32)
