@@ -30,6 +30,7 @@ from speculator.decoding.request import (
     as_token_set,
     check_max_new_tokens,
     check_prompts,
+    max_new_tokens_per_row,
     sampling_per_row,
 )
 from speculator.decoding.rows import Batch, Rows
@@ -198,30 +199,18 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         max_new_tokens: int | Sequence[int] = 128,
-        stop_strings: Sequence[str] = (),
-        eos_token_ids: int | Collection[int] | None = None,
         on_step: Callable[[int, list[int], int], None] | None = None,
+        **settings: Any,
     ) -> Generation:
-        """Submit all prompts and run; see the function `generate`."""
+        """Submit all prompts and run; see the function `generate`, and `request` for the other settings."""
         prompts = check_prompts(self.target, prompts)
         samplings = sampling_per_row(sampling or Sampling(), len(prompts))
-        given = max_new_tokens
-        limits: list[Any] = list(given) if isinstance(given, list | tuple) else [given] * len(prompts)
-        if len(limits) != len(prompts):
-            raise UserError(f"max_new_tokens: got {len(limits)} numbers for {len(prompts)} prompts")
+        limits = max_new_tokens_per_row(max_new_tokens, len(prompts))
         prefill_before, decode_before = self.prefill_seconds, self.decode_seconds
         requests = []
         for row, (prompt, row_sampling, limit) in enumerate(zip(prompts, samplings, limits, strict=True)):
             callback = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
-            request = self.request(
-                prompt,
-                row_sampling,
-                max_new_tokens=limit,
-                stop_strings=stop_strings,
-                eos_token_ids=eos_token_ids,
-                on_step=callback,
-            )
-            requests.append(request)
+            requests.append(self.request(prompt, row_sampling, max_new_tokens=limit, on_step=callback, **settings))
         try:
             for request in requests:
                 self.enqueue(request)
@@ -509,8 +498,8 @@ def generate(
         raise UserError(f"max_batch_size must be an integer >= 1, got {max_batch_size}")
     prompts = check_prompts(target, prompts)
     slots = min(len(prompts), max_batch_size or len(prompts))
-    limits = max_new_tokens if isinstance(max_new_tokens, list | tuple) else [max_new_tokens] * len(prompts)
+    new_tokens = sum(max_new_tokens_per_row(max_new_tokens, len(prompts)))
     # At worst every draft is accepted as a whole.
-    steps = sum(map(check_max_new_tokens, limits)) / slots / (1 + (drafter.num_speculative_tokens if drafter else 0))
+    steps = new_tokens / slots / (1 + (drafter.num_speculative_tokens if drafter else 0))
     engine = Engine(target, drafter, slots=slots, rule=rule, capture=steps >= _MIN_STEPS_TO_CAPTURE)
     return engine.generate(prompts, sampling, max_new_tokens=max_new_tokens, **ends)

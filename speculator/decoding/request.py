@@ -237,6 +237,15 @@ def sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list
     return list(sampling)
 
 
+def max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
+    """Return the limit of each row, given one for each or one for all; raise a UserError for anything else."""
+    given: Any = max_new_tokens
+    limits = list(given) if isinstance(given, list | tuple) else [given] * rows
+    if len(limits) != rows:
+        raise UserError(f"max_new_tokens: got {len(limits)} numbers for {rows} prompts")
+    return list(map(check_max_new_tokens, limits))
+
+
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     """Return the prompts as lists. Raises UserError for a prompt that the target can't continue."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):

@@ -160,10 +160,9 @@ def test_no_rule_samples_an_end_before_min_tokens(target, head, rule):
     target.model.generation_config.eos_token_id = list(range(0, VOCAB, 2))
     shape = Candidates([2, 2]) if rule == "multi_candidate" else Chain(3)
     engine = Engine(target, HeadDrafter(head, shape), slots=3, rule=rule)
-    requests = [engine.submit(p, Sampling(1.0, seed=3), max_new_tokens=25, min_tokens=15) for p in PROMPTS]
-    engine.run()
-    assert all(not any(token % 2 == 0 for token in request.tokens[:15]) for request in requests)
-    assert any(request.finish_reason == "eos" for request in requests)
+    made = engine.generate(PROMPTS, [Sampling(1.0, seed=3)] * len(PROMPTS), max_new_tokens=25, min_tokens=15)
+    assert all(not any(token % 2 == 0 for token in row[:15]) for row in made.tokens)
+    assert "eos" in made.finish_reasons
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
