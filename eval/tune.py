@@ -176,6 +176,7 @@ def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[floa
         for token in answer:
             # `size` is the length of the match that ends the text so far, `path` what followed it before.
             ((size, path),) = drafter.look([text])
+            drafter.prepare()
             if size:
                 at = min(size, _LOOKUP_SIZES) - 1
                 hits[at] += path[0] == token

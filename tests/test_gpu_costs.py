@@ -12,7 +12,7 @@ from make_believe_gpu import gpu
 from replays import capturing
 from transformers import AutoModelForCausalLM
 
-from speculator import Engine, Sampling, Target
+from speculator import Engine, HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target
 from speculator.decoding import prefill
 from speculator.decoding.rows import Rows
 from speculator.drafters import Chain, FixedTree
@@ -129,6 +129,27 @@ def test_prompts_are_read_in_long_passes_while_no_row_decodes(gpu, monkeypatch):
     engine.submit([3] * 1200, max_new_tokens=2, eos_token_ids=())
     engine.run()
     assert passes == [[3000, 1200], [512], [512], [176]]
+
+
+@pytest.mark.parametrize("kind", ["ngram", "hybrid", "adaptive"])
+def test_new_tokens_are_indexed_after_the_launch_and_before_the_wait(kind, gpu, monkeypatch):
+    target, events = long_target(), []
+    drafter = {
+        "ngram": NgramDrafter,
+        "hybrid": lambda: HybridDrafter(HeadDrafter(tiny_head().to("cuda", torch.bfloat16), 2), NgramDrafter(2)),
+        "adaptive": lambda: adaptive(target),
+    }[kind]()
+    read = NgramDrafter.prepare
+    monkeypatch.setattr(NgramDrafter, "prepare", lambda self: events.append(sum(gpu.waits.values())) or read(self))
+    engine = Engine(target, drafter, slots=2, capture=False)
+    for first in (1, 2):
+        engine.submit([first, 2, 3], max_new_tokens=9, eos_token_ids=())
+    decode = engine._decode
+    monkeypatch.setattr(engine, "_decode", lambda batch: (decode(batch), events.append(sum(gpu.waits.values())))[0])
+    engine.run()
+    launched, read_at = events[::2], events[1::2]
+    assert launched == read_at, "no wait between them"
+    assert len(set(launched)) == len(launched) > 1, "the step is waited for afterwards"
 
 
 def documents(rows: int, length: int, seed: int) -> list[dict]:

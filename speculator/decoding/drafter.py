@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class Drafter:
     """Proposes tokens for the target to verify.
 
-    In every step the engine calls `choose`, then `propose`; it also updates the drafter's memory. A drafter whose
-    memory is a `LogitsSource` sets its attributes through `reshape` and inherits `propose`. Others implement `propose`.
+    In every step the engine calls `choose`, `propose` and `prepare`; it also updates the drafter's memory. A drafter
+    whose memory is a `LogitsSource` sets its attributes through `reshape` and inherits `propose`. Others implement
+    `propose`.
 
     Attributes:
         name: name in reports: "head", "model", "ngram", or your own.
@@ -51,6 +52,9 @@ class Drafter:
     def choose(self, requests: Sequence[Request]) -> Any:
         """Return the shape of the next step's draft, one for all rows, given their requests; None without shapes."""
         return self.shape
+
+    def prepare(self) -> None:
+        """Do host work for later steps, while the device runs this one: the step's tokens are not known yet."""
 
     def observe(self, seconds: float) -> None:
         """Learn the wall-clock seconds of the last step, from before `choose` until its tokens were appended."""

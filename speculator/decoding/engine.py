@@ -275,6 +275,8 @@ class Engine:
         batch = self.rows.select()
         if batch:
             report = self._decode(batch)
+            if self.drafter:
+                self.drafter.prepare()  # a GPU runs the step meanwhile
             self.append_tokens(batch, report.tolist())  # the step's one copy to the host
             seconds = time.perf_counter() - prefilled
             self.decode_seconds += seconds

@@ -129,6 +129,9 @@ class AdaptiveDrafter(HeadDrafter):
         self.memory.paths.put([path[:length] for (_, path), length in zip(found, plan.lengths, strict=True)])
         return self._with_paths[plan.choice]
 
+    def prepare(self) -> None:
+        self._ngrams.prepare()
+
     def observe(self, seconds: float) -> None:
         learn = getattr(self.cost, "observe", None)
         if learn:

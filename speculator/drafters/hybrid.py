@@ -106,6 +106,9 @@ class HybridDrafter(Drafter):
         self.memory.paths.put(self.lookup.paths(requests))
         return self.shape
 
+    def prepare(self) -> None:
+        self.lookup.prepare()
+
     def forget(self) -> None:
         self.lookup = copy(self.lookup)
         self.lookup.forget()

@@ -40,21 +40,31 @@ class _Index:
         self.ends: dict[tuple[int, ...], int] = {}
         self.known = 0
 
+    def read(self) -> None:
+        """Add the n-grams of the tokens that are new since the last call, the newest token's excepted."""
+        text, ends = self.text, self.ends
+        # A step costs its own tokens, not the whole text. Later positions overwrite earlier ones, so the newest wins.
+        for end in range(self.known + 1, len(text)):  # nothing follows the n-grams that end at the text's own end
+            for size in range(1, min(self.max_ngram, end) + 1):
+                ends[tuple(text[end - size : end])] = end
+        self.known = len(text) - 1
+        if self.source:
+            self.source.read()
+
     def last(self, of: Sequence[int]) -> int | None:
         """Return the position after the last match of the longest suffix of `of` in this text; None without a match."""
-        text = self.text
-        # Only what is new since the last call: a step costs its own tokens, not the whole text. Later positions
-        # overwrite earlier ones, so the newest match wins.
-        for end in range(self.known + 1, len(text)):  # the text's own end is no match
-            for size in range(1, min(self.max_ngram, end) + 1):
-                self.ends[tuple(text[end - size : end])] = end
-        self.known = len(text) - 1
+        match, longest = None, 0
+        # First the tokens that `read` has not added yet: their matches are newer than those in `ends`.
+        for end in range(len(self.text) - 1, self.known, -1):
+            size = min(self.max_ngram, _common_suffix(self.text, end, of))
+            if size > longest:
+                match, longest = end, size
         # The longest suffix first: a match of three tokens is right more often than one of a single token.
-        for size in range(min(self.max_ngram, len(of)), 0, -1):
-            match = self.ends.get(tuple(of[-size:]))
-            if match is not None:
-                return match
-        return None
+        for size in range(min(self.max_ngram, len(of)), longest, -1):
+            found = self.ends.get(tuple(of[-size:]))
+            if found is not None:
+                return found
+        return match
 
 
 class History:
@@ -136,6 +146,10 @@ class NgramDrafter(Drafter):
         """Return the tokens that followed the best match of each request's sequence."""
         return [tokens for _, tokens in self.look([request.sequence for request in requests])]
 
+    def prepare(self) -> None:
+        for index in self._indices.values():
+            index.read()
+
     def forget(self) -> None:
         """Forget all earlier sequences."""
         self._indices = {}
@@ -146,7 +160,8 @@ class NgramDrafter(Drafter):
         """Find the longest match of each sequence's end: the number of matching tokens, and those that followed it.
 
         A match in another sequence counts as two tokens shorter; at a tie the sequence's own match wins, and before it
-        that in its source. At most `LONGEST` matched tokens count.
+        that in its source. At most `LONGEST` matched tokens count. New tokens are compared one by one until `prepare`
+        has added them to the index.
         """
         # By identity: a request's sequence stays one list while it grows. An index holds its text, so no other text can
         # have that id.

@@ -1,5 +1,7 @@
 """Lookup finds the longest match wherever it may look, forgets what it must, and leaves the text as it was."""
 
+import random
+
 import pytest
 from conftest import tiny_model
 
@@ -25,6 +27,32 @@ def test_the_longest_match_counts_and_of_equal_ones_the_last():
 def test_a_text_is_looked_up_in_itself_alone_unless_told_otherwise():
     drafter = NgramDrafter()
     assert found(drafter, [1, 2, 3, 4, 5], [1, 2, 3]) == [(0, []), (0, [])]
+
+
+@pytest.mark.parametrize("memory", [0, 60])
+def test_a_match_is_the_same_before_and_after_its_tokens_are_indexed(memory):
+    draw = random.Random(0)
+    texts = [[draw.randrange(3) for _ in range(length)] for length in (1, 5, 30)]
+    drafters = [NgramDrafter(3, memory=memory) for _ in range(3)]
+    for step in range(100):
+        always, never, sometimes = (each.look(texts) for each in drafters)
+        assert always == never == sometimes
+        if not memory:
+            assert [size for size, _ in always] == [longest_match(text) for text in texts]
+        drafters[0].prepare()
+        if step % 3 == 0:
+            drafters[2].prepare()
+        for text in texts:
+            text += [draw.randrange(3) for _ in range(draw.randrange(1, 5))]
+
+
+def longest_match(text: list[int]) -> int:
+    """Tokens before the newest place where the longest suffix of at most three tokens occurred: as many as match."""
+    for size in range(min(3, len(text) - 1), 0, -1):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                return next((n for n in range(end) if text[end - 1 - n] != text[-1 - n]), end)
+    return 0
 
 
 # ---- other texts
