@@ -161,10 +161,10 @@ class _Routes:
         await self.worker.replace_drafter(partial(load_drafter, request.path))
         return {"path": request.path}
 
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model()]}
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
 
-    async def model(self, name: str) -> dict[str, Any]:
+    async def model(self, name: str) -> dict[str, str | int]:
         self._check_model(name)
         return self._model()
 
@@ -185,9 +185,14 @@ class _Routes:
     async def metrics_page(self) -> Response:
         return Response(self.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    def _model(self) -> dict[str, Any]:
-        facts = {"owned_by": "speculator", "max_model_len": self.target.context_length}
-        return {"id": self.name, "object": "model", "created": self._created, **facts}
+    def _model(self) -> dict[str, str | int]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "speculator",
+            "max_model_len": self.target.context_length,
+        }
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.name):

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -68,7 +67,7 @@ class Recorder:
                 file.unlink()
             elif re.fullmatch(r"\d+\.jsonl\.gz", file.name):
                 self._sizes[file] = file.stat().st_size
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Sequence[int]]] = []
         self._written = time.monotonic()
         self._writer = ThreadPoolExecutor(1)  # compression and the disk must not hold up the event loop
 
@@ -108,7 +107,7 @@ class Recorder:
         if rows:
             self._writer.submit(self._write, rows)
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def _write(self, rows: list[dict[str, Sequence[int]]]) -> None:
         """Write a shard and delete the oldest ones, in the writer's thread."""
         # Names are numbers of eight digits, so the largest name is the newest and the smallest the oldest.
         last = max(self._sizes, default=None)

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +19,75 @@ from speculator.server.worker import StepOutput
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class IndexedCall(ToolCall, total=False):
+    """A tool call with its number, which events of a stream have."""
+
+    index: int
+
+
+class AnswerMessage(TypedDict, total=False):
+    """An answer of a chat, whole or as an event adds to it."""
+
+    role: str
+    content: str | None
+    reasoning: str
+    tool_calls: list[IndexedCall]
+
+
+class TopToken(TypedDict):
+    """A token of a chat's answer; `bytes` is null for a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(TopToken):
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatToken]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Choice(TypedDict, total=False):
+    """An answer or a piece of it: `text` of a completion, `message` or `delta` of a chat."""
+
+    index: int
+    text: str
+    message: AnswerMessage
+    delta: AnswerMessage
+    logprobs: ChatLogprobs | CompletionLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Body(TypedDict, total=False):
+    """A response, or an event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    object: str
+    choices: list[Choice]
+    usage: Usage | None
+    prompt_token_ids: list[int]
 
 
 class CompletionWriter:
@@ -43,7 +112,7 @@ class CompletionWriter:
         continues: bool = True,
     ):
         self.request, self.tokenizer, self.prompts, self._continues = request, tokenizer, prompts, continues
-        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._head: Body = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         count = len(prompts) * request.choices
         self.answers = [
             AnswerText(tokenizer, request.stops, self._tokens_before(index), request.min_tokens or 0)
@@ -75,7 +144,7 @@ class CompletionWriter:
         self._finish_reasons[index] = "stop" if stopped else _FINISH_REASONS.get(output.finish_reason or "")
         return text
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Body:
         """Return the whole response as JSON."""
         columns = enumerate(zip(self._tokens, self._logprobs, strict=True))
         choices = [self._choice(index, self.message(index), tokens, logprobs) for index, (tokens, logprobs) in columns]
@@ -91,38 +160,40 @@ class CompletionWriter:
         has_tokens = self.request.return_token_ids or self.request.num_logprobs is not None
         if not (text or has_tokens or self._finish_reasons[index]):
             return ""
-        return self.choice_event(self._choice(index, self.delta(index, text), output.tokens, output.logprobs))
+        return self.choice_event(self._choice(index, self.delta(index, text), output.tokens, output.logprobs), {})
 
     def closing(self) -> list[str]:
         """Return the events after the last token."""
         usage = [self._event({"choices": [], "usage": self.usage()})] if self._stream_usage else []
         return [*usage, "data: [DONE]\n\n"]
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> Usage:
         prompt, new = sum(map(len, self.prompts)), sum(map(len, self._tokens))
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     # ---- parts that the two kinds of completion write differently
 
-    def message(self, index: int) -> dict[str, Any]:
+    def message(self, index: int) -> Choice:
         return {"text": self.answers[index].text}
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
+    def delta(self, index: int, text: str) -> Choice:
         return {"text": text}
 
     def _tokens_before(self, index: int) -> list[int]:
         """Return the tokens that the text of an answer continues."""
         return self.prompts[index // self.request.choices] if self._continues else []
 
-    def _prompt_ids(self) -> dict[str, Any]:
+    def _prompt_ids(self) -> Body:
         """Return the fields of a response that hold the prompt's token ids, if responses of this kind have them."""
         return {}
 
-    def _choice_prompt_ids(self, index: int) -> dict[str, Any]:
+    def _choice_prompt_ids(self, index: int) -> Choice:
         """Return the fields of a choice that hold the prompt's token ids, if choices of this kind have them."""
         return {"prompt_token_ids": self.prompts[index // self.request.choices]}
 
-    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs_of(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> ChatLogprobs | CompletionLogprobs:
         texts = [self._token_text(token) for token in tokens]
         offsets = []
         # Where each token's text begins in the answer, in characters: "a", " cat" are at 0 and 1.
@@ -140,22 +211,20 @@ class CompletionWriter:
             "text_offset": offsets,
         }
 
-    def _choice(
-        self, index: int, text: dict[str, Any], tokens: list[int], logprobs: list[TokenLogprobs]
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, text: Choice, tokens: list[int], logprobs: list[TokenLogprobs]) -> Choice:
         reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
-        choice = {"index": index, **text, "logprobs": reported, "finish_reason": self._finish_reasons[index]}
+        choice: Choice = {"index": index, **text, "logprobs": reported, "finish_reason": self._finish_reasons[index]}
         if self.request.return_token_ids:
             choice |= {"token_ids": tokens}
             if len(tokens) == len(self._tokens[index]):  # the whole answer, or the first event of a stream
                 choice |= self._choice_prompt_ids(index)
         return choice
 
-    def choice_event(self, choice: dict[str, Any], **more: Any) -> str:
-        usage = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
+    def choice_event(self, choice: Choice, more: Body) -> str:
+        usage: Body = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
         return self._event({"choices": [choice], **usage, **more})
 
-    def _event(self, content: dict[str, Any]) -> str:
+    def _event(self, content: Body) -> str:
         return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"
 
     def _token_text(self, token: int) -> str:
@@ -170,10 +239,10 @@ class ChatWriter(CompletionWriter):
 
     request: ChatRequest
 
-    def message(self, index: int) -> dict[str, Any]:
+    def message(self, index: int) -> Choice:
         return {"message": {"role": "assistant", **self._parsed(index)}}
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
+    def delta(self, index: int, text: str) -> Choice:
         if not self.request.parses_calls:
             return {"delta": {"content": text} if text else {}}
         if not self._finish_reasons[index]:  # what is a call is known at the end
@@ -183,7 +252,7 @@ class ChatWriter(CompletionWriter):
             call["index"] = number
         return {"delta": parsed}
 
-    def _parsed(self, index: int) -> dict[str, Any]:
+    def _parsed(self, index: int) -> AnswerMessage:
         """Return content, reasoning and tool calls of a finished answer; of one that a stop string ended, content."""
         answer = self.answers[index]
         if answer.stopped:
@@ -194,7 +263,7 @@ class ChatWriter(CompletionWriter):
         calls = (message.get("tool_calls") or [])[: 1 if self.request.parallel_tool_calls is False else None]
         if calls and not self.request.parses_calls:
             return {"content": answer.text}
-        parsed: dict[str, Any] = {"content": message["content"] or (None if calls else "")}
+        parsed: AnswerMessage = {"content": message["content"] or (None if calls else "")}
         if thought := thoughts_of(message):
             parsed["reasoning"] = thought
         if calls:
@@ -204,33 +273,33 @@ class ChatWriter(CompletionWriter):
         return parsed
 
     def opening(self) -> list[str]:
-        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        choices = [{"index": index, **first} for index in range(len(self.answers))]
-        return [self.choice_event(choice, **self._prompt_ids()) for choice in choices]
+        first: Choice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choices: list[Choice] = [{"index": index, **first} for index in range(len(self.answers))]
+        return [self.choice_event(choice, self._prompt_ids()) for choice in choices]
 
     def _tokens_before(self, index: int) -> list[int]:
         return []  # an answer starts a new text
 
-    def _prompt_ids(self) -> dict[str, Any]:
+    def _prompt_ids(self) -> Body:
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
 
-    def _choice_prompt_ids(self, index: int) -> dict[str, Any]:
+    def _choice_prompt_ids(self, index: int) -> Choice:
         return {}
 
-    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        def entry(token: int, value: float) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        def entry(token: int, value: float) -> TopToken:
             text = self._token_text(token)
             partial = "\ufffd" in text  # a part of a character: its bytes are not known
             return {"token": text, "logprob": _finite(value), "bytes": None if partial else list(text.encode())}
 
-        content = [
+        content: list[ChatToken] = [
             {**entry(token, each.logprob), "top_logprobs": [entry(*pair) for pair in each.top]}
             for token, each in zip(tokens, logprobs, strict=True)
         ]
         return {"content": content}
 
 
-def _call(function: Function) -> ToolCall:
+def _call(function: Function) -> IndexedCall:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     called: Function = {"name": function["name"], "arguments": text}
