@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import get_native_id
@@ -21,8 +21,10 @@ from filelock import BaseFileLock, FileLock, Timeout
 from speculator.errors import UserError, first_line
 
 MANIFEST = "checksums.json"
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """A value of JSON that others wrote, before it is checked."""
+JsonObject: TypeAlias = dict[str, Json]
+"""An object of JSON, such as a config.json to write."""
 _PARTIAL = ".partial"
 _CACHE_LOCK_SECONDS = 60
 

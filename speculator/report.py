@@ -1,13 +1,25 @@
-"""The values of report.json, which docs/reference/report.md explains, and of the files of `eval gate` and `adapt`."""
+"""The values of a run's config.yaml and report.json (see docs/reference/report.md), and of `eval gate` and `adapt`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from speculator.files import Json
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired
+
+
+class RunRecord(TypedDict, total=False):
+    """The content of a run's config.yaml; `settings` are those of `RunConfig`, in older versions fewer."""
+
+    settings: dict[str, Any]
+    processes: int
+    versions: dict[str, str]
+    python: str
+    git_commit: str | None
+    argv: list[str]
+    fingerprints: dict[str, str]
 
 
 class Interval(TypedDict):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from speculator.checkpoints import commands
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Server, base_config
+from speculator.files import JsonObject
 from speculator.heads.base import SpeculatorConfig
 
 
-def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json: that of the `ibm` layout, with `architectures` and `base_model_archs` changed.
 
     arctic-inference checks both. `architectures` must be a list of exactly one name.

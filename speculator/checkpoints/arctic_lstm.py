@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import transformers
 
 from speculator.checkpoints.arctic import base_archs, servers
+from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout
 from speculator.errors import UserError, refuse
+from speculator.files import JsonObject
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.lstm.model import LSTMSpeculator
 
@@ -23,7 +24,7 @@ _WIDTHS = ("inner_dim", "proj_dim", "emb_dim")  # of the state, the gates and th
 _METHOD = {"method": "sum_lstm", "tie_lstm_embs": True}
 
 
-def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json.
 
     Its `emb_dim` is the width of the head's embedding (our `inner_dim`), and `input_hidden_dim` is our `emb_dim`.
@@ -49,7 +50,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
+def translate(read: ForeignConfig, file: Path) -> JsonObject:
     """Return the fields of a head's config, given the content of config.json and its path, for errors."""
     for name, value in _METHOD.items():
         refuse((read.get(name) != value, f"{file}: {name} is {read.get(name)!r}; must be {value!r}"))

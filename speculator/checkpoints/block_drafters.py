@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import transformers
 from torch import Tensor
@@ -30,9 +30,11 @@ from speculator.checkpoints.eagle3 import (
     tokens_of,
     with_d2t,
 )
+from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.checkpoints.speculators import VERSION, method
 from speculator.errors import UserError, refuse
+from speculator.files import JsonObject
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 
@@ -60,10 +62,10 @@ _NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_sof
 """Keys of DFlash 2 that change embeddings or logits, and the values with which they change nothing."""
 
 
-def qwen3(config: DSparkSpeculatorConfig) -> dict[str, Any]:
+def qwen3(config: DSparkSpeculatorConfig) -> JsonObject:
     """Return the fields of a transformers Qwen 3 config that describes the layers."""
     count, window = config.num_hidden_layers, config.sliding_window
-    own: dict[str, Any] = {"num_hidden_layers": count, "attention_bias": False}
+    own: JsonObject = {"num_hidden_layers": count, "attention_bias": False}
     if window is None:
         own["layer_types"] = ["full_attention"] * count
     else:  # llama.cpp reads use_sliding_window, others read layer_types
@@ -71,17 +73,18 @@ def qwen3(config: DSparkSpeculatorConfig) -> dict[str, Any]:
     return layer_config(config, model_type="qwen3", **own)
 
 
-def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
-    """Return the fields of config.json that the `dspark` and `dflash` layouts share.
-
-    Raises a UserError for auxiliary layers that servers can't name.
-    """
+def _block(config: DSparkSpeculatorConfig) -> JsonObject:
+    """Return the fields that are at top level and in `dflash_config`; a UserError if servers can't name the layers."""
     # Servers count the layer whose output is read, this library the layers before the state: k = 0 is the embedding,
     # which has no number there.
     aux_layers = [k - 1 for k in config.aux_layers or ()]
     refuse((-1 in aux_layers, "aux_layers 0: servers number a layer by its output, so they can't name the embedding"))
-    block = {_LAYERS: aux_layers, "mask_token_id": config.mask_token_id, "block_size": config.block_size}
-    name = config.base_model_name_or_path
+    return {_LAYERS: aux_layers, "mask_token_id": config.mask_token_id, "block_size": config.block_size}
+
+
+def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
+    """Return the fields of config.json that the `dspark` and `dflash` layouts share."""
+    block, name = _block(config), config.base_model_name_or_path
     base = base_config(name)
     return {
         **qwen3(config),
@@ -97,7 +100,7 @@ def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def own_fields(config: DSparkSpeculatorConfig) -> dict[str, Any]:
+def own_fields(config: DSparkSpeculatorConfig) -> JsonObject:
     """Return the fields of config.json that a DSpark head has and a DFlash head lacks."""
     return {
         "sample_from_anchor": config.sample_from_anchor,
@@ -108,13 +111,13 @@ def own_fields(config: DSparkSpeculatorConfig) -> dict[str, Any]:
     }
 
 
-def dspark_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def dspark_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json in the `dspark` layout."""
     refuse((config.is_dflash2, f"dspark has no {parts_of(config)}: use dflash2"))
     return {"architectures": [DSPARK.architecture], **common_fields(config, dtype), **own_fields(config)}
 
 
-def dflash2_parts(config: DSparkSpeculatorConfig) -> dict[str, Any]:
+def dflash2_parts(config: DSparkSpeculatorConfig) -> JsonObject:
     """Return the sizes of DFlash 2's parts by their keys; raise a UserError for a head without one of them."""
     refuse(
         (not config.conv_group_size, "servers run DFlash 2 with convolutions only, and this head has none"),
@@ -123,13 +126,13 @@ def dflash2_parts(config: DSparkSpeculatorConfig) -> dict[str, Any]:
     return {"conv_kernel_size": _TAPS, **{name: getattr(config, name) for name in _DFLASH2}}
 
 
-def dflash2_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def dflash2_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json in the `dflash2` layout."""
-    made = {"architectures": [DFLASH2.architecture], **common_fields(config, dtype)}
-    return {**made, _NESTED: {**made[_NESTED], **dflash2_parts(config)}}
+    made: JsonObject = {"architectures": [DFLASH2.architecture], **common_fields(config, dtype)}
+    return {**made, _NESTED: {**_block(config), **dflash2_parts(config)}}
 
 
-def dflash_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def dflash_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json in the `dflash` layout."""
     refuse(
         (config.markov_rank, f"dflash has no Markov head, and this head has one of rank {config.markov_rank}"),
@@ -151,7 +154,7 @@ def kind_of(config: DSparkSpeculatorConfig) -> str:
     return "dflash2" if config.is_dflash2 else config.method(vars(config))
 
 
-def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json in the layout of the `speculators` library."""
     full = config.sliding_window is None
     refuse((config.is_causal and full, "the speculators layout has no causal blocks with full attention: use dspark"))
@@ -177,7 +180,7 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, 
     }
 
 
-def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
+def translate(read: ForeignConfig, file: Path) -> JsonObject:
     """Return the fields of a head's config, given the content of config.json (servers' or `speculators`) and its path.
 
     Absent fields get the servers' defaults. Raises a UserError for a head that this library can't run.
@@ -339,42 +342,40 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
 
 _SPECULATORS = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel"}
 """Architectures that the `speculators` library writes, by its name of the algorithm."""
-_SHARED: dict[str, Any] = {
-    "head": DSparkSpeculator,
-    "translate": translate,
-    "shape": SHAPE,
-    "kept": KEPT,
-    "pack": pack,
-    "unpack": unpack,
-}
-SPECULATORS_BLOCK = Layout(
+DSPARK = Layout(
+    name="dspark",
+    head=DSparkSpeculator,
+    architecture="Qwen3DSparkModel",
+    fields=dspark_fields,
+    servers=servers("dspark"),
+    translate=translate,
+    also=("DSparkDraftModel",),
+    shape=SHAPE,
+    kept=KEPT,
+    pack=pack,
+    unpack=unpack,
+)
+DFLASH = replace(
+    DSPARK,
+    name="dflash",
+    architecture="DFlashDraftModel",
+    fields=dflash_fields,
+    servers=servers("dflash"),
+    also=(),
+)
+DFLASH2 = replace(
+    DFLASH,
+    name="dflash2",
+    architecture="DFlash2DraftModel",
+    fields=dflash2_fields,
+    servers=servers("dflash2"),
+)
+SPECULATORS_BLOCK = replace(
+    DSPARK,
     name="speculators",
     architecture="DSparkSpeculator",
     fields=speculators_fields,
     servers=speculators_servers,
     also=("DFlashSpeculator", "DSparkDraftModel", "DFlashDraftModel", "DFlash2DraftModel", "DFlash2Speculator"),
     mark="speculators_model_type",
-    **_SHARED,
-)
-DSPARK = Layout(
-    name="dspark",
-    architecture="Qwen3DSparkModel",
-    fields=dspark_fields,
-    servers=servers("dspark"),
-    also=("DSparkDraftModel",),
-    **_SHARED,
-)
-DFLASH = Layout(
-    name="dflash",
-    architecture="DFlashDraftModel",
-    fields=dflash_fields,
-    servers=servers("dflash"),
-    **_SHARED,
-)
-DFLASH2 = Layout(
-    name="dflash2",
-    architecture="DFlash2DraftModel",
-    fields=dflash2_fields,
-    servers=servers("dflash2"),
-    **_SHARED,
 )

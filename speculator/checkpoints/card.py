@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import read_json, read_text, write_text
 from speculator.heads.base import Speculator
-from speculator.report import Interval, Report, ReportRow
+from speculator.report import Interval, Report, ReportRow, RunRecord
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
 from speculator.verdict import headlines
 
@@ -27,7 +28,7 @@ _LOCAL_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)(@[\d.]+)?$")
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
-def write_card(folder: str | Path, run: tuple[dict[str, Any], Report] | None = None) -> Path:
+def write_card(folder: str | Path, run: tuple[RunRecord, Report] | None = None) -> Path:
     """Write README.md into a head's folder and return its path.
 
     Args:
@@ -49,26 +50,27 @@ def copy_card(card: Path, copy: Path, base: str | None) -> None:
     write_text(copy, text)
 
 
-def card_of(folder: Path, run: tuple[dict[str, Any], Report] | None = None) -> str:
+def card_of(folder: Path, run: tuple[RunRecord, Report] | None = None) -> str:
     """Return the card of a head's folder, with the same arguments."""
     config, report = run or read_run(folder.resolve().parent)
     return model_card(load_any(folder), config, report)
 
 
-def read_run(run: Path) -> tuple[dict[str, Any], Report]:
+def read_run(run: Path) -> tuple[RunRecord, Report]:
     """Read config.yaml and eval/report.json of a run; both are empty for a folder that is not a run."""
     config_file, report_file = run / "config.yaml", run / "eval" / "report.json"
     try:
-        config = yaml.safe_load(read_text(config_file)) if config_file.is_file() else {}
+        config: Any = yaml.safe_load(read_text(config_file)) if config_file.is_file() else {}
     except yaml.YAMLError as error:
         raise UserError(f"{config_file}: not YAML: {error}") from None
-    if not (isinstance(config, dict) and "stage1" in (config.get("settings") or {})):
+    settings = config.get("settings") if isinstance(config, dict) else None
+    if "stage1" not in (settings or {}):
         return {}, {}
     report: Any = read_json(report_file) if report_file.is_file() else {}
     return config, report
 
 
-def model_card(head: Speculator, run: dict[str, Any], report: Report) -> str:
+def model_card(head: Speculator, run: RunRecord, report: Report) -> str:
     """Return the model card of a head, as Markdown with a YAML header.
 
     Args:
@@ -86,9 +88,10 @@ def model_card(head: Speculator, run: dict[str, Any], report: Report) -> str:
         datasets=_hub_datasets(config.training_data or []) or None,
         library_name="speculator",
         tags=["speculative-decoding", config.model_type.replace("_", "-")],
-        **_license(recorded),
     )
-    versions = {**(run.get("versions") or {}), **(report.get("versions") or {})}
+    for name, value in _license(recorded).items():
+        data[name] = value
+    versions: dict[str, str | None] = {**(run.get("versions") or {}), **(report.get("versions") or {})}
     if "git_commit" in run:
         versions["commit"] = run["git_commit"]
     card = ModelCard.from_template(
@@ -175,18 +178,18 @@ def _with_interval(ratio: Interval | None) -> str:
     return f"{ratio['value']:.2f}{interval}"
 
 
-def _listed(values: dict[str, Any]) -> str:
+def _listed(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
-def _license(base: str | None) -> dict[str, Any]:
+def _license(base: str | None) -> dict[str, str]:
     """Read the license of the base model from its own card, if that is on this machine."""
     file = base and (
         Path(base) / NAME if Path(base).is_dir() else _is_hub_id(base) and try_to_load_from_cache(base, NAME)
     )
     if not isinstance(file, str | Path) or not Path(file).is_file():
         return {}
-    known: dict[str, Any] = {}
+    known = {}
     with suppress(ValueError, yaml.YAMLError):
         known = metadata_load(file) or {}
     return {name: known[name] for name in ("license", "license_name", "license_link") if known.get(name)}

@@ -20,9 +20,11 @@ from transformers import LlamaConfig, Qwen3Config
 
 from speculator.checkpoints import commands, files, layout, llama_cpp
 from speculator.checkpoints.commands import BASE, line_for_folder
+from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layout import PREFIX, Layout, Server
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
+from speculator.files import Json, JsonObject
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig
 from speculator.heads.base import Speculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
@@ -51,7 +53,7 @@ SHAPE = {
     "norm_output": bool,
 }
 KEPT = {**layout.KEPT, "aux_layers": list, "sliding_window": int, "own_embedding": bool}
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: JsonObject = {
     "mlp_bias": False,
     "is_neox_style": True,
     "rope_interleave": False,
@@ -103,7 +105,7 @@ _STEPS = 7  # in EAGLE and SpecForge, which do not write it
 _LAYER, _OURS = "midlayer.", "layers.0."
 
 
-def layer_config(config: AttentionConfig, **more: Any) -> dict[str, Any]:
+def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
     """Return all fields of a transformers config of attention layers, because some readers have no defaults."""
     return {
         "hidden_size": config.emb_dim,
@@ -121,7 +123,7 @@ def layer_config(config: AttentionConfig, **more: Any) -> dict[str, Any]:
     }
 
 
-def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
+def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
     """Return the fields of a transformers config, Llama or Qwen 3, that describes the layer."""
     model_type = "qwen3" if config.qk_norm else "llama"
     own = {"num_hidden_layers": 1, "attention_bias": config.attention_bias, "mlp_bias": False}
@@ -131,7 +133,7 @@ def llama(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
     return {**written, "layer_types": ["sliding_attention"], "sliding_window": config.sliding_window}
 
 
-def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dict[str, Any]]:
+def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, JsonObject]:
     """Return the transformers config that config.json describes, and the fields of `AttentionConfig` read from it.
 
     Args:
@@ -165,7 +167,7 @@ def read_layers(read: dict[str, Any], file: Path, *kinds: str) -> tuple[Any, dic
     return layers, {**{name: getattr(layers, name) for name in same}, **renamed}
 
 
-def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
+def from_llama(read: ForeignConfig, file: Path) -> JsonObject:
     """Return the fields of a head's config that describe its only layer, which is written as Llama's or Qwen 3's.
 
     Args:
@@ -185,7 +187,7 @@ def from_llama(read: dict[str, Any], file: Path) -> dict[str, Any]:
     }
 
 
-def draft_vocab_size(size: Any, vocab_size: int) -> Any:
+def draft_vocab_size(size: Json, vocab_size: Json) -> Json:
     """Convert a stored draft vocabulary size to `SpeculatorConfig.draft_vocab_size`: None if it is the whole one."""
     return None if size == vocab_size else size
 
@@ -235,15 +237,15 @@ def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
     return d2t.long() + torch.arange(rows)
 
 
-def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json. Every field is written out, because readers have different defaults."""
     rope = dict(config.rope_parameters or {})
     theta = rope.pop("rope_theta")
     # Written twice: vLLM reads the key at the top, SGLang the one in `eagle_config`.
-    aux_layers: dict[str, Any] = {}
+    aux_layers: JsonObject = {}
     if config.aux_layers is not None:
         # Our k is the state after k layers, so layer k - 1 put it out, counted from 0.
-        nested = {AUX_LAYERS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
+        nested: JsonObject = {AUX_LAYERS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
         aux_layers = {AUX_LAYERS: config.aux_layers, "eagle_config": nested}
     base = config.base_model_name_or_path
     return {
@@ -261,7 +263,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
+def translate(read: ForeignConfig, file: Path) -> JsonObject:
     """Return the fields of a head's config, given the content of config.json and its path.
 
     An embedding among the weights is the head's own; `bind` drops it again if it equals the target's.

@@ -16,15 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import read_json, read_weight_map
+from speculator.files import JsonObject, read_json, read_weight_map
 
 CONFIG = "config.json"
+ForeignConfig = dict[str, Any]
+"""Content of a config.json that others wrote, before it is checked: its readers may fail at any malformed value."""
 # In the order in which transformers prefers them; an index lists the shards of a large checkpoint.
 SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (*SAFETENSORS, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> ForeignConfig:
     """Read the config.json of a head's folder."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG} in it, so not the folder of a head")
@@ -44,7 +46,7 @@ def read_names(folder: Path) -> set[str]:
     return {name for file in _weight_files(folder) for name in _read_file(file, "meta")}
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write(folder: Path, config: JsonObject, tensors: dict[str, Tensor]) -> None:
     """Write config.json and model.safetensors into an existing folder."""
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # safetensors refuses tensors that share memory, as tied ones and views do.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from speculator.checkpoints.files import ForeignConfig
 from speculator.errors import UserError
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -16,7 +16,7 @@ SUFFIXES = ("_scale_inv", "_scale")
 """Ends of the names of scales: DeepSeek's, and that of compressed-tensors and modelopt."""
 
 
-def block_of(quantization: dict[str, Any]) -> tuple[int, ...] | None:
+def block_of(quantization: ForeignConfig) -> tuple[int, ...] | None:
     """Return rows and columns of a block, as a `quantization_config` states them; None: it has no blocks."""
     groups = quantization.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values()]

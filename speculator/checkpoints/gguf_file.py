@@ -19,6 +19,7 @@ from speculator.checkpoints import block_drafters, eagle3, gguf_head, llama_cpp
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layout import Layout, Server
 from speculator.errors import UserError, refuse
+from speculator.files import JsonObject
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
@@ -65,7 +66,7 @@ _WHOLE = {
 """Tensors whose names don't end in weight or bias, as named here and in llama.cpp."""
 
 
-def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> dict[str, Any]:
+def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> JsonObject:
     """Return the GGUF metadata that all heads have, by key.
 
     Args:
@@ -93,11 +94,11 @@ def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int)
         "rope.freq_base": float(rope["rope_theta"]),
         "target_layers": config.aux_layers,
     }
-    general = {"general.type": "model", "general.name": "head", "general.file_type": _FILE_TYPES[dtype]}
+    general: JsonObject = {"general.type": "model", "general.name": "head", "general.file_type": _FILE_TYPES[dtype]}
     return {**general, "general.quantization_version": 2, **{f"{architecture}.{key}": own[key] for key in own}}
 
 
-def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
+def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the GGUF metadata of an EAGLE-3 head. Raises a UserError for what llama.cpp does not run."""
     flags = ("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding")
     lacks = [name for name in flags if getattr(config, name)] + ["sliding_window"] * (config.sliding_window is not None)
@@ -116,7 +117,7 @@ def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     return _common("eagle3", config, dtype, 1) | {f"eagle3.{key}": value for key, value in own.items()}
 
 
-def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """Return the GGUF metadata of a block drafter.
 
     To llama.cpp a head with a Markov head is DSpark, and one with a selector is DFlash 2.
@@ -137,7 +138,7 @@ def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
             f"or more, not {config.emb_dim}",
         ),
     )
-    own: dict[str, Any] = {"block_size": config.block_size, "attention.causal": config.is_causal, **parts}
+    own: JsonObject = {"block_size": config.block_size, "attention.causal": config.is_causal, **parts}
     if config.sliding_window is not None:
         windows = [True] * config.num_hidden_layers
         own |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": windows}
@@ -214,10 +215,10 @@ def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
     return tensor.numpy(), None  # the writer knows numpy's types
 
 
-def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, dict[str, Any], Path], None]:
+def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, JsonObject, Path], None]:
     """Return the function that writes a head as one GGUF file: `Layout.write`."""
 
-    def write(head: Any, keys: dict[str, Any], folder: Path) -> None:
+    def write(head: Any, keys: JsonObject, folder: Path) -> None:
         target = head.config.base_model_name_or_path or ""
         if not is_gguf(target):
             raise UserError("gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf")

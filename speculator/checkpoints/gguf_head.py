@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from speculator.files import JsonObject
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
 
 _OWN_NAMES = {
     "fc": "fc",
@@ -39,12 +44,11 @@ def differences(head: Any, file: Path) -> list[str]:
 
     found = GGUFReader(file)
     stored = {each.name: each for each in found.tensors}
-    config = _config(found, stored)
-    theta = config.pop("rope_theta")
+    config, theta = _config(found, stored)
     differ = [name for name, value in config.items() if not _same(getattr(head.config, name), value)]
     if differ:
         return differ
-    angles = theta ** -np.arange(0, 1, 2 / config["head_dim"])
+    angles = theta ** -np.arange(0, 1, 2 / head.config.head_dim)
     angles = angles / stored[_FACTORS].data if _FACTORS in stored else angles
     if not np.allclose(angles, head.rope.frequencies()[0], rtol=1e-5, atol=0):
         return ["rope"]
@@ -65,19 +69,14 @@ def differences(head: Any, file: Path) -> list[str]:
     return [] if torch.equal(again.logits(*head.probe()), head.logits(*head.probe())) else ["logits"]
 
 
-def _config(found: Any, stored: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of a head's config, and `rope_theta`, from a GGUF file's metadata and tensor shapes.
-
-    Args:
-        found: the `GGUFReader` of the file.
-        stored: its tensors by name.
-    """
+def _config(found: GGUFReader, stored: dict[str, ReaderTensor]) -> tuple[JsonObject, float]:
+    """Read the fields of a head's config, and `rope_theta`, from a GGUF file's metadata and its tensors by name."""
 
     def key(name: str, default: Any = None) -> Any:
         return found.fields[name].contents() if name in found.fields else default
 
     kind = key("general.architecture")
-    made = {
+    made: JsonObject = {
         "vocab_size": len(found.fields["tokenizer.ggml.tokens"].data),
         "emb_dim": key(f"{kind}.embedding_length"),
         "inner_dim": key(f"{kind}.feed_forward_length"),
@@ -89,12 +88,12 @@ def _config(found: Any, stored: dict[str, Any]) -> dict[str, Any]:
         "aux_layers": key(f"{kind}.target_layers"),
         "sliding_window": key(f"{kind}.attention.sliding_window"),
         "draft_vocab_size": len(stored[_TOKENS].data) if _TOKENS in stored else None,
-        "rope_theta": key(f"{kind}.rope.freq_base"),
     }
+    theta = key(f"{kind}.rope.freq_base")
     if kind == "eagle3":
-        return made | {name: key(f"eagle3.{name}") for name in ("norm_before_residual", "norm_before_fc")}
+        return made | {name: key(f"eagle3.{name}") for name in ("norm_before_residual", "norm_before_fc")}, theta
     from_anchor = key("dflash.sample_from_anchor", False)
-    return made | {
+    made |= {
         "num_hidden_layers": key("dflash.block_count"),
         "n_predict": key("dflash.block_size") - (not from_anchor),
         "sample_from_anchor": from_anchor,
@@ -106,9 +105,10 @@ def _config(found: Any, stored: dict[str, Any]) -> dict[str, Any]:
         **({"selector_top_k": key("dflash.selector_top_k")} if "dflash.selector_top_k" in found.fields else {}),
         "mask_token_id": key("tokenizer.ggml.mask_token_id"),
     }
+    return made, theta
 
 
-def _weights(head: Any, stored: dict[str, Any], interleaved: bool) -> dict[str, Tensor]:
+def _weights(head: Any, stored: dict[str, ReaderTensor], interleaved: bool) -> dict[str, Tensor]:
     """Return dequantised tensors by the head's names; those that it uses are removed from `stored`.
 
     Args:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 
 from speculator.checkpoints import commands
 from speculator.checkpoints.commands import line
 from speculator.checkpoints.layout import KEPT, PREFIX, Layout, Server
+from speculator.files import JsonObject
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
 
 _REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not supported for now"
 
 
-def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json. Every field is written out, because some loaders have other defaults, or none.
 
     `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM only counts the list.

@@ -17,9 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from speculator.checkpoints import files
+from speculator.checkpoints.files import ForeignConfig
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
-from speculator.files import check_new_folder, new_folder
+from speculator.files import JsonObject, check_new_folder, new_folder
 from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.target.gguf.file import read_config
 
@@ -95,12 +96,12 @@ class Layout:
     name: str
     head: type[Speculator]
     architecture: str
-    fields: Callable[[Any, str], dict[str, Any]]
+    fields: Callable[[Any, str], JsonObject]
     servers: Callable[[Any, str], list[Server]]
     prefix: str = ""
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: JsonObject = field(default_factory=dict)
     expandable: bool = False
-    translate: Callable[[dict[str, Any], Path], dict[str, Any]] = lambda read, file: read
+    translate: Callable[[ForeignConfig, Path], JsonObject] = lambda read, file: read
     bare: bool = False
     also: tuple[str, ...] = ()
     mark: str | None = None
@@ -108,7 +109,7 @@ class Layout:
     kept: dict[str, type] = field(default_factory=lambda: KEPT)
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
-    write: Callable[[Any, dict[str, Any], Path], None] | None = None
+    write: Callable[[Any, JsonObject, Path], None] | None = None
     read_config: Callable[[Path], SpeculatorConfig] | None = None
     read: Callable[[Path, Any], dict[str, Tensor]] | None = None
 
@@ -124,7 +125,7 @@ class Layout:
             return False
         return True
 
-    def fields_of(self, head: Speculator) -> dict[str, Any]:
+    def fields_of(self, head: Speculator) -> JsonObject:
         """Return the content of a head's config.json; raise a UserError if the layout can't store the head."""
         config: Any = head.config
         refuse(
@@ -204,7 +205,7 @@ def base_config(name: str | None) -> PreTrainedConfig | None:
 
 def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
     file = folder / files.CONFIG
-    read = {**layout.defaults, **layout.translate(files.read_config(folder), file)}
+    read: ForeignConfig = {**layout.defaults, **layout.translate(files.read_config(folder), file)}
     kept = {name: read[name] for name in layout.kept if read.get(name) is not None}
     for name, kind in {**layout.shape, **{name: layout.kept[name] for name in kept}}.items():
         refuse(

@@ -26,11 +26,12 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 
 from speculator.checkpoints import files, fp8
 from speculator.checkpoints.commands import BASE, line
+from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.hub import downloaded, is_hub_id
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, load
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import read_json
+from speculator.files import JsonObject, read_json
 from speculator.heads.mtp.config import COUNTS, MTPSpeculatorConfig, promised
 from speculator.heads.mtp.model import MTPSpeculator
 from speculator.target.fingerprint import fingerprint, same_target
@@ -180,7 +181,7 @@ class Stored:
         return fp8.sizes_of(f"{self.folder}: {name}", tensor.shape, scale, fp8.block_of(self.quantization))
 
     @property
-    def quantization(self) -> dict[str, Any]:
+    def quantization(self) -> ForeignConfig:
         """The `quantization_config` of the model; empty without one."""
         return (
             getattr(self.config, "quantization_config", None) or getattr(self.text, "quantization_config", None) or {}
@@ -220,7 +221,7 @@ class Stored:
 # --- reading
 
 
-def is_model(config: dict[str, Any]) -> bool:
+def is_model(config: ForeignConfig) -> bool:
     """Return whether a config.json is that of a model of a family that may have MTP layers, not of a head."""
     text = config.get("text_config") or config
     return isinstance(text, dict) and text.get("model_type") in FAMILIES
@@ -271,7 +272,7 @@ def read(folder: Path, head: MTPSpeculator) -> dict[str, Tensor]:
 # --- writing
 
 
-def write(head: MTPSpeculator, made: dict[str, Any], folder: Path) -> None:
+def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     """Write a copy of the target's folder with the head's weights in it, and read them back: `Layout.write`."""
     base = head.config.base_model_name_or_path
     if base is None:
@@ -387,7 +388,7 @@ def _link(source: Path, copy: Path) -> None:
 # --- the layout
 
 
-def fields(config: MTPSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: MTPSpeculatorConfig, dtype: str) -> JsonObject:
     """Return no fields, since config.json is the target's; raise a UserError for layers that no server looks for."""
     kind = config.block["model_type"]  # type: ignore[index]
     refuse((kind not in FAMILIES, f"mtp: no server looks for MTP layers in a {kind}; native stores them"))

@@ -6,13 +6,13 @@ import json
 import re
 from functools import cache
 from inspect import formatannotation, get_annotations
-from typing import Any
 
 from transformers import PreTrainedConfig
 
 from speculator.checkpoints import eagle3
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
+from speculator.files import JsonObject
 from speculator.heads.base import Speculator, SpeculatorConfig
 
 _JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
@@ -30,7 +30,7 @@ def native_layout(head: type[Speculator]) -> Layout:
     own = _declared_fields(head.config_class)
     shape = {name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own}
 
-    def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
+    def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
         """Build config.json as transformers writes it."""
         written = json.loads(config.to_json_string(use_diff=True))
         return {**written, "architectures": [head.__name__], "dtype": dtype}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import transformers
 from torch import Tensor
@@ -29,8 +28,10 @@ from speculator.checkpoints.eagle3 import (
     vllm,
     with_d2t,
 )
+from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layout import Layout, Server
 from speculator.errors import refuse
+from speculator.files import JsonObject
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
@@ -39,7 +40,7 @@ from speculator.heads.eagle3.model import Eagle3Speculator
 VERSION = "0.9.0"
 
 
-def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json. No field is left out, because readers have different defaults, or none."""
     layer = llama(config)
     if config.num_aux_layers != DEFAULT_AUX_LAYERS:
@@ -60,9 +61,9 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def method(config: SpeculatorConfig, algorithm: str) -> dict[str, Any]:
+def method(config: SpeculatorConfig, algorithm: str) -> JsonObject:
     """Return the field `speculators_config` of config.json: how to draft, and for which target."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
+    proposal: JsonObject = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",
@@ -74,7 +75,7 @@ def method(config: SpeculatorConfig, algorithm: str) -> dict[str, Any]:
     }
 
 
-def translate(read: dict[str, Any], file: Path) -> dict[str, Any]:
+def translate(read: ForeignConfig, file: Path) -> JsonObject:
     """Return the fields of a head's config, given the content of config.json and its path, for errors."""
     kind = read.get("speculators_model_type")
     refuse(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from speculator.checkpoints import layout
 from speculator.checkpoints.block_drafters import SHAPE, common_fields, parts_of, translate
 from speculator.checkpoints.eagle3 import ATTENTION
+from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layout import Layout, Server, base_config
 from speculator.errors import UserError, refuse
+from speculator.files import JsonObject
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 
@@ -32,7 +33,7 @@ _FIELDS = (
 )
 
 
-def fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
+def fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json; raise a UserError for a head that transformers' DFlash class can't run."""
     window = config.sliding_window
     refuse(
@@ -54,7 +55,7 @@ def fields(config: DSparkSpeculatorConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def from_transformers(read: dict[str, Any], file: Path) -> dict[str, Any]:
+def from_transformers(read: ForeignConfig, file: Path) -> JsonObject:
     """Return the fields of a head's config, given the content of config.json and its path, for errors.
 
     The content differs from that of the `dflash` layout in names only.

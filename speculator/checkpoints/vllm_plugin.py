@@ -7,12 +7,12 @@ the head's own names, tied ones are stored once.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import transformers
 
 from speculator.checkpoints import commands
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
+from speculator.files import JsonObject
 from speculator.heads import LSTMSpeculator, MLPSpeculator
 from speculator.heads.base import Speculator, SpeculatorConfig
 
@@ -29,7 +29,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 
 def _layout(head: type[Speculator], architecture: str) -> Layout:
-    def fields(config: SpeculatorConfig, dtype: str) -> dict[str, Any]:
+    def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
         """Build config.json; vLLM checks a Llama's sizes, and uses only `hidden_size` and `vocab_size`."""
         heads = math.gcd(config.emb_dim, 64)  # a power of 2, so that GPUs can share the heads
         llama = {
