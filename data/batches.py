@@ -9,16 +9,29 @@ from array import array
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from accelerate import PartialState
 from datasets import Dataset, Features, Sequence, Value
 from filelock import FileLock
 from torch import accelerator
 
+from data.documents import Columns
 from speculator.errors import UserError
-from speculator.files import acquire, make_folder, manifest_error, new_folder, read_json, write_manifest, write_text
+from speculator.files import (
+    JsonObject,
+    acquire,
+    make_folder,
+    manifest_error,
+    new_folder,
+    read_json,
+    write_manifest,
+    write_text,
+)
 from speculator.terminal import Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
@@ -29,12 +42,35 @@ _FEATURES = {
 _POLL_SECONDS = 0.2
 
 
+class Clocks(TypedDict, total=False):
+    """Tokens and seconds of a batch's rows with and without drafting; None if they were not timed."""
+
+    speculative: list[float] | None
+    plain: list[float] | None
+
+
+class BatchFacts(Clocks, total=False):
+    """What is known of a batch besides its rows.
+
+    Attributes:
+        steps: number of steps, and of the tokens that they gave.
+        seconds: time for the whole batch.
+        answers: number of answers.
+        servers: number of answers by server.
+    """
+
+    steps: list[int]
+    seconds: float
+    answers: int
+    servers: dict[str, int]
+
+
 def state() -> PartialState:
     """Return accelerate's state of this process: `process_index`, `num_processes`; 0 and 1 without a launcher."""
     return PartialState(cpu=not accelerator.is_available())
 
 
-def stored_record(folder: Path) -> dict[str, Any] | None:
+def stored_record(folder: Path) -> JsonObject | None:
     """Return the record of the finished or unfinished work in a folder, or None if there is none.
 
     Raises:
@@ -53,7 +89,7 @@ def stored_record(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def wait_for_record(folder: Path) -> dict[str, Any] | None:
+def wait_for_record(folder: Path) -> JsonObject | None:
     """Return `stored_record(folder)`; processes other than the first wait until the work has begun."""
     record = stored_record(folder)
     while record is None and not state().is_main_process:
@@ -88,11 +124,11 @@ class Batches:
     def __init__(
         self,
         folder: Path,
-        record: dict[str, Any],
+        record: JsonObject,
         rows: list[list[int]],
         progress: bool = True,
         title: str = "generating",
-        notes: dict[str, Any] | None = None,
+        notes: JsonObject | None = None,
     ):
         self.folder, self.record, self.rows, self._notes = folder, record, rows, notes or {}
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
@@ -134,13 +170,13 @@ class Batches:
         self._bar.update(total - sum(len(self.rows[batch]) for batch in left))
         return left
 
-    def write(self, batch: int, rows: list[list[dict[str, list[int]]]], **facts: Any) -> None:
+    def write(self, batch: int, rows: list[list[Columns]], **facts: Unpack[BatchFacts]) -> None:
         """Store a finished batch in one file.
 
         Args:
             batch: its number.
             rows: for each prompt of the batch, in their order, the rows that it gave, as columns by name.
-            facts: JSON values, which `finish` hands to its `summary`.
+            facts: `finish` hands them to its `summary`.
         """
         self.begin()
         write_text(self._file(batch), json.dumps({"rows": rows, **facts}, separators=(",", ":")))
@@ -168,7 +204,7 @@ class Batches:
         shutil.rmtree(self._work)
         self.folder.rmdir()
 
-    def finish(self, summary: Callable[[list[dict]], dict[str, Any]]) -> Dataset:
+    def finish(self, summary: Callable[[list[BatchFacts]], JsonObject]) -> Dataset:
         """Wait for all batches, then write the rows in the order of the prompts, and the manifest.
 
         Args:
@@ -176,7 +212,7 @@ class Batches:
         """
         return self.conclude(lambda: self._assemble(summary))
 
-    def conclude(self, assemble: Callable[[], tuple[Iterable[dict], dict[str, Any]]]) -> Dataset:
+    def conclude(self, assemble: Callable[[], tuple[Iterable[Columns], JsonObject]]) -> Dataset:
         """Write the rows and the manifest, unless they exist, and remove the unfinished work.
 
         Args:
@@ -194,12 +230,13 @@ class Batches:
             self._lock.release()
         return rows
 
-    def _assemble(self, summary: Callable[[list[dict]], dict[str, Any]]) -> tuple[Iterable[dict], dict[str, Any]]:
+    def _assemble(self, summary: Callable[[list[BatchFacts]], JsonObject]) -> tuple[Iterable[Columns], JsonObject]:
         made: dict[int, list[dict[str, array]]] = {}
-        facts, tokens = [], 0
+        facts: list[BatchFacts] = []
+        tokens = 0
         for batch, prompts in enumerate(self.rows):
             _wait_for(self._file(batch))
-            content = read_json(self._file(batch))
+            content: Any = read_json(self._file(batch))
             for prompt, rows in zip(prompts, content.pop("rows"), strict=True):
                 # Four bytes a token, while all rows are in memory: lists of integers would take several times that.
                 made[prompt] = [{name: array("i", column) for name, column in row.items()} for row in rows]
@@ -209,7 +246,7 @@ class Batches:
         rows_of_lists = ({name: column.tolist() for name, column in row.items()} for row in ordered)
         return rows_of_lists, {"tokens": tokens, **summary(facts)}
 
-    def _save(self, rows: Iterable[dict], facts: dict[str, Any]) -> None:
+    def _save(self, rows: Iterable[Columns], facts: JsonObject) -> None:
         rows = iter(rows)
         first = next(rows)  # it tells the columns; some may be missing
         features = Features({name: _FEATURES[name] for name in first})

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import openai
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches
+from data.batches import Batches, BatchFacts
 from data.conversations import Answering, Conversation
 from data.onpolicy import record_of
 from data.tally import log
@@ -25,6 +24,7 @@ from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
 from speculator.clients.hidden_states import discard
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
+from speculator.files import JsonObject
 
 CONCURRENCY = 32
 """Concurrent requests to each server."""
@@ -71,7 +71,7 @@ def fetch_rows(
         (not prompts, "there are no prompts to continue"),
         (not bases, "no --server is given"),
     )
-    record = {"target": target, "drafter": "server", **record_of(writing, prompts)}
+    record: JsonObject = {"target": target, "drafter": "server", **record_of(writing, prompts)}
     if writing.ends:
         record["ends"] = asdict(writing.ends)
     # Of 70 prompts, 32 at a time: 0..31, 32..63 and 64..69.
@@ -84,14 +84,18 @@ def fetch_rows(
         return work.finish(_summary)
 
 
-def _summary(batches: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(batches: list[BatchFacts]) -> JsonObject:
     """Count the answers of each server for the manifest."""
     by_server: Counter[str] = Counter()
     for facts in batches:
         by_server.update(facts["servers"])
-    answers, speed = {"servers": dict(by_server), "answers": by_server.total()}, {"speculative": None, "plain": None}
-    seconds = sum(facts["seconds"] for facts in batches)
-    return {**answers, "acceptance_length": None, "tokens_per_second": speed, "seconds": seconds}
+    return {
+        "servers": dict(by_server),
+        "answers": by_server.total(),
+        "acceptance_length": None,
+        "tokens_per_second": {"speculative": None, "plain": None},
+        "seconds": sum(facts["seconds"] for facts in batches),
+    }
 
 
 async def _fetch(
@@ -224,7 +228,7 @@ class _TextServer(Connection):
         """
         max_tokens = max_tokens or self.writing.max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
-        samplers: dict[str, Any] = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
+        samplers: JsonObject = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
         if ends := self.writing.ends:
             samplers |= {"stop_token_ids": ends.eos_token_ids, "stop": ends.stop_strings}
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 
@@ -22,7 +21,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
-from speculator.files import read_json
+from speculator.files import JsonObject, read_json
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
@@ -105,7 +104,7 @@ def self_rows(
     )
     users = UserTurns(target, asking.turns, asking.max_prompt_tokens, writing.max_new_tokens)
     seen = users.add_seen(previous) if previous else None
-    record = {
+    record: JsonObject = {
         "target": target.name,
         "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
@@ -125,7 +124,8 @@ def self_rows(
     work = Batches(Path(folder), record, [], progress=False)
     if work.finished:
         return work.conclude(lambda: ([], {}))
-    passes: list[dict[str, Any]] = []
+    passes: list[JsonObject] = []
+    seconds: list[float] = []
 
     def generate(what: str, prompts: list[list[int]], how: Writing):
         """Run a pass over all chats; return each one's new tokens, and marks on those that replaced rejected ones.
@@ -136,24 +136,33 @@ def self_rows(
         """
         output = work.begin() / f"{len(passes) + 1}-{what}"
         how = replace(how, seed=how.seed + len(passes) * _SEED_STRIDE)
-        options: dict[str, Any] = {"progress": progress}
         if isinstance(target, ServerTarget):
-            from data.client import fetch_rows  # imports openai, for a second
+            from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
 
             chats = [Conversation(each) for each in prompts]
-            options |= {"concurrency": concurrency} if concurrency else {}
             try:
-                generated = fetch_rows(target.urls, target.name, target.tokenizer, chats, output, how, **options)
+                generated = fetch_rows(
+                    target.urls,
+                    target.name,
+                    target.tokenizer,
+                    chats,
+                    output,
+                    how,
+                    concurrency=concurrency or CONCURRENCY,
+                    progress=progress,
+                )
             except UserError:
                 if not passes and not output.exists():  # no server answered
                     work.undo_begin()
                 raise
         else:
             assert isinstance(target, Target)
-            options |= {"batch_size": batch_size, "title": what}
-            generated = generate_rows(target, drafter, prompts, output, how, **options)
+            generated = generate_rows(
+                target, drafter, prompts, output, how, batch_size=batch_size, progress=progress, title=what
+            )
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
+        seconds.append(manifest["seconds"])
         # Each generated row repeats its prompt, which is cut off.
         pairs = list(zip(generated, map(len, prompts), strict=True))
         rejected = [row["rejected"][length:] if how.mark_rejected else [] for row, length in pairs]
@@ -180,11 +189,11 @@ def self_rows(
     written = [chat for chat in chats if chat.ids]
     if not written:
         raise UserError(f"{target.name} wrote {asking.rows} prompts and none can be used: {_listed(dropped)}")
-    facts = {
+    facts: JsonObject = {
         "rows": len(written),
         "tokens": sum(sum(chat.mask) for chat in written),
         "dropped": dict(dropped.most_common()),
-        "seconds": sum(each["seconds"] for each in passes),
+        "seconds": sum(seconds),
         "passes": passes,
     }
     if previous:

@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
 
-from data.batches import Batches, wait_for_record
+from data.batches import Batches, BatchFacts, Clocks, wait_for_record
 from data.conversations import Answering, Conversation
 from data.writing import Writing
 from speculator.decoding.engine import Engine
@@ -22,6 +22,7 @@ from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostTable, entries_from_json
+from speculator.files import JsonObject
 from speculator.heads import Speculator
 from speculator.target.encoder.encoder import source_of
 from speculator.target.model import Target
@@ -91,13 +92,14 @@ def generate_rows(
     longest = min(max(len(chat.ids) for chat in chats) + writing.max_new_tokens, target.context_length)
     most = min(max_prompt_tokens or target.context_length, target.context_length - writing.max_new_tokens)
     stopping = asdict(writing.ends) if writing.ends else {}
-    notes = None
+    notes: JsonObject = {}
     if isinstance(drafter, AdaptiveDrafter):
         # A resumed run drafts by the costs that the first one measured, so its rows are those of an uninterrupted one.
         stored = wait_for_record(Path(folder)) or {}
         cost: Any = drafter.cost  # a `CostTable`
-        notes = {"costs": stored.get("costs") or list(map(asdict, cost.entries))}
-        table = CostTable(entries_from_json(notes["costs"]), learns=False)
+        costs: Any = stored.get("costs") or list(map(asdict, cost.entries))
+        notes["costs"] = costs
+        table = CostTable(entries_from_json(costs), learns=False)
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table, packed=drafter.packed)
         if writing.mark_rejected:
             shape = drafter.fastest(all(each.greedy for each in writing.samplings), slots)
@@ -106,7 +108,7 @@ def generate_rows(
     # Evenly spread: the pieces go from long prompts to short ones.
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
     timed = {len(pieces) * i // samples for i in range(samples)} if drafter else set()
-    record = {
+    record: JsonObject = {
         "target": target.name,
         "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
@@ -131,7 +133,7 @@ def generate_rows(
         if notes and not work.finished:
             work.begin()  # other processes wait for the costs
         for piece in work.todo():
-            clocks: dict[str, list[float] | None] = {"speculative": None, "plain": None}
+            clocks: Clocks = {"speculative": None, "plain": None}
             if piece in timed:
                 sample, count = pieces[piece][:slots], min(writing.max_new_tokens, _TIMED_TOKENS)
                 for engine in (drafting, plain):  # the first pass through a shape allocates
@@ -217,12 +219,12 @@ def _weights_digest(head: Speculator) -> str:
     return digest.hexdigest()[:16]
 
 
-def settings_of(sampling: Sampling) -> dict[str, Any]:
+def settings_of(sampling: Sampling) -> JsonObject:
     """Return the fields of a sampling without its seed."""
     return {name: value for name, value in asdict(sampling).items() if name != "seed"}
 
 
-def record_of(writing: Writing, chats: Sequence[Conversation]) -> dict[str, Any]:
+def record_of(writing: Writing, chats: Sequence[Conversation]) -> JsonObject:
     """Return the settings that determine the rows, whichever drafter or server makes them."""
     settings = [settings_of(each) for each in writing.samplings]
     prompts = [[[*source_of(chat.ids), *chat.ids], list(chat.later)] for chat in chats]
@@ -235,8 +237,8 @@ def record_of(writing: Writing, chats: Sequence[Conversation]) -> dict[str, Any]
     }
 
 
-def _summary(batches: list[dict]) -> dict[str, Any]:
-    def rate(name: str) -> float | None:
+def _summary(batches: list[BatchFacts]) -> JsonObject:
+    def rate(name: Literal["speculative", "plain"]) -> float | None:
         clocks = [batch[name] for batch in batches if batch[name]]
         tokens, seconds = (sum(column) for column in zip(*clocks, strict=True)) if clocks else (0, 0)
         return tokens / seconds if seconds else None

@@ -9,6 +9,7 @@ from typing import Any
 from data.documents import ChatFacts
 from data.mixture import SourceError
 from data.rows import NothingToLearnError, RowError
+from speculator.files import JsonObject
 from speculator.terminal import log
 
 COPY, EMPTY, TOO_LONG = "exact copies of other rows", "without text", "too long"
@@ -60,7 +61,7 @@ class Tally:
         counts = {name: Counter(record[name]) for name in ("skipped", "kinds", "left_out")}
         return cls(**{**record, **counts, "max_share": max_share})
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Return the counts as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "max_share"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
