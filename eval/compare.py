@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Final, Literal
 
 from speculator.errors import UserError, show
 from speculator.files import parse_json, read_text
-from speculator.report import Interval
+from speculator.report import Interval, Report, ReportRow
 from speculator.tables import length_with_interval, markdown_table, shown
 
-_KEY = ("name", "temperature", "batch_size", "drafter")
-_NAMES = ("target", "speculator", "hardware")
+_KEY: tuple[Literal["name", "temperature", "batch_size", "drafter"], ...]
+_KEY = "name", "temperature", "batch_size", "drafter"
+_NAMES: tuple[Literal["target", "speculator", "hardware"], ...] = ("target", "speculator", "hardware")
 _CONDITIONS = ("prompts", "turns", "max_new_tokens", "chat")
 _CONTENT = "digest"
 """A condition too, unless the target is another, which has other tokens for the same questions."""
-_LENGTH = "num_speculative_tokens"
+_LENGTH: Final = "num_speculative_tokens"
 _BOUNDED = ("adaptive", "ngram")
 """Decoders for which that is a bound, and not the length of each draft."""
 
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.a} or {arguments.b} is not a complete report.json: {error}") from None
 
 
-def table(a: dict, b: dict) -> str:
+def table(a: Report, b: Report) -> str:
     """Return as text what differs between two reports, and a table of the figures that both have with an interval.
 
     Raises a UserError if no row of one has a counterpart in the other.
@@ -76,17 +77,17 @@ def table(a: dict, b: dict) -> str:
     return "\n".join(lines)
 
 
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+def _changes(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
     """Return a line for each key whose values differ."""
     return [f"{name}: {a.get(name)} | {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name)]
 
 
-def _conditions(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _conditions(row: ReportRow, names: Sequence[str]) -> dict[str, object]:
     """Return what must be equal before a difference of two rows can come from the heads."""
     return {f"{name} of {row['name']}": row.get(name) for name in names}
 
 
-def pairs(a: list[dict], b: list[dict]) -> Iterator[tuple[dict, dict]]:
+def pairs(a: list[ReportRow], b: list[ReportRow]) -> Iterator[tuple[ReportRow, ReportRow]]:
     """Yield (row of `a`, row of `b`) with the same suite, temperature, batch size and drafter.
 
     Plain decoding is left out. If a report has several draft lengths of a drafter, its rows pair with those of the same
@@ -101,15 +102,15 @@ def pairs(a: list[dict], b: list[dict]) -> Iterator[tuple[dict, dict]]:
         yield from ((row, by_length[row[_LENGTH]]) for row in ours[key] if row[_LENGTH] in by_length)
 
 
-def _grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
-    found: dict[tuple, list[dict]] = {}
+def _grouped(rows: list[ReportRow]) -> dict[tuple, list[ReportRow]]:
+    found: dict[tuple, list[ReportRow]] = {}
     for row in rows:
         if row["drafter"] != "none":
             found.setdefault(tuple(row[name] for name in _KEY), []).append(row)
     return found
 
 
-def _decoder(row: dict, other: dict) -> str:
+def _decoder(row: ReportRow, other: ReportRow) -> str:
     """Name of both rows' decoder, with the draft lengths where they are fixed."""
     if row["drafter"] in _BOUNDED:
         return row["drafter"]
@@ -134,18 +135,18 @@ def difference(a: Interval, b: Interval) -> Interval:
     }
 
 
-def _figures(row: Any) -> dict[str, Interval]:
+def _figures(row: ReportRow) -> dict[str, Interval]:
     """Return a row's figures with an interval, {"value", "low", "high"} each, by their names in the table."""
     speedups = {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
     return {"acceptance length": length_with_interval(row), **speedups}
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path) -> Report:
     """Read a report.json, given itself, its folder, or the folder of a run."""
     if path.is_dir():
         places = [path / "report.json", path / "eval" / "report.json"]
         path = next((place for place in places if place.is_file()), places[0])
     report = parse_json(read_text(path), str(path))
-    if not isinstance(report, dict) or report.get("schema") != 2:
+    if (report.get("schema") if isinstance(report, dict) else None) != 2:
         raise UserError(f'{path} is not a report.json of `speculator eval` with "schema": 2')
     return report

@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 import torch
-from transformers import CompileConfig
+from transformers import CompileConfig, PreTrainedModel
 
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
@@ -17,6 +16,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridDrafter, NgramDrafter
 from speculator.drafters.measure import StepSeconds, measure
 from speculator.errors import UserError, refuse
+from speculator.files import JsonObject
 from speculator.heads import Speculator
 from speculator.target.gguf.file import load_model
 from speculator.target.loading import auto_class
@@ -88,7 +88,7 @@ def decoders(
     }
     not_run: dict[str, str] = {}
     if "hf_assisted" in baselines and draft_model is not None:
-        options["hf_assisted"] = _assistant(draft_model, length)
+        options["hf_assisted"] = {"assistant_model": _assistant(draft_model, length), **assisted_settings(length)}
     elif "hf_assisted" in baselines:
         not_run["hf_assisted"] = "it needs a draft model"
     for key, kwargs in options.items():
@@ -127,19 +127,22 @@ def _compile_config() -> CompileConfig:
     return config
 
 
-def assisted_settings(length: int) -> dict[str, Any]:
+def assisted_settings(length: int) -> JsonObject:
     """Return the settings of assisted generation that are not transformers' own: `length` tokens in every draft."""
-    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    return {"num_assistant_tokens": length, **fixed}
+    return {
+        "num_assistant_tokens": length,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
 
 
-def _assistant(draft_model: Target, length: int) -> dict[str, Any]:
-    """Return arguments of `generate` for assisted generation. The assistant is loaded again, with its own attention."""
+def _assistant(draft_model: Target, length: int) -> PreTrainedModel:
+    """Load a draft model again, with its own attention, for assisted generation."""
     kind = auto_class(draft_model.model.config)
     assistant = load_model(kind, draft_model.name, dtype=draft_model.dtype, trust_remote_code=False)
     assistant = assistant.to(draft_model.device)
     assistant.generation_config.update(**assisted_settings(length))
-    return {"assistant_model": assistant, **assisted_settings(length)}
+    return assistant
 
 
 @dataclass

@@ -34,7 +34,7 @@ def transformers_greedy(
     # With an encoder the prompt is its source, and transformers continues the decoder's first tokens.
     source = {"input_ids": given["input_ids"]} if target.encoder else {}
     name = "decoder_input_ids" if target.encoder else "input_ids"
-    start = given[name]
+    start = given["decoder_input_ids"] if target.encoder else given["input_ids"]
     eos = sorted(target.eos_token_ids) or None  # `as_loaded` drops the generation config
     with as_loaded(target):
         output = target.model.generate(

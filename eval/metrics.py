@@ -21,6 +21,7 @@ from speculator.report import Bucket, Figures, Interval, ReportRow
 from speculator.tables import BASELINES
 from speculator.target.model import Target
 
+Figure = TypeVar("Figure")
 Sample = TypeVar("Sample")
 _RESAMPLES = 2000
 
@@ -276,9 +277,9 @@ def _speeds(measured: Measured, decoder: Decoder) -> Figures:
     return speeds
 
 
-def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], Any]) -> dict[str, Any]:
+def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], Figure]) -> dict[str, Figure]:
     """Collect one figure by decoder: the row's drafter as "speculative" (None if it has none), and the baselines."""
-    own = figure(measured.timed[decoder.key]) if decoder.drafter else None
+    own: Any = figure(measured.timed[decoder.key]) if decoder.drafter else None
     return {"speculative": own, **{name: figure(timed) for name, timed in _baselines(measured).items()}}
 
 

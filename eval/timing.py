@@ -9,9 +9,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
@@ -24,6 +25,9 @@ from speculator.drafters import Drafter
 from speculator.kernels.cuda_graphs import Captured, capturable
 from speculator.target.attention.attention import using_attention
 from speculator.target.model import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Required
 
 _TRIES = 4  # runs of a batch until no CUDA graph had to be captured
 Engines = dict[tuple[int, Drafter | None, str | None], Engine]
@@ -159,12 +163,22 @@ def as_loaded(target: Target) -> Iterator[None]:
         target.model.generation_config = settings
 
 
-def inputs(target: Target, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+class GenerateInputs(TypedDict, total=False):
+    """Arguments of transformers' generate; with an encoder `input_ids` are its sources."""
+
+    input_ids: Required[Tensor]
+    attention_mask: Required[Tensor]
+    decoder_input_ids: Tensor
+    decoder_start_token_id: int
+    past_key_values: EncoderDecoderCache
+
+
+def inputs(target: Target, prompts: Sequence[Sequence[int]]) -> GenerateInputs:
     """Return prompts, padded with token 0, as transformers' generate takes them; with an encoder they are sources."""
     rows = [torch.tensor(prompt, device=target.device) for prompt in prompts]
     # On the left, as transformers wants it: all rows then sample at the last column. Encoders sample nothing.
     pad = partial(pad_sequence, batch_first=True, padding_side="right" if target.encoder else "left")
-    given = {"input_ids": pad(rows), "attention_mask": pad([torch.ones_like(row) for row in rows])}
+    given: GenerateInputs = {"input_ids": pad(rows), "attention_mask": pad([torch.ones_like(row) for row in rows])}
     if not target.encoder:
         return given
     start = target.encoder.prefix
@@ -195,7 +209,7 @@ def time_transformers(
     width = given.get("decoder_input_ids", given["input_ids"]).shape[1]
     if "cache_implementation" in kwargs:
         given.pop("past_key_values", None)
-    how: dict[str, Any] = {"do_sample": False}
+    how: dict[str, bool | float | list[int]] = {"do_sample": False}
     if not sampling.greedy:
         how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
     if stop_at:

@@ -70,13 +70,12 @@ def settings(run: Run) -> None:
     losses = ("cross_entropy", "kl", "total_variation", "lk")
     if not any(getattr(config.loss, name) for name in losses):
         raise UserError(f"loss: at least one of {', '.join(losses)} must be above 0")
-    temperatures: dict[str, Any] = {
-        "eval": config.eval,
-        "data.self_source": config.data.self_source,
-        "stage2.generate": generate,
-    }
-    for section, values in temperatures.items():
-        if not values.temperatures or len(set(values.temperatures)) < len(values.temperatures):
+    for section, temperatures in (
+        ("eval", config.eval.temperatures),
+        ("data.self_source", config.data.self_source.temperatures),
+        ("stage2.generate", generate.temperatures),
+    ):
+        if not temperatures or len(set(temperatures)) < len(temperatures):
             raise UserError(f"{section}.temperatures must be distinct, and at least one")
     samplings("eval", config.eval.temperatures)
     if not 0 <= config.seed < 2**32:

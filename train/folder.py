@@ -22,6 +22,7 @@ from filelock import FileLock
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_text, write_text
 from speculator.heads import ARCHITECTURES
+from speculator.report import RunRecord
 from speculator.terminal import log
 from train.config import ROOT, RunConfig
 
@@ -98,7 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _read(record: Path) -> dict[str, Any]:
+def _read(record: Path) -> RunRecord:
     """Return the content of config.yaml; raise a UserError if it is damaged or no run's."""
     try:
         read = yaml.safe_load(read_text(record))
@@ -126,7 +127,7 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
     record = folder / _RECORD
     if config.overwrite_output_dir:
         _empty(folder)
-    now = {"settings": _settings(config), "processes": processes}
+    now: RunRecord = {"settings": _settings(config), "processes": processes}
     if record.exists():
         begun = _read(record)
         before = begun.get("fingerprints") or {}
@@ -142,7 +143,7 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
             write_text(record, yaml.safe_dump(begun | now, sort_keys=False))
         return
     make_folder(folder)
-    facts = {
+    facts: RunRecord = {
         **now,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "python": sys.version.split()[0],
@@ -153,7 +154,7 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
     write_text(record, yaml.safe_dump(facts, sort_keys=False))
 
 
-def _rows_per_step(record: dict[str, Any]) -> dict[str, int]:
+def _rows_per_step(record: RunRecord) -> dict[str, int]:
     """Return the rows per optimiser step, over all processes, by stage; stages that the run skips are left out."""
     stages = {name: own for name in ("stage1", "stage2") if (own := record["settings"][name])["max_steps"]}
     rows = {name: own["per_device_train_batch_size"] * own[_ACCUMULATION] for name, own in stages.items()}

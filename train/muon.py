@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Muon as TorchMuon
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from speculator.heads.base import Speculator
 
@@ -32,7 +33,7 @@ class MuonAndAdamW(Optimizer):
     """
 
     def __init__(self, whole: Optimizer, head: Speculator):
-        inside: list[dict[str, Any]] = []
+        inside: list[dict[str, list[nn.Parameter] | float]] = []
         chosen = set(map(id, muon_weights(head)))
         weights = [weight for group in whole.param_groups for weight in group["params"]]
         for group in whole.param_groups:
@@ -54,10 +55,10 @@ class MuonAndAdamW(Optimizer):
         for part in self.parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"parts": [part.state_dict() for part in self.parts]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self._share_groups()

@@ -8,10 +8,10 @@ resumes from it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
+from torch.optim.optimizer import StateDict
 
 from speculator.device import synchronize
 
@@ -37,7 +37,7 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in whole.param_groups]
         super().__init__(groups, optimizer_class=AdamW, **settings)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of all processes after `consolidate_state_dict`; before it only the settings.
 
         accelerate asks for those when it wraps the optimiser.
@@ -48,7 +48,7 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         super().consolidate_state_dict(to)
         synchronize()  # it does not wait for its copies to the CPU
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         super().load_state_dict(state_dict)
         self.state.clear()  # those of this process again: its optimiser has them in `self.optim.state`
         # torch has put every `step` on the CPU, where the fused kernel of a GPU refuses it (pytorch#124133).
@@ -59,4 +59,4 @@ class ShardedAdam(ZeroRedundancyOptimizer):
 
     def forget(self) -> None:
         """Drop the moments of other processes, which `consolidate_state_dict` has gathered for a checkpoint."""
-        self._all_state_dicts: list[dict[str, Any]] = []
+        self._all_state_dicts: list[StateDict] = []

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import datasets
 from accelerate import PartialState
@@ -22,7 +22,7 @@ from eval import tracking
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
-from speculator.files import manifest_error, new_folder, read_text, write_manifest, write_text
+from speculator.files import JsonObject, manifest_error, new_folder, read_text, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.kernels.linear import bfloat16_pays
 from speculator.target.base import TrainingTarget
@@ -227,7 +227,7 @@ def publish(head: Speculator, folder: Path) -> None:
         write_manifest(scratch)
 
 
-def start_tracking(run: Run, name: str, settings: dict[str, Any] | None = None) -> None:
+def start_tracking(run: Run, name: str, settings: JsonObject | None = None) -> None:
     """Start a wandb run for a stage, in one group with the others; offline without a key.
 
     Its id is kept, so that a resumed stage continues it. It stays open until the next stage begins, so the last stage's
