@@ -38,6 +38,7 @@ LONG = (
     "mlp",
     "smollm2-135m-dspark",
     "smollm2-135m-mlp",
+    "qwen2.5-coder-0.5b-eagle3",
 )  # the other recipes have every phase and architecture
 RECIPES = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.soak] * (path.stem in LONG))
