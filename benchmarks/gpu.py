@@ -302,6 +302,16 @@ def plain_step(session: Session) -> None:
         kernels(session, "plain_step", lambda: engine.decode_rows(batch))
 
 
+def variants(session: Session) -> None:
+    """Steps with fewer launches in the target's layers: compiled MLPs and rotation, then one product for q, k and v."""
+    from benchmarks.variants import compiled, merged
+
+    with ExitStack() as changes:
+        for name, change in {"compiled": compiled, "compiled, merged": merged}.items():
+            changes.enter_context(change(session.target.model))
+            measure_steps_of(session, "variants", _ROWS[:3:2], _CONTEXT, variant=name)
+
+
 def kernels(session: Session, part: str, work: Callable[[], Any], shown: int = 10) -> None:
     """Write down the kernels of some work: their number and time, and those that take most."""
     from torch.autograd import DeviceType
@@ -361,7 +371,8 @@ def real(session: Session) -> None:
 
 def tests(session: Session) -> None:
     """The tests that need a GPU."""
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_TESTS]
+    flags = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    words = [sys.executable, "-m", "pytest", *flags, *_TESTS]
     with session.child("tests", words) as process:
         code = process.wait()
     lines = (session.output / "tests.log").read_text().splitlines()
@@ -425,17 +436,22 @@ def largest_difference(*folders: Path) -> float:
 def serve(session: Session) -> None:
     """The server under 8 and 128 clients."""
     session.drop("target", "head")
-    folder, words = session.output / "serving", ["--target", session.model, "--dtype", "bfloat16"]
-    server = [sys.executable, "-m", "speculator", "serve", *words, "--speculator", _HEAD, "--max_num_seqs", "128"]
-    load = ["--seconds", "20", "--clients", "8", "128", "--server", f"ours={shlex.join(server)} --port {{port}}"]
-    command = [sys.executable, "-m", "benchmarks.serving", *words, "--output", str(folder), *load]
-    with session.child("serve", command) as process:
+    folder = session.output / "serving"
+    with session.child("serve", _load(session.model, folder)) as process:
         code = process.wait()
     if code:
         session.say("serve", exit_code=code)
         raise RuntimeError(f"exit code {code}, see serve.log")
     for row in json.loads((folder / "serving.json").read_text())["servers"]["ours"]:
         session.say("serve", **{name: value for name, value in row.items() if name != "failures"})
+
+
+def _load(model: str, folder: Path) -> list[str]:
+    """Return the command that starts a server and loads it."""
+    words = ["--target", model, "--dtype", "bfloat16"]
+    server = [sys.executable, "-m", "speculator", "serve", *words, "--speculator", _HEAD, "--max_num_seqs", "128"]
+    load = ["--seconds", "20", "--clients", "8", "128", "--server", f"ours={shlex.join(server)} --port {{port}}"]
+    return [sys.executable, "-m", "benchmarks.serving", *words, "--output", str(folder), *load]
 
 
 # ---- all of them
@@ -455,6 +471,7 @@ PARTS = {
     "eagle3": Part(recipe("eagle3"), 75),
     "plain_step": Part(plain_step, 30),
     "prefill": Part(prefill, 45),
+    "variants": Part(variants, 75),
     "real": Part(real, 90),
     "tests": Part(tests, 150),
     "long": Part(long, 60),

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -15,8 +17,11 @@ import torch
 from chat_targets import PLAIN, tiny_llama, tokenizer_of
 from conftest import tiny_head
 from make_believe_gpu import gpu as make_believe
+from torch.nn import functional
 
-from benchmarks import gpu, recipe, shapes
+from benchmarks import gpu, recipe, serving, shapes, variants
+from speculator.__main__ import main as speculator
+from speculator.cli import serve
 from speculator.kernels import cuda_graphs
 from train.command_line import parse
 
@@ -27,7 +32,7 @@ data: {{seq_length: 64}}
 stage1: {{per_device_train_batch_size: 2, bf16: true}}
 """
 OPTIONS = {"mlp": "{}", "eagle3": "{aux_layers: [0, 1]}", "dspark": "{aux_layers: [0, 1], anchors: 8}"}
-IN_THIS_PROCESS = ("steps", "mlp", "eagle3", "real", "plain_step", "prefill", "dspark")
+IN_THIS_PROCESS = ("steps", "mlp", "eagle3", "real", "plain_step", "prefill", "variants", "dspark")
 
 
 def lines(folder: Path) -> list[dict]:
@@ -57,16 +62,43 @@ def test_all_parts_of_this_process_give_their_figures(make_believe, small, monke
     monkeypatch.setattr(shapes, "matrix_rate", lambda: 7e14)
     monkeypatch.setattr(gpu, "kernels", lambda session, part, work: work())  # there are none
     monkeypatch.setattr(cuda_graphs, "enabled", False)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     only = [word for name in IN_THIS_PROCESS for word in ("--only", name)]
     output = tmp_path / "out"
     assert gpu.main(["--output", str(output), "--target", str(tmp_path / "target"), *only]) == 0
     found = lines(output)
     states = {line["part"]: line["state"] for line in found if "state" in line}
     assert states == dict.fromkeys(("machine", *IN_THIS_PROCESS), "finished"), (output / "errors.txt").read_text()
-    assert [line["rows"] for line in found if "plain_ms" in line] == [1]
+    assert [(line["rows"], line.get("variant")) for line in found if "plain_ms" in line] == [
+        (1, None),
+        (1, "compiled"),
+        (1, "compiled, merged"),
+    ]
     assert all(line["mfu"] > 0 and line["planned_gb"] >= 0 for line in found if "mfu" in line)
     assert {line["identical_texts"] for line in found if "identical_texts" in line} == {"4 of 4"}
     assert capsys.readouterr().out.splitlines() == (output / "results.jsonl").read_text().splitlines()
+
+
+def test_variants_of_a_targets_layers_give_its_logits_with_fewer_products(monkeypatch):
+    model, linear, called = tiny_llama(), functional.linear, []
+
+    def noting(function, **_):
+        return lambda *given, **named: called.append(function.__name__) or function(*given, **named)
+
+    def logits() -> torch.Tensor:
+        called.clear()
+        with torch.no_grad():
+            return model(torch.tensor([[1, 2, 3, 4]])).logits
+
+    monkeypatch.setattr(torch, "compile", noting)
+    monkeypatch.setattr(functional, "linear", noting(linear))
+    expected, before, layers = logits(), Counter(called), model.config.num_hidden_layers
+    with variants.compiled(model), variants.merged(model):
+        torch.testing.assert_close(logits(), expected)
+    changes = {"linear": -2 * layers, "forward": layers, "apply_rotary_pos_emb": layers}
+    assert {name: Counter(called)[name] - before[name] for name in changes} == changes
+    logits()
+    assert Counter(called) == before, "all is as it was"
 
 
 def test_a_part_that_fails_or_hangs_does_not_end_the_others_and_finished_ones_are_kept(small, tmp_path, monkeypatch):
@@ -137,6 +169,38 @@ def test_make_gpu_installs_nothing_and_its_commands_are_valid(tmp_path):
         assert parse(["--config", path]).stage1.bf16
     marked = {str(file) for file in Path("tests").rglob("test_*.py") if "mark.gpu" in file.read_text()}
     assert marked - {str(Path(__file__).relative_to(Path.cwd()))} == set(gpu._TESTS)
+
+
+def test_the_command_of_the_server_part_and_its_server_are_valid(tmp_path, monkeypatch):
+    loads, servers = [], []
+    monkeypatch.setattr(serving, "run", loads.append)
+    monkeypatch.setattr(serve, "run", servers.append)
+    assert serving.main(gpu._load("M", tmp_path)[3:]) == 0
+    assert loads[0].clients == [8, 128]
+    (server,) = loads[0].server
+    assert speculator(shlex.split(server.partition("=")[2].format(port=8000))[3:]) == 0
+    assert (servers[0].port, servers[0].max_num_seqs) == (8000, 128)
+
+
+FOR_TESTS = ["jsonargparse", "docstring_parser", "typeshed_client"]
+LACKING = ["datasets", "dill", "multiprocess", "openai", "fastapi", "starlette", "uvicorn", "prometheus_client", "gguf"]
+
+
+def test_steps_and_the_gpu_tests_need_no_other_packages_than_documented():
+    """docs/lab/h100.md lists the packages, by part."""
+    documented = Path("docs/lab/h100.md").read_text()
+    assert all(f"`{name}`" in documented for name in [*LACKING, *FOR_TESTS])
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({LACKING + FOR_TESTS})
+import benchmarks.gpu, benchmarks.step, benchmarks.variants
+import pytest
+for name in {FOR_TESTS}:
+    del sys.modules[name]
+sys.exit(pytest.main(["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist", *{gpu._TESTS}]))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_weights_of_two_runs_are_compared(tmp_path):
