@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from eval.as_server import default_lengths
 from eval.metrics import paired_bootstrap
-from eval.suites import Suite, check_flags, check_lengths, suite_of
+from eval.suites import Suite, check_flags, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints import head_folder
@@ -41,8 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     heads = [load_head(folder, target) for folder in folders]
     suite = suite_of(arguments, arguments.suite, target)
     guard = suite_of(arguments, arguments.guard, target) if arguments.guard else None
-    for each in filter(None, (suite, guard)):
-        check_lengths(target, max(map(len, each.prompts)), arguments.max_new_tokens)
     drafters: list[HeadDrafter]
     if arguments.server == "ours":
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]

@@ -14,7 +14,7 @@ from datetime import timedelta
 from eval.checks import Check
 from eval.greedy_check import greedy_checks
 from eval.sampled_check import batch_size, coupled_checks, sampled_checks
-from eval.suites import Suite, check_flags, check_lengths, suite_of
+from eval.suites import Suite, check_flags, suite_of
 from eval.timing import step_seconds
 from speculator import Drafter, Target
 from speculator.checkpoints import head_folder
@@ -48,11 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     model_flags.check(arguments, required=True)
     check_output_file("--output", arguments.output)
     target = model_flags.load_target(arguments)
-    check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
+    suite = suite_of(arguments, arguments.suite, target)
     drafter = model_flags.drafter(arguments, target)
     assert drafter is not None  # `check` requires one
     adaptive = _adaptive(arguments, target, drafter)
-    suite = suite_of(arguments, arguments.suite, target)
     suite = _fit(arguments, target, drafter, suite, fixed, 2 if adaptive else 1)
     temperatures, rule = arguments.temperature, arguments.rule
     warm = [temperature for temperature in temperatures if temperature > 0]

@@ -29,7 +29,7 @@ from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
 from eval.report import markdown, warnings
-from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_rows, suite_of
 from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
 from speculator import HeadDrafter, Sampling, Target, load_head
@@ -161,7 +161,6 @@ def evaluate(
     """
     temperatures, max_new_tokens, batch_sizes = measuring.temperatures, measuring.max_new_tokens, measuring.batch_sizes
     server, rule, draft_model = compared.server, compared.rule, compared.draft_model
-    check_lengths(target, max(len(prompt) for suite in suites for prompt in suite.prompts), max_new_tokens)
     chains = list(compared.lengths) or [head.n_predict]
     assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
     most = head.config.max_speculative_tokens

@@ -80,6 +80,12 @@ def load_suite(
     """
     if not source:
         raise UserError("--suite is empty; give a .jsonl or .txt file, a hub dataset or python-sources")
+    # `limits` leave room for the answers of a decoder. With an encoder they are limits of what the encoder reads.
+    if target.encoder and (start := len(target.encoder.prefix)) + max_new_tokens > target.context_length:
+        raise UserError(
+            f"prompts of {start} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a context of "
+            f"{target.context_length}"
+        )
     tokenizer, limits = target.tokenizer, PromptLimits.of(target, max_new_tokens)
     if source == PYTHON_SOURCES or _is_document(source):
         return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
@@ -247,15 +253,3 @@ def check_flags(arguments: argparse.Namespace) -> None:
 def check_rows(rows: int, count: int) -> None:
     """Raise a UserError if a batch has more rows than there are prompts."""
     refuse((rows > count, f"--batch_size {rows} is more than the {count} prompts of --max_prompts"))
-
-
-def check_lengths(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raise a UserError for sequences that have no decoding to time, or that exceed the target's context."""
-    prompt_tokens = len(target.encoder.prefix) if target.encoder else prompt_tokens
-    if max_new_tokens < 2:
-        raise UserError("max_new_tokens must be >= 2, because the first new token comes from the prefill")
-    if prompt_tokens + max_new_tokens > target.context_length:
-        raise UserError(
-            f"prompts of {prompt_tokens} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a "
-            f"context of {target.context_length}"
-        )

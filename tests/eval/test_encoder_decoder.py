@@ -1,6 +1,7 @@
 """Evaluation of encoder-decoder targets on suites of prompts and completions."""
 
 import json
+import re
 
 import pytest
 from conftest import measured, tiny_head
@@ -23,15 +24,22 @@ def target(request, tmp_path_factory) -> Target:
 
 @pytest.fixture
 def suite_of(tmp_path):
-    def suite_of(target: Target, *rows: dict):
+    def suite_of(target: Target, *rows: dict, **sizes: int):
         file = tmp_path / "suite.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_suite(str(file), target, **_SIZES)
+        return load_suite(str(file), target, **_SIZES | sizes)
 
     return suite_of
 
 
 _ROWS = [{"prompt": text, "completion": "x"} for text in ("import os", "def main(self, name):", "x = y", "return 1")]
+
+
+def test_a_suite_whose_answers_exceed_the_decoders_context_is_refused(target, suite_of):
+    most = target.context_length - len(target.encoder.prefix)
+    assert len(suite_of(target, *_ROWS, max_new_tokens=most).prompts) == 4
+    with pytest.raises(UserError, match=f"{most + 1} new ones do not fit {re.escape(target.name)}"):
+        suite_of(target, *_ROWS, max_new_tokens=most + 1)
 
 
 def test_all_drafters_are_measured_and_texts_are_those_of_transformers(target, suite_of, tmp_path, figures_only):
