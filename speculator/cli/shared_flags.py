@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from speculator.errors import OneLineParser
+from speculator.files import JsonObject
 
 RULES = ("match", "rejection", "block", "multi_candidate")
 """Names of the accept rules, see `speculator.decoding.verify.RULES`."""
@@ -34,7 +34,7 @@ def add_tokenizer_flags(parser: OneLineParser) -> None:
     parser.add_argument("--chat_template_kwargs", type=_object, metavar="JSON", help=what)
 
 
-def _object(text: str) -> dict[str, Any]:
+def _object(text: str) -> JsonObject:
     try:
         value = json.loads(text)
     except ValueError:

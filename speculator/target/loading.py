@@ -53,24 +53,25 @@ def read_target(
             warnings.simplefilter("ignore")  # torch warns before errors that are reported here
             tokenizer = read_tokenizer(name, trust_remote_code, revision)
             config = read_config(name, trust_remote_code, revision)
-            where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+            options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": dtype}
             sharded = isinstance(placement, Group) and config.is_encoder_decoder
             refuse((sharded, "an encoder-decoder model can't be sharded over processes"))
             if isinstance(placement, Group):
                 if placement.parallel == "tp":
                     check_heads(name, config.get_text_config(), placement.size)
-                where["distributed_config"] = placement.config()
+                options["distributed_config"] = placement.config()
             elif placement == "auto":
-                where["device_map"] = placement
+                options["device_map"] = placement
             elif placement.type != "cpu" and (
                 getattr(config, "quantization_config", None) or (is_accelerate_available() and not is_gguf(name))
             ):
                 # Weight by weight: no whole copy in host memory, and some quantised ones can't be moved after loading.
-                where["device_map"] = {"": placement}
-            options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            loaded: Any = load_model(auto_class(config), name, revision, **where, **options)
-        model, found = loaded
-        if isinstance(placement, torch.device) and "device_map" not in where:
+                options["device_map"] = {"": placement}
+            kind = auto_class(config)
+            model, found = load_model(
+                kind, name, revision, **options, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+        if isinstance(placement, torch.device) and "device_map" not in options:
             model = model.to(placement)
         if is_gguf(name):
             complete(model, name)

@@ -7,14 +7,30 @@ numbers the contiguous documents of each row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
-Layout = Callable[[PreTrainedModel, Tensor, Tensor], dict[str, Any]]
+if TYPE_CHECKING:
+    from typing_extensions import Required
+
+
+class Arguments(TypedDict, total=False):
+    """Arguments of the forward pass; `attention_mask` is a mask, or one by the type of the layer."""
+
+    input_ids: Required[Tensor]
+    position_ids: Required[Tensor]
+    attention_mask: Any
+    cu_seq_lens_q: Tensor
+    cu_seq_lens_k: Tensor
+    max_length_q: int
+    max_length_k: int
+
+
+Layout = Callable[[PreTrainedModel, Tensor, Tensor], Arguments]
 
 
 def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
@@ -26,7 +42,7 @@ def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
     return index.where(new, 0).cummax(1).values
 
 
-def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
     """Layout whose positions start at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
 
     transformers' masks start a new document wherever positions restart at 0.
@@ -35,7 +51,7 @@ def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[st
     return {"input_ids": tokens, "position_ids": index - document_starts(documents)}
 
 
-def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
     """Layout with masks added to `packed`, for families whose own masks ignore positions (gpt-oss, AFMoE)."""
     given = packed(model, tokens, documents)
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
@@ -43,12 +59,13 @@ def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[st
     return {**given, "attention_mask": masks}
 
 
-def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
     """Layout of all rows in one, because flash attention separates documents only in a single row."""
-    return {name: each.reshape(1, -1) for name, each in packed(model, tokens, documents).items()}
+    given = packed(model, tokens, documents)
+    return {"input_ids": given["input_ids"].reshape(1, -1), "position_ids": given["position_ids"].reshape(1, -1)}
 
 
-def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
     """Layout of all rows in one, with the bounds of the documents, which layers hand to `varlen_attention`."""
     given = in_one_row(model, tokens, documents)
     # For the positions 0 1 0 1 2 the documents begin at 0 and 2, and the bounds are 0 2 5.
@@ -58,7 +75,7 @@ def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Te
     return {**given, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
     """Layout with a row for each document, padded on the right, for models whose state runs through the row."""
     indices, width = indices_by_document(documents)
     rows = tokens.new_zeros(int(indices.max()) // width + 1, width)

@@ -217,7 +217,7 @@ class FusedAttention(torch.autograd.Function):
         return None, None, d_query, *(x.view_as(y) for x, y in zip(d_shared, (keys, values), strict=True)), *d_own
 
 
-def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], dict[str, float | None]]:
     """Return positional and keyword arguments that the forward and the backward call of flash attention share."""
     longest = max(2, rows.begins.shape[1])  # an upper bound; 1 would select another kernel
     # Positions to the left of t that step i still sees: with a window of 4, three at step 0 and one at step 2.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoModel, PreTrainedModel
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from speculator.errors import UserError, first_line
 
@@ -73,18 +73,17 @@ class MTPLayer(nn.Module):
 class Rotary:
     """The family's rotary embedding, created per device. It is no submodule, so a checkpoint does not contain it."""
 
-    def __init__(self, config: dict[str, Any], kind: type[nn.Module]):
+    def __init__(self, config: PreTrainedConfig, kind: type[nn.Module]):
         self.config, self.kind = config, kind
-        rope = config.get("rope_parameters") or {}
+        rope = getattr(config, "rope_parameters", None) or {}
         self.by_type = all(isinstance(value, dict) for value in rope.values()) and bool(rope)
         self._made: dict[torch.device, Any] = {}
 
     def __call__(self, index: int, x: Tensor, positions: Tensor) -> Any:  # [B, T, D], [B, T]
         """Return the `position_embeddings` argument of decoder layer `index`; x gives the dtype and device."""
         if x.device not in self._made:
-            config = CONFIG_MAPPING[self.config["model_type"]](**self.config)
-            self._made[x.device] = self.kind(config=config).to(x.device)
-        which = {"layer_type": self.config["layer_types"][index]} if self.by_type else {}
+            self._made[x.device] = self.kind(config=self.config).to(x.device)
+        which = {"layer_type": self.config.layer_types[index]} if self.by_type else {}
         return self._made[x.device](x, positions, **which)
 
 

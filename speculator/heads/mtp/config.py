@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from speculator.files import JsonObject
 from speculator.heads.unrolled import UnrolledConfig
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -107,7 +108,7 @@ def promised(text: PreTrainedConfig) -> int:
     return next((count for name in COUNTS if (count := getattr(text, name, None))), 0)
 
 
-def block_of(target: PreTrainedConfig, layers: int) -> dict[str, Any]:
+def block_of(target: PreTrainedConfig, layers: int) -> JsonObject:
     """Return the text config of a model that consists of the MTP layers of a target.
 
     transformers builds the layers from it; its vocabulary has one token. Fields that describe the target's layers one

@@ -91,7 +91,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         decoder: Any = empty_decoder(block)
         eps = getattr(decoder.config, "rms_norm_eps", 1e-6)
         self.layers = nn.ModuleList(MTPLayer(each, type(decoder.norm), config.emb_dim, eps) for each in decoder.layers)
-        self.rotary = Rotary(block, type(decoder.rotary_emb))
+        self.rotary = Rotary(decoder.config, type(decoder.rotary_emb))
         self.post_init()
 
     @torch.no_grad()

@@ -207,7 +207,7 @@ class KVCache(Cache):
             self.cross.read(self.rows[0], [source_of(sequence) for sequence in sequences])
             self.cross.select(*self.rows)
 
-    def arguments(self, name: str) -> dict[str, Any]:
+    def arguments(self, name: str) -> dict[str, object]:
         """Return the cache arguments of a model's forward pass; `name` is the one that takes the cache."""
         return {name: self} if self.cross is None else self.cross.arguments(name, self)
 

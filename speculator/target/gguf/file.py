@@ -160,9 +160,10 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _write_settings(name: str, header: Header, folder: Path) -> None:
-    where: dict[str, Any] = {"pretrained_model_name_or_path": Path(name).parent, "gguf_file": Path(name).name}
+    file = Path(name)
     with quick_loader():
-        config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if header.fields["tokenizer.ggml.model"] == "gpt2":  # a byte-level BPE
         split = header.fields.get("tokenizer.ggml.pre")
         if split in SPLITS:

@@ -51,10 +51,8 @@ def read_outside_layers(
     try:
         if name.startswith((".", "/")) or Path(name).exists():
             check_folder(Path(name))
-        where: dict[str, Any] = {"pretrained_model_name_or_path": name}
-        where |= {"revision": revision} if revision else {}
-        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
-        whole = AutoConfig.from_pretrained(**where, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
         refuse((whole.is_encoder_decoder, "servers give no hidden states of encoder-decoder models"))
         config = whole.get_text_config()
         stored = config.dtype or whole.dtype or torch.float32
@@ -82,8 +80,7 @@ def read_outside_layers(
         model.config = config
         config.name_or_path = name
         try:
-            given: dict[str, Any] = {"revision": revision} if revision else {}
-            model.generation_config = GenerationConfig.from_pretrained(name, **given)
+            model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
         except OSError:  # none in the folder: the config's own
             model.generation_config = GenerationConfig.from_model_config(config)
     except Exception as error:  # a damaged folder fails anywhere in the libraries that read it
