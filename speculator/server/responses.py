@@ -59,7 +59,7 @@ class CompletionLogprobs(TypedDict):
     text_offset: list[int]
 
 
-class Choice(TypedDict, total=False):
+class ResponseChoice(TypedDict, total=False):
     """An answer or a piece of it: `text` of a completion, `message` or `delta` of a chat."""
 
     index: int
@@ -85,7 +85,7 @@ class Body(TypedDict, total=False):
     created: int
     model: str
     object: str
-    choices: list[Choice]
+    choices: list[ResponseChoice]
     usage: Usage | None
     prompt_token_ids: list[int]
 
@@ -173,10 +173,10 @@ class CompletionWriter:
 
     # ---- parts that the two kinds of completion write differently
 
-    def message(self, index: int) -> Choice:
+    def message(self, index: int) -> ResponseChoice:
         return {"text": self.answers[index].text}
 
-    def delta(self, index: int, text: str) -> Choice:
+    def delta(self, index: int, text: str) -> ResponseChoice:
         return {"text": text}
 
     def _tokens_before(self, index: int) -> list[int]:
@@ -187,7 +187,7 @@ class CompletionWriter:
         """Return the fields of a response that hold the prompt's token ids, if responses of this kind have them."""
         return {}
 
-    def _choice_prompt_ids(self, index: int) -> Choice:
+    def _choice_prompt_ids(self, index: int) -> ResponseChoice:
         """Return the fields of a choice that hold the prompt's token ids, if choices of this kind have them."""
         return {"prompt_token_ids": self.prompts[index // self.request.choices]}
 
@@ -211,16 +211,23 @@ class CompletionWriter:
             "text_offset": offsets,
         }
 
-    def _choice(self, index: int, text: Choice, tokens: list[int], logprobs: list[TokenLogprobs]) -> Choice:
+    def _choice(
+        self, index: int, text: ResponseChoice, tokens: list[int], logprobs: list[TokenLogprobs]
+    ) -> ResponseChoice:
         reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
-        choice: Choice = {"index": index, **text, "logprobs": reported, "finish_reason": self._finish_reasons[index]}
+        choice: ResponseChoice = {
+            "index": index,
+            **text,
+            "logprobs": reported,
+            "finish_reason": self._finish_reasons[index],
+        }
         if self.request.return_token_ids:
             choice |= {"token_ids": tokens}
             if len(tokens) == len(self._tokens[index]):  # the whole answer, or the first event of a stream
                 choice |= self._choice_prompt_ids(index)
         return choice
 
-    def choice_event(self, choice: Choice, more: Body) -> str:
+    def choice_event(self, choice: ResponseChoice, more: Body) -> str:
         usage: Body = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
         return self._event({"choices": [choice], **usage, **more})
 
@@ -239,10 +246,10 @@ class ChatWriter(CompletionWriter):
 
     request: ChatRequest
 
-    def message(self, index: int) -> Choice:
+    def message(self, index: int) -> ResponseChoice:
         return {"message": {"role": "assistant", **self._parsed(index)}}
 
-    def delta(self, index: int, text: str) -> Choice:
+    def delta(self, index: int, text: str) -> ResponseChoice:
         if not self.request.parses_calls:
             return {"delta": {"content": text} if text else {}}
         if not self._finish_reasons[index]:  # what is a call is known at the end
@@ -273,8 +280,8 @@ class ChatWriter(CompletionWriter):
         return parsed
 
     def opening(self) -> list[str]:
-        first: Choice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        choices: list[Choice] = [{"index": index, **first} for index in range(len(self.answers))]
+        first: ResponseChoice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choices: list[ResponseChoice] = [{"index": index, **first} for index in range(len(self.answers))]
         return [self.choice_event(choice, self._prompt_ids()) for choice in choices]
 
     def _tokens_before(self, index: int) -> list[int]:
@@ -283,7 +290,7 @@ class ChatWriter(CompletionWriter):
     def _prompt_ids(self) -> Body:
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
 
-    def _choice_prompt_ids(self, index: int) -> Choice:
+    def _choice_prompt_ids(self, index: int) -> ResponseChoice:
         return {}
 
     def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
