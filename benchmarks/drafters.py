@@ -21,7 +21,7 @@ from tqdm import tqdm
 from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
 from eval.metrics import paired_bootstrap, speedup
-from eval.suites import Suite, check_flags, check_lengths, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_rows, suite_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,
@@ -180,7 +180,6 @@ def run(arguments: argparse.Namespace) -> None:
     head = load_head(arguments.speculator, target)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     suite = suite_of(arguments, arguments.suite, target)
-    check_lengths(target, max(map(len, suite.prompts)), arguments.max_new_tokens)
     table, tuning = decoders(target, head, model), read_tuning(arguments.speculator, head)
     rows = []
     for temperature in arguments.temperature or [0.0, 0.7, 1.0]:

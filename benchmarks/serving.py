@@ -38,7 +38,7 @@ from matplotlib import pyplot as plt
 
 from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
-from eval.suites import check_flags, check_lengths, suite_of
+from eval.suites import check_flags, suite_of
 from speculator.cli import model_flags
 from speculator.device import hardware
 from speculator.errors import OneLineParser, refuse, run_command
@@ -236,7 +236,6 @@ def run(arguments: argparse.Namespace) -> None:
     refuse((not all("{port}" in command for command in commands.values()), "--server: NAME=COMMAND with {port} in it"))
     check_flags(arguments)
     target = model_flags.load_target(arguments)
-    check_lengths(target, arguments.prompt_tokens, arguments.max_new_tokens)
     prompts = [target.tokenizer.decode(prompt) for prompt in suite_of(arguments, PYTHON_SOURCES, target).prompts]
     conditions = {"hardware": hardware(target.device), "seconds": arguments.seconds, "commands": commands}
     del target
