@@ -23,7 +23,7 @@ from speculator.chat import end_token
 from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
 from speculator.clients.hidden_states import discard
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError
 from speculator.files import JsonObject
 
 CONCURRENCY = 32
@@ -67,10 +67,6 @@ def fetch_rows(
         UserError: no server is available, or one rejects a prompt or does not sample.
     """
     bases = base_urls([urls] if isinstance(urls, str) else urls, "--server")
-    refuse(
-        (not prompts, "there are no prompts to continue"),
-        (not bases, "no --server is given"),
-    )
     record: JsonObject = {"target": target, "drafter": "server", **record_of(writing, prompts)}
     if writing.ends:
         record["ends"] = asdict(writing.ends)

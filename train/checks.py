@@ -172,8 +172,8 @@ def fits_target(run: Run, target: TrainingTarget) -> None:
     start = start_of(config)
     if start is not None and not head.warm_start:
         shipped(Path(start))
-    drafted, least = config.speculator.draft_vocab_size, max(1, len(target.eos_token_ids))
-    if drafted and not least <= drafted <= target.vocab_size:
+    drafted, least = config.speculator.draft_vocab_size, len(target.eos_token_ids)
+    if 0 < drafted < least:  # one as large as the target's vocabulary was left out
         raise UserError(
             f"speculator.draft_vocab_size {drafted} is neither 0 nor in {least}..{target.vocab_size}: no fewer than "
             f"the tokens that end a text, no more than {target.name} has"

@@ -192,7 +192,7 @@ def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, wher
         where: its folder, for the error.
     """
     own, stored = head.state_dict(), start.state_dict()
-    for name in ("vocab_size", "emb_dim", *_SHARED_OPTIONS, *options.options):
+    for name in (*_SHARED_OPTIONS, *options.options):
         found, expected = getattr(start.config, name), getattr(head.config, name)
         if found != expected and name not in _free(head.config):
             raise UserError(f"{where} has {name} {found}, but this run's head has {expected}")

@@ -254,7 +254,7 @@ def read_config(folder: Path) -> MTPSpeculatorConfig:
 
 def read(folder: Path, head: MTPSpeculator) -> dict[str, Tensor]:
     """Read the MTP layers of a model by the head's names, to the CPU, in their stored dtype: `Layout.read`."""
-    stored = shipped(folder)
+    stored = Stored(folder)  # `read_config` has checked it
     weights, dtype = {}, None
     buffers = dict(head.named_buffers())
     for ours, shaped in head.state_dict().items():
