@@ -151,6 +151,9 @@ class StageConfig:
     base_batch_size: PositiveInt | None = None
     """Rows per step, over all processes, that learning_rate is for; it follows their square root. Default: those of
     this config."""
+    base_width: PositiveInt | None = None
+    """Hidden size of the target that learning_rate is for: a target of half the width has twice the rate. Default: the
+    target's own."""
     lr_scheduler_type: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
     """Schedule of the learning rate after the warm-up."""
     warmup_steps: NonNegativeFloat = 50

@@ -117,8 +117,8 @@ class Run:
         return bool(self.config.stage2.max_steps) and not self.mixture.is_self
 
     def stage(self, name: str, rows: int) -> StageConfig:
-        """Return the settings of "stage1" or "stage2" for so many rows, which decide its steps if it has epochs."""
-        return with_steps(getattr(self.config, name), rows, self.processes)
+        """Return the settings of "stage1" or "stage2" for so many rows, which decide its steps and learning rate."""
+        return with_steps(getattr(self.config, name), rows, self.processes, self.head.emb_dim)
 
 
 def settle(config: RunConfig, processes: int, local_only: bool = False, place: Place | None = None) -> Run:

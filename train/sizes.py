@@ -82,13 +82,15 @@ def length_of_chats(packed: datasets.Dataset) -> int:
     return next((size for size, tokens in zip(sizes, within, strict=True) if 10 * tokens >= 9 * total), 0)
 
 
-def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
-    """Return a stage with its epochs turned into steps, and its learning rate for the rows of its steps.
+def with_steps(stage: StageConfig, rows: int, processes: int, width: int) -> StageConfig:
+    """Return a stage with its epochs turned into steps, and its learning rate for the rows of its steps and the target.
 
-    Rows per step are halved while an epoch has fewer than 50 steps. The rate follows their square root.
+    Rows per step are halved while an epoch has fewer than 50 steps. The rate follows their square root, and one over
+    the width.
 
     Args:
         rows: number of training rows, over all processes.
+        width: hidden size of the target.
     """
     size, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
     base = stage.base_batch_size or size * accumulation * processes
@@ -101,7 +103,7 @@ def with_steps(stage: StageConfig, rows: int, processes: int) -> StageConfig:
         max_steps=ceil(stage.epochs * rows / batch) if stage.epochs else stage.max_steps,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
-        learning_rate=stage.learning_rate * sqrt(batch / base),
+        learning_rate=stage.learning_rate * sqrt(batch / base) * (stage.base_width or width) / width,
     )
 
 
@@ -212,9 +214,10 @@ def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
     adapted = f"; this is little text, so {' and '.join(notes)}" if notes else ""
     if stage.learning_rate != before.learning_rate:
         base = before.base_batch_size or was * run.processes
+        width = run.head.emb_dim
         adapted += (
-            f"; the learning rate is {stage.learning_rate:.2g} for {batch * run.processes} rows a step, by the square "
-            f"root: {before.learning_rate:.2g} is for {base}"
+            f"; the learning rate is {stage.learning_rate:.2g} for {batch * run.processes} rows a step and a target of "
+            f"width {width}: {before.learning_rate:.2g} is for {base} and {before.base_width or width}"
         )
     size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
     log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{adapted}")

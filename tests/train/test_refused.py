@@ -93,7 +93,7 @@ def test_stage_1_has_no_token_weights_unless_configured(target, tmp_path, monkey
 
 @pytest.mark.parametrize("epochs", [1.0, 50.0])
 def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs, monkeypatch, capsys):
-    settings = with_steps(StageConfig(max_steps=7, epochs=epochs, warmup_steps=50), len(ROWS), 1)
+    settings = with_steps(StageConfig(max_steps=7, epochs=epochs, warmup_steps=50), len(ROWS), 1, 16)
 
     def begin(**_):
         raise Begun

@@ -81,7 +81,7 @@ def stage(**changes) -> StageConfig:
     ],
 )
 def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, batch, steps):
-    made = with_steps(stage(**changes), rows, 1)
+    made = with_steps(stage(**changes), rows, 1, 576)
     assert made.per_device_train_batch_size * made.gradient_accumulation_steps == batch
     assert made.max_steps == steps
     assert made.learning_rate == pytest.approx(5e-3 * (batch / 64) ** 0.5)
@@ -99,7 +99,13 @@ def test_epochs_become_steps_and_few_rows_make_smaller_batches(rows, changes, ba
     ],
 )
 def test_the_rate_follows_the_rows_of_a_step_however_they_are_split(rows, processes, changes, share):
-    assert with_steps(stage(**changes), rows, processes).learning_rate == pytest.approx(5e-3 * share**0.5)
+    assert with_steps(stage(**changes), rows, processes, 576).learning_rate == pytest.approx(5e-3 * share**0.5)
+
+
+@pytest.mark.parametrize(("base", "share"), [(None, 1), (4096, 4096 / 896), (448, 0.5)])
+def test_the_rate_follows_one_over_the_targets_width(base, share):
+    made = with_steps(stage(max_steps=7, base_width=base), 54_000, 1, 896)
+    assert made.learning_rate == pytest.approx(5e-3 * share)
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
