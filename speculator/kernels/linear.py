@@ -83,9 +83,11 @@ def product(
     x: Tensor,  # [..., I]
     matrix: Tensor,  # [O, I]
 ) -> Tensor:  # [..., O]
-    """Return `x @ matrix.T`, for use without autograd, by oneDNN if that is faster; the matrix is not copied."""
+    """Return `x @ matrix.T`, for use without autograd, by oneDNN if that is faster."""
     if x.numel() * matrix.shape[0] < _MIN_MULTIPLICATIONS or not _is_ours(x, matrix):
         return nn.functional.linear(x, matrix)
+    if not (matrix.is_contiguous() or matrix.T.is_contiguous()):
+        matrix = matrix.contiguous()  # for a part of a wider matrix oneDNN has no kernel: a thousand times slower
     return _widened(x, matrix) if _widens(x) else _onednn(x, matrix)
 
 

@@ -219,3 +219,17 @@ def test_product_takes_any_strides(rows, dtype):
     torch.testing.assert_close(product(x.T.contiguous().T, matrix), x @ matrix.T)
     torch.testing.assert_close(product(x, matrix.T.contiguous().T), x @ matrix.T)
     torch.testing.assert_close(product(matrix[:, ::2], x[:, ::2]), matrix[:, ::2] @ x[:, ::2].T)
+
+
+@needs_onednn
+def test_the_gradient_of_a_weight_that_reads_part_of_a_tensor_has_a_dense_matrix(monkeypatch):
+    # oneDNN takes a thousand times as long for a matrix whose rows and columns both have gaps.
+    given, real = [], linear._onednn
+    monkeypatch.setattr(linear, "_onednn", lambda x, matrix, *bias: given.append(matrix) or real(x, matrix, *bias))
+    layer = nn.Linear(WIDE, HIGH)
+    pack_linears(layer)
+    x = torch.randn(64, 2 * WIDE)
+    layer(x[:, :WIDE]).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, x[:, :WIDE].sum(0).expand(HIGH, WIDE))
+    assert len(given) == 2
+    assert all(matrix.is_contiguous() or matrix.T.is_contiguous() for matrix in given)
