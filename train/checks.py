@@ -12,7 +12,7 @@ from pyarrow import compute
 from transformers import PreTrainedConfig
 
 from data.mixture import SELF
-from speculator.checkpoints import files, head_folder, recognise, shipped
+from speculator.checkpoints import head_folder, load_any, recognise, shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.heads.rnn import RNNHead
@@ -35,7 +35,7 @@ def settings(run: Run) -> None:
     if head.warm_start:
         start = head_folder(head.warm_start, head.warm_start_revision)
         recognise(start)
-        files.read_names(start)  # a cut-off file is found before hours of preparation
+        load_any(start)  # what is wrong with its weights is found before hours of preparation
     if head.warm_start_revision and not head.warm_start:
         raise UserError("speculator.warm_start_revision needs speculator.warm_start")
     if head.warm_start and head.initialise != "random":

@@ -216,6 +216,8 @@ def _one_step(stage: Stage) -> Stage:
         stage,
         max_steps=min(stage.max_steps, 1),
         epochs=None,
+        base_batch_size=None,
+        base_width=None,
         warmup_steps=0,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=min(stage.gradient_accumulation_steps, 2),

@@ -103,7 +103,7 @@ def with_steps(stage: StageConfig, rows: int, processes: int, width: int) -> Sta
         max_steps=ceil(stage.epochs * rows / batch) if stage.epochs else stage.max_steps,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
-        learning_rate=stage.learning_rate * sqrt(batch / base) * (stage.base_width or width) / width,
+        learning_rate=stage.learning_rate * sqrt(batch / base) * ((stage.base_width or width) / width),
     )
 
 
@@ -217,7 +217,7 @@ def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
         width = run.head.emb_dim
         adapted += (
             f"; the learning rate is {stage.learning_rate:.2g} for {batch * run.processes} rows a step and a target of "
-            f"width {width}: {before.learning_rate:.2g} is for {base} and {before.base_width or width}"
+            f"width {width}: {before.learning_rate:.2g} is for {base} rows and width {before.base_width or width}"
         )
     size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
     log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{adapted}")
