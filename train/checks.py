@@ -12,7 +12,7 @@ from pyarrow import compute
 from transformers import PreTrainedConfig
 
 from data.mixture import SELF
-from speculator.checkpoints import head_folder, load_any, recognise, shipped
+from speculator.checkpoints import head_folder, load_any, shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.heads.rnn import RNNHead
@@ -33,9 +33,8 @@ def settings(run: Run) -> None:
     config = run.config
     head, generate = config.speculator, config.stage2.generate
     if head.warm_start:
-        start = head_folder(head.warm_start, head.warm_start_revision)
-        recognise(start)
-        load_any(start)  # what is wrong with its weights is found before hours of preparation
+        # What is wrong with its weights is found before hours of preparation.
+        load_any(head_folder(head.warm_start, head.warm_start_revision))
     if head.warm_start_revision and not head.warm_start:
         raise UserError("speculator.warm_start_revision needs speculator.warm_start")
     if head.warm_start and head.initialise != "random":

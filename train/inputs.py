@@ -197,5 +197,5 @@ def own_prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, length: i
     )
     tally.warn(f"prompts of stage 2, the train split of {mixture}")
     if not found:
-        raise UserError(f"stage2.generate: no document of {mixture} has a prompt of {settings.prompt_tokens} tokens")
+        raise UserError(f"stage2.generate: no document in the train split of {mixture} gives a prompt")
     return found

@@ -79,8 +79,10 @@ def train_stage(
     # `max_steps`, `learning_rate`, `lr_scheduler_type`, `warmup_steps`, `per_device_train_batch_size`,
     # `gradient_accumulation_steps`, `weight_decay`, `adam_beta2`, `max_grad_norm`, `bf16`, `logging_steps`,
     # `eval_steps`, `save_steps`. A new field with such a name needs no other line.
-    ours = {"epochs", "base_batch_size", "base_width", "save_total_limit", "patience", "rejected_token_weight"}
-    ours |= {"optimizer"}
+    ours = {
+        *("epochs", "base_batch_size", "base_width", "optimizer"),
+        *("save_total_limit", "patience", "rejected_token_weight"),
+    }
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
     if settings.bf16 and target.device.type == "cpu" and not bfloat16_pays():

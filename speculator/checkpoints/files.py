@@ -42,8 +42,15 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_names(folder: Path) -> set[str]:
-    """Return the stored names of all tensors of a folder, whose values are not read."""
-    return {name for file in _weight_files(folder) for name in _read_file(file, "meta")}
+    """Return the stored names of all tensors of a folder; of safetensors no values are read."""
+    names: set[str] = set()
+    for file in _weight_files(folder):
+        if file.suffix == ".safetensors":
+            with opened(file) as tensors:
+                names.update(tensors.keys())
+        else:
+            names.update(_read_file(file))
+    return names
 
 
 def write(folder: Path, config: JsonObject, tensors: dict[str, Tensor]) -> None:
@@ -93,12 +100,11 @@ def opened(file: Path) -> Iterator[Any]:
         raise UserError(f"{file}: damaged: {first_line(error)}") from None
 
 
-def _read_file(file: Path, device: str = "cpu") -> dict[str, Tensor]:
+def _read_file(file: Path) -> dict[str, Tensor]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles
-            # safetensors are mapped into memory: values that nobody uses are not read, whatever the device.
-            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, device, weights_only=True)
+            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(f"{file}: damaged, or a pickle with more than weights in it, which is not opened") from None
     except Exception as error:  # a damaged file fails anywhere in the library that reads it

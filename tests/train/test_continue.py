@@ -177,6 +177,13 @@ def test_a_start_that_is_cut_off_is_refused_before_the_target_is_loaded(target_f
         settle(config, processes=1, local_only=True)
 
 
+def test_a_start_whose_weights_are_wrong_is_refused_before_the_target_is_loaded(target_folder, tmp_path):
+    flags = start_of("mlp native", Target.load(str(target_folder)), tmp_path / "head")
+    edit_tensors(tmp_path / "head", lambda t: t.pop(next(iter(t))))
+    with pytest.raises(UserError, match=re.escape(refused(tmp_path / "head"))):
+        settle(parse(flags), processes=1, local_only=True)
+
+
 @pytest.mark.parametrize(
     ("step", "best", "patience", "ended"),
     [

@@ -119,7 +119,8 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
         replace(given.speculator, architecture="lstm"),
         replace(given.target, name_or_path=str(tmp_path)),
     )
-    given = replace(given, speculator=speculator, target=target)
+    # The rate is for the run's target, not for the narrow one that stands in.
+    given = replace(given, speculator=speculator, target=target, stage1=replace(given.stage1, base_width=4096))
     seen = []
 
     def run(config):
@@ -134,6 +135,7 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
     assert config.loss == given.loss
     assert (config.stage1.max_steps, config.stage2.max_steps) == (1, 1)
     assert config.stage1.bf16
+    assert config.stage1.base_width is None
     assert config.stage2.generate.top_p == given.stage2.generate.top_p
 
 

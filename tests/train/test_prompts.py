@@ -93,3 +93,13 @@ def test_prompts_that_do_not_fit_are_an_error_before_the_folder_is_created(
     with pytest.raises(UserError, match=message):
         run_all(config_of(chat_target, source, tmp_path / "run", *flags))
     assert not (tmp_path / "run").exists()
+
+
+def test_stage_2_without_a_prompt_is_an_error(chat_target, tmp_path):
+    target, source = Target.load(str(chat_target)), tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(40)))
+    config = config_of(chat_target, source, tmp_path / "run", "--stage2.generate.prompt_tokens", "64")
+    run = settled(config, target)
+    message = "^stage2.generate: no document in the train split of .*texts.jsonl gives a prompt$"
+    with pytest.raises(UserError, match=message):
+        own_prompts_of(run, target, run.mixture, length=96)

@@ -108,6 +108,11 @@ def test_the_rate_follows_one_over_the_targets_width(base, share):
     assert made.learning_rate == pytest.approx(5e-3 * share)
 
 
+def test_a_rate_for_no_rows_and_no_width_is_kept_exactly():
+    made = with_steps(stage(max_steps=7, learning_rate=3e-3), 54_000, 1, 192)
+    assert made.learning_rate == 3e-3  # 3e-3 * 192 / 192 is another number
+
+
 @pytest.mark.parametrize(("tokens", "length"), [(20_000, 256), (40_000, 512), (64 * 4096, 4096), (1, 256)])
 def test_little_text_has_shorter_rows(tokens, length):
     assert shortened(4096, tokens) == length
