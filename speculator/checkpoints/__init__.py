@@ -48,7 +48,7 @@ FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
 
 
 def layouts() -> tuple[Layout, ...]:
-    """Return all layouts: those of servers, and the native one of each registered head."""
+    """Return all layouts: those of servers, and the `native` layout of each registered head class."""
     return (*SERVER_LAYOUTS, *map(native_layout, ARCHITECTURES.values()))
 
 
@@ -61,9 +61,9 @@ def layout_of(name: str, head: Speculator) -> Layout:
 
 
 def head_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a head; one on the hub is downloaded into the hub's cache first, or found there.
+    """Return a head's local folder, given that or a hub id; files that the hub's cache lacks are downloaded.
 
-    Its config.json comes first: a repository that has no head may have hundreds of gigabytes.
+    Only config.json is downloaded before it is recognised: a repository without a head may have hundreds of gigabytes.
     """
     if not is_hub_id(name):
         refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))
@@ -73,9 +73,9 @@ def head_folder(name: str | Path, revision: str | None = None) -> Path:
 
 
 def recognise(folder: str | Path) -> Layout:
-    """Return the layout of a folder or hub id by its config.json, after a check of its manifest if it has one.
+    """Return the layout of the head in a folder or hub id, recognised by config.json.
 
-    Raises a UserError for a folder of another kind, or with files that the manifest does not match.
+    Raises a UserError if no layout fits, or if a file differs from its checksum in the folder's manifest (if any).
     """
     folder = head_folder(folder)
     if (folder / MANIFEST).exists() and (error := manifest_error(folder)):

@@ -20,14 +20,14 @@ def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
-    """Return the field `base_model_archs` of config.json, or no field if the base model is not on this machine."""
+    """Return {"base_model_archs": names} for config.json, or {} if the base model's config is not on this machine."""
     base = base_config(config.base_model_name_or_path)
     archs = base and base.architectures
     return {"base_model_archs": list(archs)} if archs else {}
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load a head in this layout."""
+    """List the versions of arctic-inference, with the command for a head in `folder` or the reason that it fails."""
     options = {"method": "arctic", "model": folder, "num_speculative_tokens": config.n_predict}
     serve = commands.vllm(config.base_model_name_or_path, "ARCTIC_INFERENCE_ENABLED=1", **options)
     how = f"{serve} (as many tokens as heads)"

@@ -25,10 +25,10 @@ _METHOD = {"method": "sum_lstm", "tie_lstm_embs": True}
 
 
 def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json.
+    """Return the content of config.json in the layout of ArcticTraining's LSTM heads.
 
-    Its `emb_dim` is the width of the head's embedding (our `inner_dim`), and `input_hidden_dim` is our `emb_dim`.
-    Loaders require an entry per step in `top_k_tokens_per_head`, but ignore the values.
+    Here `emb_dim` is the width of the head's embedding (our `inner_dim`), and `input_hidden_dim` is our `emb_dim`.
+    Loaders require an entry per draft position in `top_k_tokens_per_head`, but ignore the values.
     """
     n, base = config.n_predict, config.base_model_name_or_path
     return {
@@ -51,7 +51,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def translate(read: ForeignConfig, file: Path) -> JsonObject:
-    """Return the fields of a head's config, given the content of config.json and its path, for errors."""
+    """Convert the content of config.json to the fields of `LSTMSpeculatorConfig`; `file`, its path, is for errors."""
     for name, value in _METHOD.items():
         refuse((read.get(name) != value, f"{file}: {name} is {read.get(name)!r}; must be {value!r}"))
     widths = {str(read.get(name)) for name in _WIDTHS}

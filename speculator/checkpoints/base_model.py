@@ -22,9 +22,9 @@ Which = Literal["embedding", "output"]
 
 
 def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
-    """Read the target's embedding or output matrix, for a layout that stores it; nothing else is read.
+    """Read a matrix from the files of the base model in a head's config, for a layout that stores a copy of it.
 
-    Raises a UserError unless it is there, and that of the target that the head was trained for.
+    Raises a UserError if the files lack the matrix or its values don't fit the fingerprint in the config.
     """
     name = config.base_model_name_or_path
     known = base_config(name)
@@ -54,7 +54,7 @@ def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
 
 
 def same_embedding(config: SpeculatorConfig) -> bool | None:
-    """Return whether the base model has the embedding that the head was trained for; None if that can't be known."""
+    """Return whether the base model's embedding fits the fingerprint in a head's config; None if either is missing."""
     name, trained_for = config.base_model_name_or_path, config.base_model_fingerprint
     known = base_config(name)
     if known is None or name is None or trained_for is None or is_gguf(name):
@@ -68,7 +68,7 @@ def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
 
 
 def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
-    """Return a matrix from the model's own safetensors files, by mapped memory; None without such files."""
+    """Read the embedding or output matrix of the model `name`, a folder or cached hub id; None without safetensors."""
     # In the hub's cache the folder of a revision is found by one of its files.
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)

@@ -63,7 +63,7 @@ _NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_sof
 
 
 def qwen3(config: DSparkSpeculatorConfig) -> JsonObject:
-    """Return the fields of a transformers Qwen 3 config that describes the layers."""
+    """Return the fields of a transformers Qwen 3 config that describes a block drafter's layers."""
     count, window = config.num_hidden_layers, config.sliding_window
     own: JsonObject = {"num_hidden_layers": count, "attention_bias": False}
     if window is None:
@@ -74,7 +74,10 @@ def qwen3(config: DSparkSpeculatorConfig) -> JsonObject:
 
 
 def _block(config: DSparkSpeculatorConfig) -> JsonObject:
-    """Return the fields that are at top level and in `dflash_config`; a UserError if servers can't name the layers."""
+    """Return auxiliary layers, mask token and block size: config.json has them at top level and in `dflash_config`.
+
+    Raises a UserError for auxiliary layer 0, the embedding, which servers can't name.
+    """
     # Servers count the layer whose output is read, this library the layers before the state: k = 0 is the embedding,
     # which has no number there.
     aux_layers = [k - 1 for k in config.aux_layers or ()]
@@ -83,7 +86,7 @@ def _block(config: DSparkSpeculatorConfig) -> JsonObject:
 
 
 def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the fields of config.json that the `dspark` and `dflash` layouts share."""
+    """Return the fields of config.json that the `dspark`, `dflash` and `dflash2` layouts share."""
     block, name = _block(config), config.base_model_name_or_path
     base = base_config(name)
     return {
@@ -118,7 +121,7 @@ def dspark_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def dflash2_parts(config: DSparkSpeculatorConfig) -> JsonObject:
-    """Return the sizes of DFlash 2's parts by their keys; raise a UserError for a head without one of them."""
+    """Return the sizes of DFlash 2's convolutions and selector by key; raise a UserError if a head lacks either."""
     refuse(
         (not config.conv_group_size, "servers run DFlash 2 with convolutions only, and this head has none"),
         (not config.selector_rank, "servers run DFlash 2 with a selector only, and this head has none"),
@@ -144,13 +147,13 @@ def dflash_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def parts_of(config: DSparkSpeculatorConfig) -> str:
-    """Name the parts of DFlash 2 that a head has, for messages."""
+    """Return a head's parts of DFlash 2 for messages of the form "the layout has no convolutions and no selector"."""
     found = ["convolutions"] * bool(config.conv_group_size) + ["selector"] * bool(config.selector_rank)
     return " and no ".join(found)
 
 
 def kind_of(config: DSparkSpeculatorConfig) -> str:
-    """Return the layout that fits a head: "dflash2" for one with a part of DFlash 2, "dflash" or "dspark"."""
+    """Return the algorithm: "dflash2" with a part of DFlash 2, "dspark" with one of DSpark, else "dflash"."""
     return "dflash2" if config.is_dflash2 else config.method(vars(config))
 
 
@@ -181,9 +184,9 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject
 
 
 def translate(read: ForeignConfig, file: Path) -> JsonObject:
-    """Return the fields of a head's config, given the content of config.json (servers' or `speculators`) and its path.
+    """Convert config.json of servers or the `speculators` library to the fields of `DSparkSpeculatorConfig`.
 
-    Absent fields get the servers' defaults. Raises a UserError for a head that this library can't run.
+    Absent fields get the servers' defaults. Raises a UserError, which names `file`, for a head that can't run here.
     """
     foreign = "transformer_layer_config" in read  # the speculators library's
     if foreign:
@@ -249,7 +252,7 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the tensors to store, by name. A draft vocabulary adds its rows of the target's output matrix."""
+    """Return the tensors to store, by name; with a draft vocabulary, also its rows of the target's output matrix."""
     tensors = with_d2t(head)
     if head.draft_tokens is not None:
         rows = head.draft_rows(base_matrix(head.config, "output").to(head.device))
@@ -280,7 +283,7 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
 
 
 def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load the `speculators` layout."""
+    """List the programs that may load a block drafter of the `speculators` layout, with the call for `folder`."""
     kind = kind_of(config)
     model = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}[kind]
     window = ", which counts the sliding window from a block's anchor" if config.sliding_window else ""
@@ -293,7 +296,7 @@ def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Ser
 def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
     """Return `Layout.servers` of the flat layout of this name: "dspark", "dflash" or "dflash2".
 
-    It lists vLLM, SGLang and llama.cpp, each with its command, or with what it lacks for the head.
+    The returned function lists vLLM, SGLang and llama.cpp, each with its command or what it lacks for the head.
     """
 
     def listed(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:

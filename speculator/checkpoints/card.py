@@ -41,7 +41,10 @@ def write_card(folder: str | Path, run: tuple[RunRecord, Report] | None = None) 
 
 
 def copy_card(card: Path, copy: Path, base: str | None) -> None:
-    """Copy a card; a new base model, if one is given, replaces that of its header."""
+    """Copy a model card to the path `copy`; `base`, unless None, replaces the base model in the card's header.
+
+    A `base` that is no hub id removes the base model from the header.
+    """
     text = read_text(card)
     if base is not None:
         changed: Any = ModelCard(text, ignore_metadata_errors=True)
@@ -51,13 +54,13 @@ def copy_card(card: Path, copy: Path, base: str | None) -> None:
 
 
 def card_of(folder: Path, run: tuple[RunRecord, Report] | None = None) -> str:
-    """Return the card of a head's folder, with the same arguments."""
+    """Return the model card of the head in a folder; `run` is from `read_run`, by default on the parent folder."""
     config, report = run or read_run(folder.resolve().parent)
     return model_card(load_any(folder), config, report)
 
 
 def read_run(run: Path) -> tuple[RunRecord, Report]:
-    """Read config.yaml and eval/report.json of a run; both are empty for a folder that is not a run."""
+    """Read a run's config.yaml and eval/report.json; a missing report is empty, and so are both if it is not a run."""
     config_file, report_file = run / "config.yaml", run / "eval" / "report.json"
     try:
         config: Any = yaml.safe_load(read_text(config_file)) if config_file.is_file() else {}
@@ -183,7 +186,7 @@ def _listed(values: Mapping[str, object]) -> str:
 
 
 def _license(base: str | None) -> dict[str, str]:
-    """Read the license of the base model from its own card, if that is on this machine."""
+    """Return the license fields of the base model's own card; empty if that is not on this machine."""
     file = base and (
         Path(base) / NAME if Path(base).is_dir() else _is_hub_id(base) and try_to_load_from_cache(base, NAME)
     )
@@ -206,5 +209,5 @@ def _hub_datasets(sources: list[str]) -> list[str]:
 
 
 def public_name(name: str | None) -> str | None:
-    """Reduce an absolute path on this machine to its last part."""
+    """Return the last part of an absolute path, since cards are published; other names are returned unchanged."""
     return Path(name).name if name and Path(name).is_absolute() else name

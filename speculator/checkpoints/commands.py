@@ -14,12 +14,12 @@ BASE = "BASE"
 
 
 def line(base: str | None, *words: str) -> str:
-    """Return a line with `base`, the target's name, in place of BASE; without a name BASE stays."""
+    """Return the words as a quoted shell line, with `base`, the target's name, in place of BASE unless it is None."""
     return shlex.join((base or BASE) if word == BASE else word for word in words)
 
 
 def line_for_folder(base: str | None, *words: str) -> str:
-    """Return a line for a server that reads folders of safetensors; a GGUF file is written as one first."""
+    """Return `line` for a server that reads no GGUF; if `base` is a GGUF file, `speculator dequantise` comes first."""
     if not (base and is_gguf(base)):
         return line(base, *words)
     folder = str(Path(base).with_suffix(""))
@@ -29,5 +29,8 @@ def line_for_folder(base: str | None, *words: str) -> str:
 
 
 def vllm(base: str | None, *environment: str, **options: Any) -> str:
-    """Return the line of `vllm serve` with these options of speculative decoding; variables such as A=1 precede it."""
+    """Return the line of `vllm serve` for target `base`, with `environment`, words such as A=1, before it.
+
+    The `options` become the JSON of `--speculative-config`.
+    """
     return line_for_folder(base, *environment, "vllm", "serve", BASE, "--speculative-config", json.dumps(options))

@@ -106,7 +106,10 @@ _LAYER, _OURS = "midlayer.", "layers.0."
 
 
 def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
-    """Return all fields of a transformers config of attention layers, because some readers have no defaults."""
+    """Return the fields of a transformers config that describes a head's attention layers, with `more` added.
+
+    No field is left out, because some readers have no defaults.
+    """
     return {
         "hidden_size": config.emb_dim,
         "intermediate_size": config.inner_dim,
@@ -124,7 +127,7 @@ def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
 
 
 def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
-    """Return the fields of a transformers config, Llama or Qwen 3, that describes the layer."""
+    """Return the fields of a transformers config of the head's only layer: Qwen 3's with `qk_norm`, else Llama's."""
     model_type = "qwen3" if config.qk_norm else "llama"
     own = {"num_hidden_layers": 1, "attention_bias": config.attention_bias, "mlp_bias": False}
     written = layer_config(config, model_type=model_type, **own)
@@ -138,6 +141,7 @@ def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, Json
 
     Args:
         read: content of config.json; transformers' defaults replace absent fields.
+        file: config.json, for errors.
         kinds: allowed values of `model_type`; the first is the default.
     """
     kind = read.get("model_type", kinds[0])
@@ -193,9 +197,9 @@ def draft_vocab_size(size: Json, vocab_size: Json) -> Json:
 
 
 def with_d2t(head: Speculator) -> dict[str, Tensor]:
-    """Return the head's tensors, with the draft vocabulary as d2t [V_d] and t2d [V] instead of `draft_tokens`.
+    """Return the head's tensors by name, with d2t [V_d] and t2d [V] instead of `draft_tokens`, as servers read them.
 
-    Servers read it in this form: row i of the output matrix is token i + d2t[i], and t2d is True at those tokens.
+    Row i of the output matrix is token i + d2t[i], and t2d is True at the tokens of all rows.
     """
     tensors = dict(head.state_dict())
     tokens = tensors.pop("draft_tokens", None)
@@ -208,9 +212,10 @@ def with_d2t(head: Speculator) -> dict[str, Tensor]:
 
 
 def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with `draft_tokens` instead of d2t and t2d (see `with_d2t`).
+    """Return stored tensors with `draft_tokens` instead of d2t and t2d, the inverse of `with_d2t`.
 
-    Raises a UserError if the two disagree or one is missing. Both may be missing if the head drafts all tokens.
+    Raises a UserError, which names the folder `where`, if d2t and t2d disagree or one is missing. Both may be missing
+    if the head drafts all tokens.
     """
     config: Any = head.config
     tensors, rows = dict(tensors), config.output_size
@@ -227,7 +232,10 @@ def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) ->
 
 
 def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
-    """Return the token id of each row of the output matrix; raise a UserError if d2t has another shape or dtype."""
+    """Return the token id i + d2t[i] of each row i of the output matrix.
+
+    Raises a UserError, which names `where`, unless d2t has the shape [rows] and an integer dtype.
+    """
     integer = not d2t.is_floating_point() and d2t.dtype != torch.bool
     refuse(
         (d2t.shape != (rows,), f"{where}: d2t is {list(d2t.shape)}, config.json says {[rows]}"),
@@ -264,9 +272,9 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def translate(read: ForeignConfig, file: Path) -> JsonObject:
-    """Return the fields of a head's config, given the content of config.json and its path.
+    """Convert the content of config.json to the fields of `Eagle3SpeculatorConfig`; `file`, its path, is for errors.
 
-    An embedding among the weights is the head's own; `bind` drops it again if it equals the target's.
+    An embedding among the weights beside it counts as the head's own; `bind` drops it later if it equals the target's.
     """
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
         refuse((name not in read, f"{file}: {name} is missing"))
@@ -305,7 +313,7 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return stored tensors by the head's names."""
+    """Return stored tensors by the head's names, the inverse of `pack`; `where`, the folder, is for errors."""
     ours: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         our_name = _OURS + name.removeprefix(_LAYER) if name.startswith(_LAYER) else name
@@ -321,9 +329,9 @@ def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load a head in this layout.
+    """List the programs that may load an `eagle3` head, each with its command or the reason that it can't.
 
-    SGLang and EAGLE's own code silently ignore fields that they don't know, so a head that sets one is not for them.
+    SGLang and EAGLE's own code count as unable if the head sets a field that they would silently ignore.
     """
     base = config.base_model_name_or_path
     foreign = {

@@ -42,7 +42,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_names(folder: Path) -> set[str]:
-    """Return the stored names of all tensors of a folder; of safetensors no values are read."""
+    """Return the stored names of all tensors of a folder; only the headers of safetensors files are read."""
     names: set[str] = set()
     for file in _weight_files(folder):
         if file.suffix == ".safetensors":
@@ -73,7 +73,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the shard of each tensor, all of which exist, as an index of shards lists them."""
+    """Return {tensor name: file name} from an index of shards; raise a UserError if a file is missing."""
     shards = read_weight_map(file)
     for shard in sorted(set(shards.values())):
         refuse((not (file.parent / shard).is_file(), f"{file.parent}: the shard {shard} is missing"))
@@ -81,7 +81,10 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def read_shards(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor of a model in safetensors; other files, such as an adapter's, don't count."""
+    """Return {tensor name: file name} of the model in a folder, from model.safetensors or its index of shards.
+
+    Other safetensors files, such as an adapter's, are ignored.
+    """
     whole, index = (folder / name for name in SAFETENSORS)
     if index.is_file() and not whole.is_file():
         return read_index(index)
@@ -92,7 +95,7 @@ def read_shards(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file to read single tensors; a damaged file is a UserError."""
+    """Yield an open safetensors file, to read single tensors; raise a UserError if it is damaged."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

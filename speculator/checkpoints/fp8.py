@@ -17,7 +17,7 @@ SUFFIXES = ("_scale_inv", "_scale")
 
 
 def block_of(quantization: ForeignConfig) -> tuple[int, ...] | None:
-    """Return rows and columns of a block, as a `quantization_config` states them; None: it has no blocks."""
+    """Return the rows and columns that share a scale, as a `quantization_config` states them; None without blocks."""
     groups = quantization.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values()]
     stated = [quantization.get("weight_block_size"), *(each.get("block_structure") for each in weights)]
@@ -25,9 +25,10 @@ def block_of(quantization: ForeignConfig) -> tuple[int, ...] | None:
 
 
 def sizes_of(name: str, shape: torch.Size, scale: Tensor, block: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the part of a weight, along each dimension, that has one scale. Raises a UserError for other scales.
+    """Return the sizes of the part that shares one scale: a block, a row, or the whole weight of this name and shape.
 
-    A weight [576, 7168] with blocks of 128 x 128 has scales [5, 56]: the last row of blocks has 64 rows.
+    `block` is the result of `block_of`. Raises a UserError if the scale's shape fits none of them. A weight [576, 7168]
+    with blocks of 128 x 128 has scales [5, 56]: the last row of blocks has 64 rows.
     """
     per_row = tuple(shape[:-1])
     if scale.numel() == 1:
@@ -43,7 +44,7 @@ def sizes_of(name: str, shape: torch.Size, scale: Tensor, block: tuple[int, ...]
 
 
 def dequantise(tensor: Tensor, scale: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the weight in bfloat16."""
+    """Return float8 numbers times their scales, in bfloat16; `sizes_of` gives the sizes that share one scale."""
     return (tensor.float() * _expand(scale, tensor.shape, sizes)).to(torch.bfloat16)
 
 
@@ -53,7 +54,8 @@ def quantise(
     """Return a weight as numbers of `dtype` and new scales of the stored scale's shape and dtype.
 
     Args:
-        scale: the stored scale.
+        scale: the stored scale, of which only shape and dtype are used.
+        sizes: result of `sizes_of`: the part of the weight that shares one scale.
         powers: scales must be powers of two, as they always are in float8_e8m0fnu.
     """
     counts, limit = _counts(tensor.shape, sizes), torch.finfo(dtype).max
@@ -76,7 +78,7 @@ def _counts(shape: torch.Size, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _expand(scale: Tensor, shape: torch.Size, sizes: tuple[int, ...]) -> Tensor:
-    """Return the scale of every number of a weight of this shape."""
+    """Repeat each scale over the part of a weight that shares it, of these sizes; return float32 of the given shape."""
     scale = scale.float().reshape(_counts(shape, sizes))
     for dim, (length, size) in enumerate(zip(shape, sizes, strict=True)):
         scale = scale.repeat_interleave(size, dim).narrow(dim, 0, length)

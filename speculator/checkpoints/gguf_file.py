@@ -69,6 +69,8 @@ _WHOLE = {
 def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> JsonObject:
     """Return the GGUF metadata that all heads have, by key.
 
+    Raises a UserError for a head without `aux_layers` or with a rope that llama.cpp can't run.
+
     Args:
         architecture: "eagle3" or "dflash", the prefix of the keys.
         dtype: name of the weights' dtype.
@@ -99,7 +101,7 @@ def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int)
 
 
 def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the GGUF metadata of an EAGLE-3 head. Raises a UserError for what llama.cpp does not run."""
+    """Return the GGUF metadata of an EAGLE-3 head, by key. Raises a UserError if llama.cpp can't run the head."""
     flags = ("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding")
     lacks = [name for name in flags if getattr(config, name)] + ["sliding_window"] * (config.sliding_window is not None)
     count = config.num_aux_layers
@@ -118,9 +120,9 @@ def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the GGUF metadata of a block drafter.
+    """Return the GGUF metadata of a block drafter, by key. Raises a UserError if llama.cpp can't run it.
 
-    To llama.cpp a head with a Markov head is DSpark, and one with a selector is DFlash 2.
+    To llama.cpp a block drafter with a Markov head is DSpark, and one with a selector is DFlash 2.
     """
     kind = block_drafters.kind_of(config)
     dspark, parts = kind == "dspark", block_drafters.dflash2_parts(config) if kind == "dflash2" else {}
@@ -187,7 +189,11 @@ def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str
 
 
 def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the tensors to store; a draft vocabulary adds its rows of the output matrix, from the target's file."""
+    """Return a block drafter's tensors by their names in the flat layout.
+
+    With a draft vocabulary its rows of the output matrix are added from the target's GGUF file. Raises a UserError if
+    that file has other weights than the head was trained for.
+    """
     packed = eagle3.with_d2t(head)
     if head.draft_tokens is not None:
         from gguf import dequantize
@@ -206,7 +212,7 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
 
 
 def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
-    """Return a tensor's data and GGUF type, None for types that GGUF and numpy share."""
+    """Return a tensor's data as an array, and its GGUF type: None if the writer can tell it from the array's dtype."""
     from gguf import GGMLQuantizationType, quants
 
     tensor = tensor.detach().cpu().contiguous()
@@ -216,7 +222,12 @@ def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
 
 
 def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, JsonObject, Path], None]:
-    """Return the function that writes a head as one GGUF file: `Layout.write`."""
+    """Return `Layout.write` for GGUF: it writes a head as one file, reads it back and compares.
+
+    Args:
+        architecture: llama.cpp's name, "eagle3" or "dflash".
+        pack: returns the head's tensors by their names in the flat layout.
+    """
 
     def write(head: Any, keys: JsonObject, folder: Path) -> None:
         target = head.config.base_model_name_or_path or ""

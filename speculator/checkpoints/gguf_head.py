@@ -39,7 +39,10 @@ _FACTORS, _TOKENS, _TARGETS = "rope_freqs.weight", "d2t", "output.weight"
 
 
 def differences(head: Any, file: Path) -> list[str]:
-    """Return what of a head differs in its GGUF file: config, weights, or logits of a head made from the file."""
+    """Return the names of what differs between a head and its GGUF file: config fields, "rope", tensors or "logits".
+
+    An empty list means that a head made from the file is equal.
+    """
     from gguf import GGUFReader
 
     found = GGUFReader(file)
@@ -109,7 +112,7 @@ def _config(found: GGUFReader, stored: dict[str, ReaderTensor]) -> tuple[JsonObj
 
 
 def _weights(head: Any, stored: dict[str, ReaderTensor], interleaved: bool) -> dict[str, Tensor]:
-    """Return dequantised tensors by the head's names; those that it uses are removed from `stored`.
+    """Return dequantised tensors by the head's names, and remove the tensors that were used from `stored`.
 
     Args:
         head: a head of the same shape as the file's.

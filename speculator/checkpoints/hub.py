@@ -30,10 +30,10 @@ def is_hub_id(name: str | Path) -> bool:
 
 
 def downloaded(name: str, revision: str | None = None, files: list[str] | None = None) -> Path:
-    """Download a repository into the hub's cache, or find it there; return its folder.
+    """Download a repository's files that the hub's cache lacks; return its folder there.
 
     Args:
-        files: patterns of the files at its top; None: all files, those in subfolders too.
+        files: patterns of files at the top level of the repository; None: all files, in subfolders too.
     """
     below = None if files is None else ["*/*"]  # a * in a pattern crosses folders
     try:

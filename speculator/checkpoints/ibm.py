@@ -17,7 +17,7 @@ _REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not support
 def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the content of config.json. Every field is written out, because some loaders have other defaults, or none.
 
-    `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM only counts the list.
+    `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM uses the list's length only.
     """
     n = config.n_predict
     written = {
@@ -39,7 +39,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load a head in this layout."""
+    """List vLLM, TGI, fms-extras and TGIS, each with its command for a head in `folder` or the reason that it fails."""
     n, base = config.n_predict, config.base_model_name_or_path
     vllm = commands.vllm(base, model=folder, num_speculative_tokens=n, draft_tensor_parallel_size=1)
     if not config.tie_weights:

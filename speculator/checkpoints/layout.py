@@ -53,7 +53,7 @@ class Server:
 
     Attributes:
         name: program and versions.
-        loads: it loads this head; None: nobody tried.
+        loads: whether it loads this head; None if untested.
         how: how to start it, or the reason that it does not load.
     """
 
@@ -72,7 +72,7 @@ class Layout:
     """Checkpoint layout of one kind of head.
 
     Attributes:
-        name: name for the user; each kind of head has its own layout of a name, or none.
+        name: name for the user, unique among the layouts of a kind of head.
         head: kind of head.
         architecture: `architectures[0]` of config.json, which identifies the layout.
         fields: builds config.json from the head's config and the name of its dtype.
@@ -81,7 +81,7 @@ class Layout:
         defaults: values of required fields that config.json may leave out.
         expandable: its loaders accept tied tensors under every position's name.
         translate: renames the fields of config.json to this library's, given its path; may raise a UserError.
-        bare: its loaders find tensor names without prefix only.
+        bare: its loaders find only tensor names without the prefix "speculator.".
         also: further names of the architecture.
         mark: field of config.json that tells this layout from others of the same architecture name.
         shape: required fields and their types.
@@ -114,11 +114,11 @@ class Layout:
     read: Callable[[Path, Any], dict[str, Tensor]] | None = None
 
     def carries(self, config: SpeculatorConfig) -> bool:
-        """Return whether the layout can store a head's draft vocabulary, if it has one."""
+        """Return whether the layout can store the draft vocabulary of a head with this config; True if it has none."""
         return config.draft_vocab_size is None or "draft_vocab_size" in self.kept
 
     def stores(self, head: Speculator) -> bool:
-        """Return whether a head can be exported to this layout, as `save` decides it from the config."""
+        """Return whether a head can be exported to this layout, by its class and config alone."""
         try:
             self.fields_of(head)
         except UserError:
@@ -140,13 +140,19 @@ class Layout:
 
 
 def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor by its name without prefix; `expand_tied` repeats tied ones per position."""
+    """Return the shape of each tensor by its name in the head.
+
+    `expand_tied` lists a tied tensor under the name of every draft position that uses it.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
 
 
 def load(folder: str | Path, layout: Layout) -> Speculator:
-    """Load a head in this layout to the CPU, in its stored dtype. Raises a UserError unless everything matches."""
+    """Load a head in this layout to the CPU, in its stored dtype and in eval mode.
+
+    Raises a UserError unless the names, shapes and dtypes of all tensors match config.json.
+    """
     folder = Path(folder)
     config = load_config(folder, layout)
     try:
@@ -160,7 +166,7 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
 
 
 def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
-    """Read the config of a head in this layout, without the values of its weights."""
+    """Read the config of the head in a folder of this layout; raise a UserError if it is malformed."""
     try:
         return layout.read_config(folder) if layout.read_config else _read_config(folder, layout)
     # Values of other types fail anywhere, also in transformers.
@@ -196,7 +202,10 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
 
 
 def base_config(name: str | None) -> PreTrainedConfig | None:
-    """Return the base model's config if it is a folder or in the hub's cache; nothing is downloaded."""
+    """Return the config of the base model, a folder, GGUF file or cached hub id; None if it can't be read.
+
+    Nothing is downloaded.
+    """
     try:
         return read_config(name, local_files_only=True) if name else None
     except Exception:  # not a config that transformers can read
@@ -235,7 +244,7 @@ def _read_weights(folder: Path, head: Speculator, layout: Layout) -> dict[str, T
 
 
 def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) -> None:
-    """Raise a UserError unless names and shapes are the head's, dtypes one float dtype, and all values finite.
+    """Raise a UserError unless names and shapes are the head's, weights have one float dtype, and values are finite.
 
     Tied tensors may be stored once or under every position's name. `where` begins the message.
     """
@@ -277,7 +286,10 @@ def _listed(names: Iterable[str]) -> str:
 
 @torch.no_grad()
 def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, Tensor]) -> None:
-    """Compare a written folder with the head; raise a UserError if anything differs."""
+    """Load a written folder; raise a UserError if config.json, tensors, weights or logits differ from the head's.
+
+    `written` holds the tensors that were written, by their stored names.
+    """
     config: Any = head.config
     stored = files.read_tensors(folder)
     # By the same code that users call: whatever a reader would reject is found before the folder appears.

@@ -37,7 +37,7 @@ MODEL_TYPES = {
 
 
 def refusal(base: str | None) -> str | None:
-    """Return why llama.cpp can't run a head for a target; None: it can, or the target is not on this machine."""
+    """Return the reason that llama.cpp can't run a head for this target; None if it can or the target isn't found."""
     if base and is_gguf(base) and Path(base).is_file():
         found, known = metadata(base).architecture, ARCHITECTURES
     elif config := base_config(base):

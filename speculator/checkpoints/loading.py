@@ -70,7 +70,10 @@ def load_drafter(
 
 
 def bind(head: Speculator, target: TrainingTarget, name: str = "the head") -> Speculator:
-    """Give a head its target's matrices and default auxiliary layers, after a check of the sizes; return the head."""
+    """Give a head the target's matrices that it shares and its default auxiliary layers; return the head.
+
+    Raises a UserError, which calls the head `name`, if hidden size, vocabulary or auxiliary layers don't fit.
+    """
     config = head.config
     if config.emb_dim != target.hidden_size:
         raise UserError(

@@ -47,11 +47,11 @@ class Names:
     """Where a family keeps its MTP layers.
 
     Attributes:
-        prefix: before the names of one layer, such as "{}layers.{}."; the first {} is what precedes "layers.", the
-            second the number of the target's layers plus the MTP layer's number.
-        block: before the names of its decoder layer, after `prefix`.
-        parts: stored names of the other parts, after `prefix`.
-        single: there is one layer at most.
+        prefix: start of the tensor names of an MTP layer, such as "{}layers.{}."; the first {} is what precedes
+            "layers.", the second the number of the target's layers plus the MTP layer's number.
+        block: what follows `prefix` in the names of the MTP layer's decoder layer.
+        parts: what follows `prefix` in the names of the MTP layer's other parts, by this library's names.
+        single: the family has one MTP layer at most.
     """
 
     prefix: str
@@ -78,12 +78,12 @@ FAMILIES = {
 
 
 class Stored:
-    """The tensors in a model's folder, by name, and the names of its MTP layers.
+    """The tensors in a model's folder, read by name, and the names there of an MTP head's tensors.
 
     Attributes:
         text: the model's text config.
-        shards: name of each tensor's file.
-        root: what precedes "layers." in the names.
+        shards: {tensor name: file name}.
+        root: what precedes "layers." in the tensor names.
         layers: number of MTP layers in the files.
 
     Raises:
@@ -136,12 +136,15 @@ class Stored:
 
     @cached_property
     def _renamings(self) -> list[WeightTransform]:
-        """Changes that turn transformers' names of a decoder layer's tensors into the published ones."""
+        """Renamings from transformers' names of a decoder layer's tensors to the published checkpoint's."""
         made = get_checkpoint_conversion_mapping(self.text.model_type) or []
         return [each.reverse_transform() for each in reversed(made) if type(each) is WeightRenaming]
 
     def parts(self, ours: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return views of a tensor of the head by their stored names: one, or those of single experts."""
+        """Return the head's tensor named `ours` by its stored name, or views of each expert's part by theirs.
+
+        A tensor of all experts is split unless the folder stores it as one.
+        """
         name = self.name(ours)
         stem, _, last = name.rpartition(".")
         if last not in _EXPERTS or not stem.endswith("experts") or name in self.shards:
@@ -154,7 +157,10 @@ class Stored:
         }
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor; float8 is dequantised to bfloat16. Raises a UserError for what is stored in another way."""
+        """Read a tensor by its stored name; float8 is dequantised to bfloat16.
+
+        Raises a UserError if the tensor is missing or quantised in another way.
+        """
         if name not in self.shards:
             raise UserError(f"{self.folder}: its MTP layer lacks {name}{self._quantised}")
         tensor, scale = self._open(name), self.scale_name(name)
@@ -165,7 +171,7 @@ class Stored:
         return fp8.dequantise(tensor, self._open(scale), self.scaled(name))
 
     def scale_name(self, name: str) -> str | None:
-        """Return the name of a tensor's scale, or None."""
+        """Return the stored name of a tensor's quantisation scale; None if it has no scale."""
         return next((name + suffix for suffix in fp8.SUFFIXES if name + suffix in self.shards), None)
 
     def scaled(self, name: str) -> tuple[int, ...]:
@@ -228,7 +234,7 @@ def is_model(config: ForeignConfig) -> bool:
 
 
 def shipped(folder: Path) -> Stored:
-    """Find the MTP layers in a model's folder; raise a UserError without them."""
+    """Return a model's folder opened as `Stored`; raise a UserError unless it holds all MTP layers that it promises."""
     stored = Stored(folder)
     refuse(
         (
@@ -273,7 +279,10 @@ def read(folder: Path, head: MTPSpeculator) -> dict[str, Tensor]:
 
 
 def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
-    """Write a copy of the target's folder with the head's weights in it, and read them back: `Layout.write`."""
+    """Write a copy of the target's folder with the head's weights as its MTP layers: `Layout.write`.
+
+    The copy is read back; a UserError is raised if its weights differ from the head's. `made` is not used.
+    """
     base = head.config.base_model_name_or_path
     if base is None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
@@ -377,7 +386,7 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
 
 
 def _link(source: Path, copy: Path) -> None:
-    """Link a file, or copy it to another file system."""
+    """Hard-link a file as `copy`, or copy its content if it can't be linked there."""
     # A target's shards may have hundreds of gigabytes. In a hub's cache they are links: the copy names the file itself.
     try:
         os.link(source.resolve(), copy)
@@ -396,7 +405,7 @@ def fields(config: MTPSpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that draft with the MTP layers of their target."""
+    """List vLLM and SGLang, each with the command that drafts with the MTP layers of the target in `folder`."""
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
     how, ran = line(folder, "vllm", "serve", BASE, "--speculative-config", options), ("glm4_moe", "qwen3_5_text")
     vllm = Server("vLLM 0.32", True if config.block["model_type"] in ran else None, how)  # type: ignore[index]

@@ -26,12 +26,12 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 @cache
 def native_layout(head: type[Speculator]) -> Layout:
-    """Build the native layout of a kind of head."""
+    """Return the `native` layout of a head class: the config and tensors that `save_pretrained` writes."""
     own = _declared_fields(head.config_class)
     shape = {name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own}
 
     def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
-        """Build config.json as transformers writes it."""
+        """Return the content of config.json as transformers writes it; `dtype` is that of the weights."""
         written = json.loads(config.to_json_string(use_diff=True))
         return {**written, "architectures": [head.__name__], "dtype": dtype}
 
@@ -47,7 +47,7 @@ def native_layout(head: type[Speculator]) -> Layout:
 
 
 def _declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
-    """Return the fields that a head's config and its base classes declare, with their JSON types."""
+    """Return the fields of JSON types that a head's config class and its bases declare, with their types."""
     found: dict[str, type] = {}
     for kind in config.__mro__[: config.__mro__.index(PreTrainedConfig)]:
         for name, hint in get_annotations(kind).items():

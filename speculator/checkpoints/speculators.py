@@ -76,7 +76,7 @@ def method(config: SpeculatorConfig, algorithm: str) -> JsonObject:
 
 
 def translate(read: ForeignConfig, file: Path) -> JsonObject:
-    """Return the fields of a head's config, given the content of config.json and its path, for errors."""
+    """Convert the content of config.json to the fields of `Eagle3SpeculatorConfig`; `file`, its path, is for errors."""
     kind = read.get("speculators_model_type")
     refuse(
         (kind != "eagle3", f"{file}: speculators_model_type is {kind!r}; must be 'eagle3'"),
@@ -111,8 +111,8 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return stored tensors by the head's names, without the copy of the target's embedding.
 
-    The head reads tokens by that copy until `bind` replaces it with the target's own. A copy of zeros, which stands for
-    none, is dropped. The embedding of a head that has its own (`own_embedding`) stays among the tensors.
+    The head embeds tokens with that copy until `bind` replaces it with the target's own. A copy of zeros means that
+    none was stored, so it is dropped. The embedding of a head that has its own (`own_embedding`) is returned too.
 
     Args:
         where: the folder, for errors.
@@ -132,7 +132,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load a head in this layout."""
+    """List vLLM, `speculators` and SGLang, each with what loads the head in `folder` or the reason that it can't."""
     return [
         vllm(config, folder),
         Server(f"speculators {VERSION}", True, f"Eagle3DraftModel.from_pretrained({json.dumps(folder)})"),

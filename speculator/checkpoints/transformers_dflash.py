@@ -56,7 +56,7 @@ def fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
 
 
 def from_transformers(read: ForeignConfig, file: Path) -> JsonObject:
-    """Return the fields of a head's config, given the content of config.json and its path, for errors.
+    """Convert the content of config.json to the fields of `DSparkSpeculatorConfig`; `file`, its path, is for errors.
 
     The content differs from that of the `dflash` layout in names only.
     """

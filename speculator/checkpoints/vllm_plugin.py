@@ -21,7 +21,7 @@ _ANY_LENGTH = 2**24  # a head has no positions, so the target's context decides
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """List the programs that may load a head in this layout."""
+    """Return one entry, for vLLM with this project's plugin: how to install that and serve the head in `folder`."""
     options = {"method": "eagle", "model": folder, "num_speculative_tokens": config.n_predict}
     serve = commands.vllm(config.base_model_name_or_path, **options)
     how = f"pip install ./integrations/vllm into vLLM's environment, then {serve}"
@@ -30,7 +30,10 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 def _layout(head: type[Speculator], architecture: str) -> Layout:
     def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
-        """Build config.json; vLLM checks a Llama's sizes, and uses only `hidden_size` and `vocab_size`."""
+        """Return the content of config.json: a Llama's and the head's fields.
+
+        vLLM checks the Llama's sizes, but uses only `hidden_size` and `vocab_size`.
+        """
         heads = math.gcd(config.emb_dim, 64)  # a power of 2, so that GPUs can share the heads
         llama = {
             "architectures": [architecture],
