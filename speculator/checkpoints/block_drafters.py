@@ -56,7 +56,7 @@ _NESTED = "dflash_config"
 _LAYERS = "target_layer_ids"
 _PREFIX = "model."
 _TAPS = 2
-"""Slots that a convolution of this library mixes; the key is `conv_kernel_size`."""
+"""Number of neighbouring positions that a convolution of this library mixes; the key is `conv_kernel_size`."""
 _DFLASH2 = ("conv_group_size", "selector_rank", "selector_top_k")
 _NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": 0}
 """Keys of DFlash 2 that change embeddings or logits, and the values with which they change nothing."""

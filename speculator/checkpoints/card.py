@@ -124,6 +124,7 @@ def model_card(head: Speculator, run: RunRecord, report: Report) -> str:
 
 
 def _facts(head: Speculator, target: str | None) -> str:
+    """Return a table of a head's architecture, size, target and training data; `target` None: not recorded."""
     config: Any = head.config
     unknown = "not recorded"
     facts = {
@@ -140,7 +141,7 @@ def _facts(head: Speculator, target: str | None) -> str:
 
 
 def _results(rows: list[ReportRow]) -> str:
-    """Format acceptance and speed of each measured drafter as a table."""
+    """Return a Markdown table of each row's acceptance and speed; "" without rows."""
     if not rows:
         return ""
     baselines = [name for name in BASELINES if any(name in row.get("speedup", {}) for row in rows)]
@@ -164,6 +165,7 @@ def _results(rows: list[ReportRow]) -> str:
 
 
 def _drafter(row: ReportRow) -> str:
+    """Return the drafter of a row, with the size of its tree and its accept rule, as the table names it."""
     if row["drafter"] == "none":
         return "plain decoding"
     name = DRAFTERS[row["drafter"]]
@@ -175,6 +177,7 @@ def _drafter(row: ReportRow) -> str:
 
 
 def _with_interval(ratio: Interval | None) -> str:
+    """Format a speedup with its interval, such as "1.32 (1.28-1.36)"; "" for None."""
     if not ratio:
         return ""
     interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f}-{ratio['high']:.2f})"  # None: a single prompt
@@ -182,6 +185,7 @@ def _with_interval(ratio: Interval | None) -> str:
 
 
 def _listed(values: Mapping[str, object]) -> str:
+    """Join names and values: "batch size 1, ..."."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 

@@ -246,7 +246,10 @@ def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
 
 
 def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json. Every field is written out, because readers have different defaults."""
+    """Return the content of config.json, given the name of the weights' dtype.
+
+    Every field is written out, because readers have different defaults.
+    """
     rope = dict(config.rope_parameters or {})
     theta = rope.pop("rope_theta")
     # Written twice: vLLM reads the key at the top, SGLang the one in `eagle_config`.

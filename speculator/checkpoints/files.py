@@ -27,7 +27,7 @@ WEIGHTS = (*SAFETENSORS, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_config(folder: Path) -> ForeignConfig:
-    """Read the config.json of a head's folder."""
+    """Read the config.json of a head's folder; raise a UserError if it is missing or no JSON object."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG} in it, so not the folder of a head")
     return read_json(folder / CONFIG)
@@ -64,6 +64,7 @@ def write(folder: Path, config: JsonObject, tensors: dict[str, Tensor]) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    """Return the files with a folder's weights, shards included; raise a UserError if there are none."""
     found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if found is None:
         raise UserError(f"{folder}: no weights in it; expected one of {', '.join(WEIGHTS)}")
@@ -104,6 +105,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file or a pickle by name; raise a UserError if it is damaged."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles

@@ -163,7 +163,9 @@ def _name(name: str) -> str:
 
 
 def tensors(head: Any, packed: dict[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
-    """Return a head's tensors by llama.cpp's names: all but matrices in float32, the draft vocabulary as token ids.
+    """Return a head's tensors by llama.cpp's names.
+
+    Norms, and tensors that are not matrices, are converted to float32; "d2t" holds the ids of the draft vocabulary.
 
     Args:
         packed: the tensors by their names in the flat layout.
@@ -267,7 +269,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
 
 
 def servers(config: AttentionConfig, folder: str) -> list[Server]:
-    """List the only program, llama.cpp, with its command for a head or the reason that it can't load it."""
+    """Return one entry, for llama.cpp: its command for the head in `folder`, or the reason that it can't load it."""
     block = isinstance(config, DSparkSpeculatorConfig)
     try:
         block_fields(config, "float32") if block else eagle3_fields(config, "float32")  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ def _weights(head: Any, stored: dict[str, ReaderTensor], interleaved: bool) -> d
 
     Args:
         head: a head of the same shape as the file's.
-        stored: the file's tensors by name; draft token ids stay in it.
+        stored: the file's tensors by name; the ids of the draft vocabulary stay in it.
         interleaved: rope pairs neighbouring features in the file's query and key projections; they are reordered.
     """
     from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
@@ -145,4 +145,5 @@ def _weights(head: Any, stored: dict[str, ReaderTensor], interleaved: bool) -> d
 
 
 def _same(ours: Any, theirs: Any) -> bool:
+    """Return whether two values are equal, floats after rounding to GGUF's float32."""
     return ours == theirs or (isinstance(ours, float) and np.float32(ours) == np.float32(theirs))

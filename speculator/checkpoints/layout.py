@@ -33,6 +33,7 @@ SHAPE: dict[str, type] = {
     "tie_weights": bool,
     "scale_input": bool,
 }
+"""Default of `Layout.shape`."""
 KEPT: dict[str, type] = {
     "base_model_name_or_path": str,
     "base_model_adapter": str,
@@ -43,6 +44,7 @@ KEPT: dict[str, type] = {
     "top_k_tokens_per_head": list,
     "n_candidates": int,
 }
+"""Default of `Layout.kept`."""
 PREFIX = "speculator."  # of tensor names in servers' layouts; read with or without
 _DRAFT_TOKENS = "draft_tokens"
 
@@ -63,7 +65,7 @@ class Server:
 
     @property
     def verdict(self) -> str:
-        """`loads` in words, for a printed line: loads in, DOES NOT LOAD in, not tried in."""
+        """`loads` in words, before a server's name: "loads in", "DOES NOT LOAD in" or "not tried in"."""
         return {True: "loads in", False: "DOES NOT LOAD in", None: "not tried in"}[self.loads]
 
 
@@ -73,7 +75,7 @@ class Layout:
 
     Attributes:
         name: name for the user, unique among the layouts of a kind of head.
-        head: kind of head.
+        head: class of the heads.
         architecture: `architectures[0]` of config.json, which identifies the layout.
         fields: builds config.json from the head's config and the name of its dtype.
         servers: lists the programs for a head's config and folder.
@@ -88,9 +90,9 @@ class Layout:
         kept: optional fields that are kept in the head's config, and their types.
         pack: converts a head's tensors to stored ones; None: stored under their own names.
         unpack: converts stored tensors to the head's; may raise a UserError.
-        write: writes the head's file, with what `fields` returned, if the layout is another than config.json and
-            model.safetensors, and checks it; without `read_config` and `read`, no command reads such a layout.
-        read_config, read: read the config, and the weights by the head's names, of a folder in such a layout.
+        write: writes a head into a folder, given the result of `fields`, and checks what it wrote; None: the layout is
+            config.json and model.safetensors. Without `read_config` and `read`, no command reads other layouts.
+        read_config, read: read the config, and the weights by the head's names, from a folder that `write` wrote.
     """
 
     name: str
@@ -151,7 +153,8 @@ def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tupl
 def load(folder: str | Path, layout: Layout) -> Speculator:
     """Load a head in this layout to the CPU, in its stored dtype and in eval mode.
 
-    Raises a UserError unless the names, shapes and dtypes of all tensors match config.json.
+    Raises a UserError if config.json is malformed, if tensor names or shapes don't match it, or if the weights are not
+    finite numbers of one float dtype.
     """
     folder = Path(folder)
     config = load_config(folder, layout)
@@ -233,6 +236,7 @@ def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
 
 
 def _read_weights(folder: Path, head: Speculator, layout: Layout) -> dict[str, Tensor]:
+    """Return the tensors in a folder by the head's names; raise a UserError unless they fit the head."""
     tensors = files.read_tensors(folder)
     if tensors and all(name.startswith(PREFIX) for name in tensors):
         refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, which this layout's loaders don't find"))
@@ -280,6 +284,7 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return up to four names, sorted, and the number of the others."""
     names = sorted(names)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 

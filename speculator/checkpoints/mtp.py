@@ -121,6 +121,7 @@ class Stored:
         return promised(self.text)
 
     def prefix(self, index: int) -> str:
+        """Return the start of the tensor names of MTP layer `index`, which counts from 0."""
         return self.names.prefix.format(self.root, self.text.num_hidden_layers + index)
 
     def name(self, ours: str) -> str:
@@ -175,7 +176,7 @@ class Stored:
         return next((name + suffix for suffix in fp8.SUFFIXES if name + suffix in self.shards), None)
 
     def scaled(self, name: str) -> tuple[int, ...]:
-        """Return the size of the blocks of a tensor that share a scale, along each dimension.
+        """Return the size, along each dimension, of the part of a float8 tensor that shares one scale.
 
         Raises:
             UserError: the dtypes or the shape of the scale belong to no known scheme.
@@ -221,6 +222,7 @@ class Stored:
 
     @property
     def _table(self) -> str:  # MTP layers have copies of it, under `layers`
+        """Stored name of the embedding matrix."""
         return next(name for name in sorted(self.shards, key=len) if name.endswith(_TABLES))
 
 
@@ -326,10 +328,12 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
 
 
 def _single(stored: Stored) -> bool:
+    """Return whether the model is one safetensors file, not shards."""
     return (stored.folder / _WEIGHTS).is_file()
 
 
 def _check(head: MTPSpeculator, stored: Stored) -> None:
+    """Raise a UserError unless the head's layers fit the target in `stored`, whose copy will hold them."""
     config, folder = head.config, stored.folder
     kind, count = config.block["model_type"], len(head.layers)  # type: ignore[index]
     trained_for = config.base_model_fingerprint

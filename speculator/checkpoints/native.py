@@ -19,7 +19,7 @@ _JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
-    """Return the only program that loads a native layout: the bundled decoder."""
+    """Return one entry, for the bundled decoder, with its command for a head in `folder`."""
     words = ("speculator", "generate", "--target", BASE, "--speculator", folder, "--prompt", "...")
     return [Server("speculator", True, line(config.base_model_name_or_path, *words))]
 

@@ -29,6 +29,8 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 
 def _layout(head: type[Speculator], architecture: str) -> Layout:
+    """Return the layout of a head class; `architecture` is its name in vLLM."""
+
     def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
         """Return the content of config.json: a Llama's and the head's fields.
 
