@@ -19,14 +19,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def hardware(device: torch.device) -> str:
-    """Describe the hardware in a line: GPU, or CPU and number of threads."""
+    """Return one line about a device: the GPU's name, or the CPU's and torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {processor()}, {torch.get_num_threads()} threads"
 
 
 def processor() -> str:
-    """Return the CPU's name, family and model; virtual machines give several CPUs one name."""
+    """Return the CPU's name with its family and model numbers, or only its architecture, such as "aarch64".
+
+    The numbers tell CPUs apart to which virtual machines give the same name.
+    """
     with suppress(OSError):
         facts = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
         if "model name" in facts:
@@ -40,7 +43,7 @@ def cores() -> int:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which products with x run: autocast's, which leaves float64 as it is, or its own."""
+    """Return the dtype of matrix products with x: autocast's if that is on and x is not float64, else that of x."""
     kind = x.device.type
     narrow = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if narrow else x.dtype
@@ -53,7 +56,7 @@ def synchronize() -> None:
 
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor to a device; the host does not wait for a GPU."""
+    """Return a CPU tensor's copy on a device; on a CPU the tensor itself. The host does not wait for a GPU."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -63,9 +66,10 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
-    """Return the requested device; by default the accelerator if there is one, else the CPU.
+    """Return the requested device; None: the accelerator if there is one that can be used, else the CPU.
 
-    Apple's GPUs are refused: they have no 64-bit floating point numbers, which sampling needs.
+    Raises a UserError for an unknown device, for CUDA without a GPU, and for Apple's GPUs ("mps"), which lack the
+    64-bit floating point numbers that sampling needs.
     """
     if device is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -82,5 +86,5 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocation failed."""
+    """Return whether an error means that an allocation failed, on the CPU or a GPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -21,7 +21,7 @@ class UserError(Exception):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Argument parser with one-line errors that takes no abbreviated flags."""
+    """Argument parser that prints one-line errors, and rejects abbreviated flags and empty paths."""
 
     def __init__(self, *positional: Any, **settings: Any):
         super().__init__(*positional, **{"allow_abbrev": False, **settings})
@@ -36,24 +36,24 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def refuse(*faults: tuple[Any, str]) -> None:
-    """Raise a UserError with the message of the first true condition."""
+    """Raise a UserError with the message of the first true condition, given pairs (condition, message)."""
     for wrong, message in faults:
         if wrong:
             raise UserError(message)
 
 
 def refuse_below(arguments: argparse.Namespace, **least: int) -> None:
-    """Raise a UserError for the first count that is too small."""
+    """Raise a UserError for the first flag whose value is below its minimum; `least` maps flags' names to minima."""
     refuse(*((getattr(arguments, name) < n, f"--{name} must be at least {n}") for name, n in least.items()))
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type's name."""
+    """Return the first line of an error's message, or its type's name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def printable(text: str) -> str:
-    """Escape control characters other than tab and line end, which could steer a terminal."""
+    """Return a text with control characters escaped, except tab and line end: they could steer a terminal."""
     harmless = (c in "\t\n" or unicodedata.category(c) not in ("Cc", "Cs") for c in text)
     return "".join(c if so else c.encode("unicode_escape").decode() for c, so in zip(text, harmless, strict=True))
 
@@ -69,7 +69,10 @@ def safe(text: str) -> str:
 
 
 def check_text(where: str, text: str) -> None:
-    """Raise a UserError for an unpaired surrogate, which JSON and shells can contain but tokenizers reject."""
+    """Raise a UserError, which begins with `where`, for an unpaired surrogate in a text.
+
+    JSON and arguments of a command can contain such characters, and tokenizers reject them.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,17 +92,21 @@ def start() -> None:
 
 
 def _leave(*_: Any) -> None:
+    """End the process at once, with exit code 130: a signal handler."""
     os._exit(130)
 
 
 def check_secret(where: str, secret: str) -> None:
-    """Raise a UserError for a key that a header can't contain; libraries would print it in their errors."""
+    """Raise a UserError, which names `where` but not the key, for an API key that an HTTP header can't contain.
+
+    Libraries would print the key in their errors.
+    """
     if not re.fullmatch(r"[!-~]*", secret):
         raise UserError(f"{where} contains a space, a line end or another character that a key can't contain")
 
 
 def hide(text: str, *secrets: str) -> str:
-    """Replace secrets in a text by ***."""
+    """Return a text with all secrets of four characters or more replaced by ***."""
     for secret in secrets:
         if len(secret) >= 4:  # a shorter one would occur in other words
             text = text.replace(secret, "***")
@@ -107,10 +114,11 @@ def hide(text: str, *secrets: str) -> str:
 
 
 def run_command(name: str, work: Callable[[], int | None]) -> int:
-    """Run a command and return its exit code.
+    """Run the command `work` and return its exit code: the one that it returns, or 0 for None.
 
-    User errors, unreadable or unwritable files, and full memory or disks print one line on stderr and return 2. Ctrl-C
-    and a closed pipe return 130 and 141, as in a shell, and print nothing.
+    User errors, unreadable or unwritable files, and full memory or disks print one line on stderr, which begins
+    with `name`, and return 2. Ctrl-C and a closed pipe return 130 and 141, as in a shell, and print nothing. Any other
+    exception is a defect and is raised.
     """
     started = signal.getsignal(signal.SIGINT) is _leave
     if started:

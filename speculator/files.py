@@ -21,6 +21,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from speculator.errors import UserError, first_line
 
 MANIFEST = "checksums.json"
+"""Name of the file with a folder's checksums, see `write_manifest`."""
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 """A value of JSON that others wrote, before it is checked."""
 JsonObject: TypeAlias = dict[str, Json]
@@ -37,7 +38,7 @@ def check_input(path: str | Path) -> Path:
 
 
 def read_text(path: str | Path) -> str:
-    """Read a UTF-8 text file."""
+    """Read a UTF-8 text file; raise a UserError if it is missing or has another encoding."""
     try:
         return check_input(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -45,7 +46,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse JSON; an error names `where` the text comes from."""
+    """Parse JSON; raise a UserError that begins with `where`, the origin of the text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -53,7 +54,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object."""
+    """Read a JSON file; raise a UserError unless it holds an object."""
     content = parse_json(read_text(file), str(file))
     if not isinstance(content, dict):
         raise UserError(f"{file}: not a JSON object")
@@ -61,7 +62,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_weight_map(file: Path) -> dict[str, str]:
-    """Return the shard of each tensor, as an index of shards lists them: a name in the index's folder."""
+    """Return {tensor name: file name} from an index of shards; the files are in its folder, if they exist."""
     shards = read_json(file).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
         raise UserError(f"{file}: no weight_map in it")
@@ -74,7 +75,7 @@ def read_weight_map(file: Path) -> dict[str, str]:
 
 @contextmanager
 def open_binary(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading bytes, and decompress it if its name ends in .gz."""
+    """Yield the stream of a file's bytes, decompressed if its name ends in .gz; errors of reading are UserErrors."""
     check_input(file)
     try:
         with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as stream:
@@ -84,7 +85,10 @@ def open_binary(file: Path) -> Iterator[IO[bytes]]:
 
 
 def parse_rows(file: Path) -> Iterator[tuple[int, Any, str | None]]:
-    """Yield (line number, row, error) of each non-blank line of a JSON lines file; a valid row has no error."""
+    """Yield (line number from 1, parsed row, error) of each non-blank line of a JSON lines file.
+
+    The error is None for a valid line; the row is None for an invalid one.
+    """
     with open_binary(file) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -99,7 +103,10 @@ def parse_rows(file: Path) -> Iterator[tuple[int, Any, str | None]]:
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file:line, row) of each non-blank line of a JSON lines file; an invalid line raises a UserError."""
+    """Yield ("FILE:LINE", parsed row) of each non-blank line of a JSON lines file.
+
+    An invalid line raises a UserError.
+    """
     for number, row, error in parse_rows(file):
         if error:
             raise UserError(f"{file}:{number}: {error}")
@@ -107,7 +114,10 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def check_output_file(flag: str, file: Path | None) -> None:
-    """Raise a UserError if a file can't be written, before the work whose result it will hold."""
+    """Raise a UserError, which begins with `flag`, if a file can't be written. None passes.
+
+    Called before the work whose result the file will hold.
+    """
     if file is None:
         return
     if not file.parent.is_dir():
@@ -119,7 +129,7 @@ def check_output_file(flag: str, file: Path | None) -> None:
 
 
 def check_output_folder(flag: str, folder: Path) -> None:
-    """Raise a UserError if the name of an output folder belongs to a file."""
+    """Raise a UserError, which begins with `flag`, if the name of an output folder belongs to a file."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{flag} {folder}: not a folder")
 
@@ -161,6 +171,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _finite(content: Any) -> Any:
+    """Return JSON content with None for NaN and infinities."""
     if isinstance(content, dict):
         return {name: _finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
@@ -178,7 +189,8 @@ def check_new_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a scratch folder that is flushed to disk and renamed to `path` at the end, or removed after an error.
 
-    An existing folder is filled in its place, config.json last: it may be the current folder, or a mount point.
+    An existing empty folder is kept, and the files are moved into it, config.json last: it may be the current folder,
+    or a mount point. Raises a UserError if it is no longer empty at the end.
     """
     final = Path(os.path.realpath(path))
     filled = final.is_dir()
@@ -202,12 +214,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def is_partial(path: Path) -> bool:
-    """Return whether a killed process left this file or folder unfinished."""
+    """Return whether a file or folder has the name of an unfinished one, such as a killed process leaves."""
     return path.suffix == _PARTIAL
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a UserError: "can't write `path`"."""
     try:
         yield
     except OSError as error:
@@ -215,13 +228,14 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
+    """Flush a file, or the list of names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def acquire(lock: BaseFileLock, busy: str) -> None:
-    """Acquire a lock without waiting; `busy` is the error if another process holds it."""
+    """Acquire a lock without waiting; raise a UserError with the message `busy` if another process holds it."""
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -238,7 +252,7 @@ def sha256(path: Path) -> str:
 
 
 def write_manifest(folder: Path) -> None:
-    """Flush a finished folder to disk, then write its manifest; a folder without one was cut off while written."""
+    """Flush a finished folder to disk, then write its manifest: the SHA-256 checksum of each file, by relative path."""
     checksums = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST):
         checksums[file.relative_to(folder).as_posix()] = sha256(file)
@@ -249,7 +263,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_error(folder: Path) -> str | None:
-    """Compare a folder with its manifest; return what differs, or None."""
+    """Compare a folder with its manifest; return the first difference in words, or None if all files match."""
     if not (folder / MANIFEST).exists():
         return f"it has no {MANIFEST}: it was cut off while being written"
     try:
@@ -274,10 +288,10 @@ def cache_folder() -> Path:
 
 @contextmanager
 def cached_object(kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """Yield a dict read from the user's cache folder, and write it back at the end.
+    """Yield the dict in KIND/NAME.json of the cache folder, and write it back, changed by the caller, at the end.
 
-    Other processes wait for it, up to a minute. Without a readable file the dict is empty; an unwritable cache keeps
-    nothing.
+    Other processes wait for the file's lock, up to a minute. Without a readable file the dict is empty. Nothing is
+    written after an exception, or if the cache can't be written to.
     """
     file = cache_folder() / kind / (re.sub(r"[^\w.+]+", "-", name) + ".json")
     content: dict[str, Any] = {}

@@ -26,6 +26,7 @@ KEYS = {
     "prompt": "text",
     "question": "text",
 }
+"""Keys of a row that hold a prompt, in order of precedence, with the type of their value."""
 _BETWEEN = "\n\n"  # between the turns without a chat template
 
 
@@ -39,7 +40,7 @@ class Prompt:
         chat: apply the chat template; otherwise the texts are joined by blank lines and continued.
         tools: tools for the chat template.
         category: the row's category, or "".
-        where: name of the row in error messages.
+        where: name of the row, such as "FILE:LINE", with which error messages begin.
         today: date for the chat template; None: now.
         variables: variables of the chat template.
     """
@@ -59,7 +60,10 @@ class Prompt:
         return _BETWEEN.join(message["content"] or "" for message in self.messages)
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Tokenize the first turn; special tokens spelled in the text count as such, as in transformers and servers."""
+        """Return the token ids of the first turn, up to where the answer begins; raise a UserError if it has no text.
+
+        Special tokens that the text spells out count as such, as in transformers and servers.
+        """
         for message in self.messages:
             content = message.get("content")
             if isinstance(content, str):
@@ -73,9 +77,12 @@ class Prompt:
     def following(
         self, tokenizer: PreTrainedTokenizerBase, turn: int, prompt: list[int], answers: list[list[int]]
     ) -> list[int]:
-        """Tokenize `turn` (1 for the second): the previous prompt, its answer, and the next question.
+        """Return the token ids of a later turn: the conversation so far, with the next question at its end.
 
         Args:
+            tokenizer: the target's tokenizer.
+            turn: 1 for the second turn, which asks `later[0]`.
+            prompt: token ids of the turn before.
             answers: token ids of all earlier answers, without the EOS token.
         """
         if not self.chat:
@@ -89,6 +96,7 @@ class Prompt:
         return self._rendered(tokenizer, messages)
 
     def _rendered(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+        """Return the token ids of messages in the chat template, up to where the next answer begins."""
         try:
             text = chat_text(tokenizer, messages, self.tools, True, self.today, self.variables)
             return chat_tokens(text, tokenizer)
@@ -102,7 +110,10 @@ def continued(text: str, chat: bool = False, where: str = "the prompt") -> Promp
 
 
 def read_prompts(file: Path) -> list[tuple[dict, Prompt]]:
-    """Read rows with "prompt" or "messages" from a .jsonl file."""
+    """Read rows with "prompt" or "messages" from a .jsonl file; return each row with its prompt.
+
+    Raises a UserError for a row that has neither, and for a file without rows.
+    """
     rows = [(row, prompt_of(where, row, ("prompt", "messages"))) for where, row in read_rows(file)]
     if not rows:
         raise UserError(f"--prompts {file}: no rows in it")
@@ -110,7 +121,10 @@ def read_prompts(file: Path) -> list[tuple[dict, Prompt]]:
 
 
 def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt:
-    """Create a prompt from a row, by the first of `keys` whose value is not null."""
+    """Create a prompt from a row, by the first of `keys` (see `KEYS`) whose value is not null.
+
+    Raises a UserError, which begins with `where`, if the row has none of them or a malformed value.
+    """
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object")
     key = next((key for key in keys if row.get(key) is not None), None)

@@ -42,6 +42,19 @@ class Figures(TypedDict, total=False):
 
     A dict of speeds has the row's drafter as "speculative" and the baselines by name. Rows of plain decoding have no
     drafter, and None at that key.
+
+    Attributes:
+        name: of the suite or the category.
+        turns: answers that were decoded.
+        steps: verification steps, summed over rows of batches.
+        acceptance_length: mean tokens per verification step, the bonus token included.
+        accepted_per_step: the same without the bonus token.
+        undrafted_share: share of the steps in which nothing was drafted.
+        acceptance_by_position: acceptance rate of each draft position, given that the position before was accepted.
+        accepted_lengths: number of steps in which 0, 1, ... draft tokens were accepted.
+        tokens_per_second: speed without the prefill.
+        end_to_end_tokens_per_second: speed with the prefill.
+        speedup: ratio of `tokens_per_second` to that of each baseline.
     """
 
     name: str
@@ -69,11 +82,11 @@ Bucket = TypedDict(
     "Bucket",
     {"from": int, "below": int, "steps": int, "acceptance_length": float, "beyond_trained_length": bool},
 )
-"""Acceptance length at context lengths from one bound up to the next."""
+"""Acceptance length of the steps that began at context lengths of `from` tokens or more, but fewer than `below`."""
 
 
 class Identical(TypedDict):
-    """How many completions are identical to transformers' greedy ones."""
+    """How many completions are identical to transformers' greedy ones, out of how many, and the target's dtype."""
 
     identical: int
     of: int
@@ -89,7 +102,24 @@ class ServerLog(TypedDict):
 
 
 class ReportRow(Figures, total=False):
-    """One decoder on one suite, at one temperature and batch size."""
+    """One decoder on one suite, at one temperature and batch size.
+
+    Attributes:
+        prompts: number of prompts that were decoded.
+        digest: hash of the prompts' tokens and the questions after them.
+        left_out: number of prompts and turns that did not fit the context.
+        chat: whether answers end at EOS.
+        max_new_tokens: limit of an answer.
+        drafter: "none" for plain decoding, or a key of `speculator.tables.DRAFTERS`.
+        num_speculative_tokens: depth of the draft.
+        nodes: tokens of the draft.
+        rule: accept rule; "greedy" at temperature 0.
+        time_to_first_token: median prefill in seconds, by decoder.
+        peak_memory_bytes: allocated on a GPU, else resident memory of the process, by decoder.
+        rows_busy: mean share of a batch's rows that still decode.
+        predicted_speedup: speedup over plain decoding by acceptance and `cost`.
+        categories: figures of each category of the suite.
+    """
 
     prompts: int
     digest: str
@@ -114,7 +144,14 @@ class ReportRow(Figures, total=False):
 
 
 class Report(TypedDict, total=False):
-    """The content of report.json."""
+    """The content of report.json.
+
+    Attributes:
+        schema: version of the format.
+        not_run: reason by baseline that could not run.
+        suites: one row per suite, temperature, batch size and decoder.
+        training: [step, value] pairs by stage and curve.
+    """
 
     schema: int
     target: str
@@ -129,7 +166,7 @@ class Report(TypedDict, total=False):
 
 
 class HeadsCompared(TypedDict):
-    """An old and a new head on the same prompts: pairs of figures, and the difference of their tokens per second."""
+    """An old and a new head on the same prompts: figures as [old, new], and the difference of tokens per second."""
 
     name: str
     prompts: int
@@ -158,9 +195,16 @@ class Gate(TypedDict, total=False):
 
 
 class Round(TypedDict):
-    """The content of round.json: the heads, how far the traffic was read, and "in use" or why the new head isn't.
+    """The content of round.json: what one round of `adapt` trained on, measured and decided.
 
-    Older versions wrote no `newest_tokens`.
+    Attributes:
+        old, new: folders of the heads.
+        answer_tokens: number of answer tokens in the round.
+        newest: name of the newest file of recorded traffic that was read.
+        newest_tokens: number of answer tokens in `newest`, which may grow later; missing in older versions.
+        gate: result of the comparison.
+        outcome: "in use", or the reason that the new head is not.
+        finished: time of the end, in seconds since 1970.
     """
 
     old: str

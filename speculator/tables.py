@@ -29,7 +29,7 @@ OPTIONAL = tuple(BASELINES)[2:]
 
 
 def shown(interval: Interval, form: str = ".2f") -> str:
-    """Format an interval: "1.32 (1.28 to 1.36)", or "1.32 (one sample)" if it has no bounds."""
+    """Format a figure with its interval: "1.32 (1.28 to 1.36)", or "1.32 (one sample)" if it has no bounds."""
     if interval["low"] is None:
         return f"{interval['value']:{form}} (one sample)"
     return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"

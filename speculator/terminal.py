@@ -27,7 +27,7 @@ def colours(stream: IO[str]) -> bool:
 
 
 def log(line: str) -> None:
-    """Print a line on stderr, above the progress bars; on the first process of a launch only."""
+    """Print a line on stderr, above the progress bars; only in the first process of a distributed launch."""
     if _is_first():
         _write(printable(line.replace("\n", " ")))
 
@@ -43,7 +43,7 @@ def phase(number: int, count: int, title: str) -> None:
 
 @contextmanager
 def working(title: str) -> Iterator[None]:
-    """Print a line whenever nothing else was printed for half a minute, until the block ends."""
+    """Print `title` and the time elapsed whenever nothing else was printed for half a minute, until the block ends."""
     work = _Named(title)
     _Heartbeat.begin(work)
     try:
@@ -59,19 +59,24 @@ class _Named:
         self.title, self.began = title, time.monotonic()
 
     def beat(self) -> None:
+        """Print the title and the time elapsed."""
         _write(printable(f"{self.title}: {timedelta(seconds=int(time.monotonic() - self.began))} elapsed"))
 
 
 class _Heartbeat(threading.Thread):
-    """Prints the progress of the innermost work when nothing has been printed for half a minute."""
+    """Prints the progress of the innermost work when nothing has been printed for half a minute.
+
+    Work is an object with a method `beat`, which prints its progress. `begin` starts the process's only thread.
+    """
 
     work: list[Any] = []  # noqa: RUF012  shared: one thread per process
     written = 0.0
-    """Time of the last line."""
+    """Time of the last line, by `time.monotonic`."""
     _thread: _Heartbeat | None = None
 
     @classmethod
     def begin(cls, work: Any) -> None:
+        """Add the innermost work; in other processes than the first of a launch nothing happens."""
         if _is_first():
             if not cls.work:
                 cls.written = time.monotonic()
@@ -82,6 +87,7 @@ class _Heartbeat(threading.Thread):
 
     @classmethod
     def end(cls, work: Any) -> None:
+        """Remove a work, whether or not it is the innermost."""
         cls.work = [each for each in cls.work if each is not work]  # tqdm compares bars by their place
 
     def run(self) -> None:
@@ -96,10 +102,12 @@ class _Heartbeat(threading.Thread):
 
 
 def _is_first() -> bool:
+    """Return whether this is the first process of a distributed launch, which alone prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _write(line: str) -> None:
+    """Print a line on stderr as it is, above the progress bars."""
     _Heartbeat.written = time.monotonic()
     if not sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
@@ -113,7 +121,15 @@ _TITLE = 60
 
 
 class Progress(tqdm):
-    """Progress bar of the first process. In a file or pipe it is a line every half minute."""
+    """Progress bar of the first process of a launch. In a file or pipe it is a line every half minute.
+
+    Args:
+        items: what to iterate over; None: the caller counts with `update`.
+        title: text before the bar; its end, if it is long.
+        unit: name of the items, such as "tokens".
+        disable: show nothing.
+        settings: further arguments of tqdm, such as `total`, the number of items.
+    """
 
     def __init__(
         self, items: Iterable[Any] | None = None, *, title: str, unit: str, disable: bool = False, **settings: Any
@@ -137,13 +153,14 @@ class Progress(tqdm):
             _Heartbeat.begin(self)
 
     def _format(self, known: bool) -> str:
+        """Return tqdm's `bar_format`; with `known`, the total is known."""
         count = "{n_fmt} of {total_fmt}" if known else "{n_fmt}"
         after = "{elapsed} elapsed" + (", {remaining} left" if known else "") + "{postfix}"
         bar = "{percentage:3.0f}%|{bar}| " if known and not self.plain else ""
         return f"{{desc}}: {bar}{count} {{unit}} [{after}]"
 
     def reset(self, total: float | None = None) -> None:
-        """Begin again at 0, with a total if it is known by now."""
+        """Begin again at 0 with a new total; None: unknown."""
         self.bar_format = self._format(total is not None)
         super().reset(total)
 
@@ -156,6 +173,7 @@ class Progress(tqdm):
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
+        """Return the function that prints the bar's text, as tqdm asks for it."""
         if sys.stderr.isatty():
             return tqdm.status_printer(file)
         return lambda line: _write(line) if line else None
@@ -187,7 +205,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Report that `name` is being loaded: by the libraries' own progress bars on a terminal, and by `working`."""
+    """Show until the block ends that `name` is being loaded: by the libraries' bars on a terminal, and by `working`."""
     from transformers.utils import logging
 
     quiet_libraries()

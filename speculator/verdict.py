@@ -13,9 +13,9 @@ _ALMOST_NOTHING = 1.15
 
 
 def headlines(report: Report) -> list[str]:
-    """Sentences for each suite and batch size: the head alone, adaptive drafting, and a verdict with the next step.
+    """Return sentences on each suite and batch size: the head alone, adaptive drafting, and a verdict with advice.
 
-    A report without a head has one sentence, about its fastest drafter.
+    A suite without a head has one sentence, about its fastest drafter.
     """
     found: dict[tuple[str, int], list[ReportRow]] = {}
     for row in report["suites"]:
@@ -29,7 +29,7 @@ def headlines(report: Report) -> list[str]:
 
 
 def fastest(rows: list[ReportRow], *drafters: str) -> list[ReportRow]:
-    """For each temperature, the fastest row of some drafters."""
+    """Return, for each temperature, the row with the largest speedup over plain decoding among some drafters' rows."""
     best: dict[float, ReportRow] = {}
     for row in rows:
         if row["drafter"] in drafters:
@@ -38,6 +38,7 @@ def fastest(rows: list[ReportRow], *drafters: str) -> list[ReportRow]:
 
 
 def _of_suite(rows: list[ReportRow]) -> Iterator[str]:
+    """Yield the sentences on the rows of one suite and batch size."""
     heads, adaptive = fastest(rows, "head"), fastest(rows, "adaptive")
     if not heads:
         others = adaptive or fastest(rows, *DRAFTERS)
@@ -55,18 +56,18 @@ def _of_suite(rows: list[ReportRow]) -> Iterator[str]:
 
 
 def _off(rows: list[ReportRow]) -> str:
-    """Return a clause on the temperatures at which adaptive drafting drafted nothing in most steps; "" if at none."""
+    """Return a clause on temperatures at which adaptive drafting drafted nothing in most steps; "" without any."""
     shares = [(row.get("undrafted_share", 0.0), row) for row in rows]  # not in reports of older versions
     off = [f"{share:.0%} of the steps at temperature {row['temperature']:g}" for share, row in shares if share > 0.5]
     return f"; at batch size {rows[0]['batch_size']} it drafted nothing in {' and '.join(off)}" if off else ""
 
 
 def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
-    """Say in words what a head is worth, and what to do next.
+    """Return a clause that says whether a head is worth serving, and what to do next.
 
     Args:
         heads: the head's rows of report.json, one per temperature; the fastest one decides.
-        lookups: those of n-gram lookup alone.
+        lookups: the rows of n-gram lookup alone; may be empty.
     """
     head = max(heads, key=_speedup)
     lookup = max((_speedup(row) for row in lookups), default=0.0)
@@ -95,10 +96,12 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
 
 
 def _speedup(row: ReportRow) -> float:
+    """Return the speedup over plain decoding."""
     return row["speedup"]["plain"]["value"]
 
 
 def _times(rows: list[ReportRow]) -> str:
+    """Return the speedup over plain decoding of each row with its temperature, as a clause."""
     return _first(f"{shown(row['speedup']['plain'])}{{}} at temperature {row['temperature']:g}" for row in rows)
 
 
