@@ -34,9 +34,12 @@ COMMANDS |= {name: f"speculator.cli.{name}" for name in ("dequantise", "push")}
 COMMANDS |= {f"data {name}": f"data.cli.{name}" for name in ("prepare", "generate", "view")}
 COMMANDS |= {f"eval {name}": f"eval.{name}" for name in ("tune", "compare", "gate", "lossless")}
 COMMANDS |= {"eval": "eval.run", "adapt": "train.adapt"}
-"""Modules with `run(arguments)`. The module `flags` next to each has a function of its name, which adds the flags."""
+"""Commands and their modules, which have `run(arguments)`.
+
+The module `flags` next to each has a function of its name, which adds the flags to a parser.
+"""
 PACKAGES = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__main__"}
-"""Packages that start as `python -m PACKAGE` too: modules with `main(argv)`."""
+"""Packages that start as `python -m PACKAGE` too, and their modules, which have `main(argv)`."""
 _MAINS = {**PACKAGES, "server-command": "train.server_command"}
 _SPEAKING = ("generate", "serve", "adapt")
 """Commands that print while they work."""
@@ -44,7 +47,10 @@ _DISTRIBUTION = "speculator-llm"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 after wrong input, with one line on stderr."""
+    """Run a command line, by default that of the process, and return its exit code.
+
+    After wrong input the code is 2, and one line is on stderr.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"speculator {_version()}")
@@ -59,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser(command: str) -> OneLineParser:
-    """Build the parser of one of `COMMANDS`. The libraries that its work needs are not imported: they take seconds."""
+    """Return the parser of one of `COMMANDS`. The libraries that its work needs are not imported: they take seconds."""
     package, _, name = COMMANDS[command].rpartition(".")
     add_flags = getattr(_import(f"{package}.flags", command), name)
     parser = OneLineParser(prog=f"speculator {command}", description=inspect.getdoc(add_flags))
@@ -84,7 +90,7 @@ def _version() -> str:
 
 
 def _import(name: str, command: str) -> Any:
-    """Import a module, which may take seconds.
+    """Import and return the module `name`, which `command` needs; it may take seconds.
 
     Exits with code 2 and one line if a package of the extra `train` is missing, which some commands need.
     """

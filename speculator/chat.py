@@ -57,7 +57,7 @@ class ToolCall(Function, total=False):
 class Message(TypedDict, total=False):
     """A message of a chat in OpenAI's format; a template may read other keys too.
 
-    A message with `weight` 0 or `train` false is not to be learnt.
+    A message with `weight` 0 or `train` false is not trained on.
     """
 
     role: Required[str]
@@ -73,12 +73,12 @@ class Message(TypedDict, total=False):
 
 
 def thoughts_of(message: Message) -> str:
-    """Return the text of an answer's thoughts, or ""."""
+    """Return the text of an answer's thoughts (its reasoning) under any of their names; "" without thoughts."""
     return next((found for name in THOUGHTS if (found := message.get(name))), "")
 
 
 class RefusedError(UserError):
-    """A chat template that rejects messages."""
+    """Raised if a chat template rejects messages, or leaves out a message or the tools."""
 
 
 def chat_text(
@@ -89,9 +89,10 @@ def chat_text(
     today: datetime | None = None,
     variables: dict[str, Json] | None = None,
 ) -> str:
-    """Render a chat with the tokenizer's template.
+    """Return the text of a chat in the tokenizer's template.
 
     Args:
+        tokenizer: the target's tokenizer, which has a chat template.
         messages, tools: in OpenAI's format, as `clean_messages` and `clean_tools` return them.
         ask: end with the start of the assistant's next turn.
         today: date for the template; None: now.
@@ -142,6 +143,7 @@ def _render(
     ask: bool,
     variables: dict[str, Json] | None = None,
 ) -> str:
+    """Return the text that `template` makes of a chat, without checks; it may raise any exception."""
     how: Any = {
         **(variables or {}),
         "conversation": messages,
@@ -156,7 +158,7 @@ def _render(
 
 
 def _with_known_names(message: Message, template: str) -> Message:
-    """Return a message with a role and with names of its thoughts that the template knows.
+    """Return a copy of a message with a role and with names of its thoughts that the template knows.
 
     OpenAI's newer role `developer` is the system of most templates. Thoughts get each of their names, as in
     transformers from 5.21 on.
@@ -172,9 +174,9 @@ def _with_known_names(message: Message, template: str) -> Message:
 
 
 def clean_messages(messages: Any) -> list[Message]:
-    """Return the messages of a chat, or parse them from JSON text, without what their storage added.
+    """Return the messages of a chat, given as a list or as JSON text, in the form that templates expect.
 
-    That is nulls, `tool_calls: []`, JSON text in place of an object, and content in parts.
+    Nulls and `tool_calls: []` are removed, JSON text becomes an object, and content in parts becomes one text.
 
     Raises:
         UserError: they are not objects with text as "role" and "content", or thoughts or tool calls are malformed. A
@@ -187,6 +189,7 @@ def clean_messages(messages: Any) -> list[Message]:
 
 
 def _clean_message(given: Any, name: str) -> Message:
+    """Clean one message, see `clean_messages`; `name`, such as "message 1", is for errors."""
     if not isinstance(given, dict):
         raise UserError('"messages" is not a list of objects')
     # Templates check which keys exist, but in a table every message has every key.
@@ -205,6 +208,7 @@ def _clean_message(given: Any, name: str) -> Message:
 
 
 def _clean_calls(calls: Any, name: str) -> list[ToolCall]:
+    """Return the tool calls of the message `name` with JSON text parsed; raise a UserError for malformed ones."""
     if not isinstance(calls, list):
         raise UserError(f'the "tool_calls" of {name} is not a list of objects')
     calls = [_call(call) for call in calls]
@@ -232,19 +236,23 @@ def clean_tools(tools: Any) -> list[Tool] | None:
 
 
 def _call(call: Any) -> Any:
+    """Return a tool call or a tool, itself and its `function` parsed if they are JSON text."""
     call = from_json(call)
     return call | {"function": from_json(call["function"])} if isinstance(call, dict) and "function" in call else call
 
 
 def from_json(value: Any) -> Any:
-    """Parse JSON text, as `Json` columns of `datasets` store objects; other values stay."""
+    """Parse text that holds a JSON object or list, as `Json` columns of `datasets` do; return other values as given."""
     with suppress(ValueError, RecursionError):
         return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") else value
     return value
 
 
 def _content_text(content: Any, name: str) -> Any:
-    """Join the parts of a message's content by line ends, as vLLM does, if it is a list of parts in OpenAI's format."""
+    """Return the text of content that is a list of parts in OpenAI's format, joined by line ends, as vLLM does.
+
+    Other content is returned as given. Raises a UserError, which names the message, for a part that is not text.
+    """
     if not isinstance(content, list):
         return content
     for part in content:
@@ -273,7 +281,9 @@ def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 @lru_cache(maxsize=32)
 def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool]:
-    """Find how a template takes tool calls; return whether arguments must be text, and missing content None, not "".
+    """Find how a template takes tool calls; return whether arguments must be JSON text, and missing content None.
+
+    False, False: arguments must be an object, and missing content "".
 
     Most templates want an object and write it as JSON, some append text. Some write calls only if there is no content
     (null in transformers 5.17, a missing key in 5.23).
@@ -297,13 +307,14 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
 
 
 def _in_form(message: Message, as_text: bool, null: bool) -> Message:
-    """Return a message with tool calls in the form that a template takes, see `_form_of_calls`."""
+    """Return a copy of a message with tool calls in the form (`as_text`, `null`) that `_form_of_calls` returned."""
     calls = message["tool_calls"]
     calls = [_with_arguments(call, as_text) for call in calls] if isinstance(calls, list) else calls
     return {**message, "content": message.get("content") or (None if null else ""), "tool_calls": calls}
 
 
 def _with_arguments(call: Any, as_text: bool) -> Any:
+    """Return a call with its arguments as JSON text, or as an object; a call in another form is returned as given."""
     with suppress(KeyError, TypeError):
         arguments = from_json(call["function"]["arguments"])
         if isinstance(arguments, dict):  # text that is no JSON object stays as it is
@@ -314,7 +325,7 @@ def _with_arguments(call: Any, as_text: bool) -> Any:
 
 @cache
 def _stopped_clock(today: datetime) -> str:
-    """Return a macro that replaces `strftime_now`, because transformers accepts no other clock."""
+    """Return a Jinja macro `strftime_now` that writes the date `today`, because transformers accepts no other clock."""
     directives = "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
     # Every directive that a template's format may hold is replaced by its text: "%d %b %Y" becomes "26 Jul 2024".
     written = [(f"%{letter}", today.strftime(f"%{letter}")) for letter in directives]
@@ -333,9 +344,11 @@ _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
 
 @lru_cache(maxsize=32)
 def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool = False) -> tuple[str, str]:
-    """Return what a template writes after an answer that ends the chat, and what between an answer and a user turn.
+    """Return the text that a template writes after a chat's last answer, and that between an answer and a user turn.
 
     Args:
+        tokenizer: the target's tokenizer.
+        template: chat template.
         with_tools: derive it from a chat with a tool, which some templates need.
 
     Both are empty for a template that rejects such chats, or does not write the turns as they are.
@@ -352,13 +365,16 @@ def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_to
 
 
 def any_added(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
-    """Return a pattern of the text of any added token, special or not; the longest match first."""
+    """Return a pattern that matches the text of any added token, special or not, and prefers the longest.
+
+    Without added tokens it matches nothing.
+    """
     texts = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token that ends an answer by the chat template; None: there is no template, or it writes no token.
+    """Return the id of the token that ends an answer by the chat template; None without a template or such a token.
 
     It is the first added token after an answer. A template that ends answers with nothing leaves it to the token that
     begins the next turn (GLM).
@@ -387,6 +403,9 @@ def answer_message(
     """Parse an answer into the message that a chat template takes as history: content, reasoning and tool calls.
 
     Args:
+        tokenizer: the target's tokenizer.
+        prompt: token ids before the answer.
+        answer: token ids of the answer, which may be cut off.
         tools: those of the chat, whose schemas give the arguments of calls their types.
 
     The tokenizer's response template rules (transformers 5.23 and later). Without one we know gpt-oss's channels,
@@ -424,7 +443,7 @@ def answer_message(
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: bool) -> str:
-    """Return the text of tokens as it is; `special` keeps special tokens."""
+    """Return the text of token ids without any clean-up of spaces; `special` keeps special tokens."""
     # Clean-up would remove spaces that a stream has printed already.
     text = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
@@ -432,14 +451,18 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: 
 
 
 def check_template_variables(variables: dict[str, Json]) -> None:
-    """Raise a UserError for a name that is no variable, or that transformers or we give to the template ourselves."""
+    """Raise a UserError for a name that can't be a variable, or that transformers or this library sets itself."""
     wrong = [name for name in variables if not name.isidentifier() or name in _NO_VARIABLES]
     if wrong:
         raise UserError(f"chat_template_kwargs: {wrong[0]!r:.40} is not the name of a variable")
 
 
 def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables: dict[str, Json] | None) -> None:
-    """Set variables of the chat template for all chats: vLLM's `chat_template_kwargs`, such as `enable_thinking`."""
+    """Change a tokenizer's chat template so that these variables have default values in every chat; None: no change.
+
+    They are vLLM's `chat_template_kwargs`, such as `enable_thinking`. Raises a UserError without a chat template, or
+    for a name that can't be a variable.
+    """
     if not variables:
         return
     if tokenizer is None or not tokenizer.chat_template:
@@ -458,5 +481,5 @@ def set_template_variables(tokenizer: PreTrainedTokenizerBase | None, variables:
 
 
 def chat_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize rendered text without adding BOS, which the template writes itself."""
+    """Return the token ids of a rendered chat, without adding BOS, which the template writes itself."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

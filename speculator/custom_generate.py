@@ -54,7 +54,7 @@ def speculative(
     rule: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Callable[..., Tensor]:
-    """Make a function for `custom_generate`: same output distribution as `generate`, fewer forward passes.
+    """Return a function for `custom_generate`: same output distribution as `generate`, fewer forward passes.
 
     These settings of the call apply: max_new_tokens, max_length, EOS and pad ids, do_sample with temperature, top_k,
     top_p and min_p, attention_mask, num_return_sequences. Pass stop strings as
@@ -122,7 +122,10 @@ class _BorrowedModel:
 
     @contextmanager
     def target(self, model: PreTrainedModel) -> Iterator[Target]:
-        """Freeze the model, pack its matrices and change its attention; undo all of it at the end."""
+        """Yield the model as a `Target`: frozen, with packed matrices and this library's attention.
+
+        At the end the model is as it was before.
+        """
         # Another model than in the last call, or another output layer or adapter: nothing of the old one is kept.
         modules = list(model.modules())
         if self._modules != modules:
@@ -151,7 +154,14 @@ class _BorrowedModel:
     def drafter(
         self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int, adaptive: bool
     ) -> Drafter:
-        """Return the drafter; it is loaded once for greedy decoding or sampling, and per batch size."""
+        """Return the drafter for `speculative`'s argument `given`, bound to the target that `target` yields.
+
+        Args:
+            given: a drafter, which is returned, a head or a head's folder.
+            sampling: settings of the call. A folder's drafter is made once for greedy decoding, once for sampling.
+            rows: batch size; a folder's drafter is made once for each.
+            adaptive: a folder's drafter drafts adaptively, not a chain of n_predict tokens.
+        """
         assert self._target is not None
         if not isinstance(given, str | Path | Speculator):
             return given
@@ -174,6 +184,7 @@ class _BorrowedModel:
 
 
 def _refuse_other_modes(config: GenerationConfig) -> None:
+    """Raise a UserError unless the call decodes greedily or samples, and wants token ids only."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UserError(f"speculative decoding does not support {mode.value.replace('_', ' ')}")
@@ -182,7 +193,10 @@ def _refuse_other_modes(config: GenerationConfig) -> None:
 
 
 def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Sampling:
-    """Return the settings of the call's logits processors; raise a UserError for those that `Sampling` lacks."""
+    """Return the settings of the call's logits processors, with a seed drawn from torch's generator.
+
+    Raises a UserError for a processor or a setting that `Sampling` lacks, and for another order.
+    """
     for processor in processors:
         if type(processor) not in _WARPERS:
             raise UserError(
@@ -201,7 +215,10 @@ def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Samp
 
 
 def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
-    """Return EOS ids, stop strings and the maximum length, prompt and padding included."""
+    """Return EOS ids, stop strings and the maximum length in tokens, prompt and padding included.
+
+    Without a limit the length is 2^31. Raises a UserError for any other criterion.
+    """
     eos: set[int] = set()
     strings: list[str] = []
     lengths: list[int] = []
@@ -220,9 +237,9 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
 
 
 def _sources(model_kwargs: dict[str, Any]) -> list[Encoded]:
-    """Remove the encoder's states and their mask from the inputs, and return them as a source per row, without padding.
+    """Remove the encoder's states and their mask from the inputs; return the states of each row, without padding.
 
-    A model without an encoder has none: [].
+    The list is empty for a model without an encoder.
     """
     if (encoded := model_kwargs.pop("encoder_outputs", None)) is None:
         return []
@@ -232,7 +249,7 @@ def _sources(model_kwargs: dict[str, Any]) -> list[Encoded]:
 
 
 def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:  # [B, S] bool
-    """Return the mask of prompt tokens, padding excluded. Raises UserError for inputs besides the prompts."""
+    """Return the mask of prompt tokens, False at padding. Raises a UserError for inputs besides the prompts."""
     for name in _CACHES:
         cache = model_kwargs.get(name)
         if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
@@ -250,6 +267,7 @@ def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:  # [B, S] 
 
 
 def _pad_id(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
+    """Return the config's padding id, else the first EOS id; None without both."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
     first = [int(criterion.eos_token_id[0]) for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
@@ -257,6 +275,10 @@ def _pad_id(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | N
 
 
 def _padded(input_ids: Tensor, new: Sequence[list[int]], pad: int | None) -> Tensor:  # [B, S] -> [B, S + longest]
+    """Append each row's new tokens, padded on the right with `pad`.
+
+    Raises a UserError if rows have different lengths and `pad` is None.
+    """
     width = max(map(len, new))
     if pad is None and any(len(row) < width for row in new):
         raise UserError("rows end at different lengths, which needs a pad_token_id")

@@ -26,7 +26,14 @@ _BYTES_AT_ONCE = 2**17  # of quantised weights: what is made of them fits a core
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file: name, GGML type, and numbers or blocks, mapped [..., numbers or bytes of a row]."""
+    """A tensor in a GGUF file.
+
+    Attributes:
+        name: its name in the file.
+        tensor_type: member of `gguf.GGMLQuantizationType`.
+        data: read-only view of the memory-mapped file, in torch's order of dimensions: [..., numbers of a row], or in
+            uint8 [..., bytes of a row's blocks] if the type is quantised or unknown to numpy, such as bfloat16.
+    """
 
     name: str
     tensor_type: Any
