@@ -15,8 +15,8 @@ class AnswerText:
     Args:
         tokenizer: tokenizer of the target.
         stops: stop strings, which are not part of the text.
-        before: tokens that the text continues, see `speculator.decoding.streaming.decode`.
-        min_tokens: tokens before a stop string may end.
+        before: token ids that the text continues, see `speculator.decoding.streaming.decode`.
+        min_tokens: a stop string that ends within the first `min_tokens` tokens does not count.
 
     Attributes:
         text: text returned so far.
@@ -31,7 +31,11 @@ class AnswerText:
         self.text, self.stopped = "", False
 
     def push(self, tokens: Sequence[int], ended: bool) -> str:
-        """Add tokens and return the new text. Half a character and the start of a stop string are held back."""
+        """Add token ids and return the new text, "" once a stop string was found.
+
+        Unless `ended`, which says that no more tokens follow, half a character and the start of a stop string are kept
+        for a later call.
+        """
         if self.stopped:
             return ""
         held = self._held

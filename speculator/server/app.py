@@ -60,13 +60,13 @@ def create_app(
     Args:
         target: target of the worker's engine.
         worker: a worker that has not been started.
-        name: name of the model (default: the target's).
+        name: name of the model in the API (default: the target's).
         api_key: key that requests under /v1 must send; empty: none.
         max_queue: requests that may wait for a slot; further ones are answered with 429.
-        recorder: records the answers of clients that do not opt out.
+        recorder: records the answers of clients that do not opt out, and is closed at the end; None: no records.
         load_drafter: creates a drafter from the folder of a head, for /v1/speculator/load; None: no such route.
         allowed_origins: web pages from these origins may read answers; "*": from any.
-        hosts: names by which requests must address the server; none: any name.
+        hosts: names, one of which the Host header must have; empty: it may have any.
     """
     routes = _Routes(target, worker, name or target.name, max_queue, recorder)
 
@@ -130,7 +130,7 @@ def create_app(
 
 
 class _Routes:
-    """Handlers of the routes."""
+    """Handlers of the routes, see `create_app` for the arguments. An APIError that one raises is the answer."""
 
     def __init__(self, target: Target, worker: Worker, name: str, max_queue: int, recorder: Recorder | None):
         self.target, self.worker, self.name, self.max_queue = target, worker, name, max_queue
@@ -157,6 +157,7 @@ class _Routes:
         return await self._answer(http, request, [request.prompt()], ChatWriter)
 
     async def load(self, load_drafter: Callable[[str], Drafter], http: Request) -> dict[str, str]:
+        """Answer `POST /v1/speculator/load` once the head drafts."""
         request = await self._parsed(LoadRequest, http)
         await self.worker.replace_drafter(partial(load_drafter, request.path))
         return {"path": request.path}
@@ -169,7 +170,7 @@ class _Routes:
         return self._model()
 
     async def log_traffic(self) -> None:
-        """Log what the server does, every few seconds, while it does something; write rows that are due."""
+        """Every ten seconds log the traffic, if there is any, and write recorded rows that are due; never returns."""
         while True:
             await asyncio.sleep(_LOG_SECONDS)
             traffic = self.worker.take_traffic()
@@ -186,6 +187,7 @@ class _Routes:
         return Response(self.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     def _model(self) -> dict[str, str | int]:
+        """Return the object of the model in OpenAI's format."""
         return {
             "id": self.name,
             "object": "model",
@@ -195,18 +197,20 @@ class _Routes:
         }
 
     def _check_model(self, name: str | None) -> None:
+        """Raise an APIError with status 404 for the name of another model; None is this one."""
         if name not in (None, self.name):
             message = f"the model {name!r:.100} does not exist; this server has {self.name!r}"
             raise APIError(message, "model", status=404, code="model_not_found")
 
     async def _parsed(self, kind: type[AnyRequest], http: Request) -> AnyRequest:
+        """Read the body and return it as a checked request of this kind; raise an APIError for a mistake."""
         # In a thread: a body of megabytes must not hold up the other streams.
         return await asyncio.to_thread(parse, kind, await self._body(http))
 
     async def _body(self, http: Request) -> bytes:
-        """Read a JSON body of bounded size.
+        """Read the body; raise an APIError unless its content type is JSON and it has at most `max_body` bytes.
 
-        A web page may send other content types to any server without asking it first (CORS), so they are refused.
+        A web page may send other content types to any server without asking it first (CORS).
         """
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise APIError("Content-Type must be application/json", status=415)
@@ -229,6 +233,7 @@ class _Routes:
         Args:
             http: the HTTP request.
             request: its checked fields.
+            prompts: chats, texts or token ids; each has `request.choices` answers.
             writer_class: form of the response.
         """
         began = time.monotonic()
@@ -253,7 +258,10 @@ class _Routes:
             close()
 
     def _submit(self, request: GenerationRequest, ids: list[list[int]]) -> Job:
-        """Queue one decoding request per answer, if there is room for all of them."""
+        """Queue one decoding request per answer, given the prompts' token ids; return their job.
+
+        Raises an APIError if there is no room for all of them, and a UserError for a prompt that can't be decoded.
+        """
         check_prompts(self.target, ids)
         count = self._check_room(request, len(ids))
         decoding_requests = [
@@ -271,7 +279,7 @@ class _Routes:
         return self.worker.submit(decoding_requests)
 
     def _check_room(self, request: GenerationRequest, prompts: int) -> int:
-        """Return the number of answers; raise an APIError unless there is room for all of them."""
+        """Return the number of answers, given that of prompts; raise an APIError unless there is room for them."""
         count, capacity = prompts * request.choices, self.worker.slots + self.max_queue
         if count > capacity:
             # More than slots and queue hold together would never fit: a mistake of the client's, not a full server.
@@ -281,6 +289,8 @@ class _Routes:
         return count
 
     async def _whole(self, http: Request, job: Job, writer: CompletionWriter, began: float) -> Response:
+        """Return the whole response, with status 499 if the client disconnected; for the arguments see `_outputs`."""
+
         async def collect() -> None:
             async for output in self._outputs(job, writer, began):
                 writer.add(output)
@@ -298,6 +308,7 @@ class _Routes:
         return JSONResponse(writer.body())
 
     async def _events(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[str]:
+        """Yield the events of a stream; an error is its last event. For the arguments see `_outputs`."""
         # Sent with the first token: benchmarks take the first event for it.
         events = writer.opening()
         try:
@@ -318,8 +329,9 @@ class _Routes:
         """Yield the outputs of a job, as they come, until every answer has ended.
 
         Args:
-            writer: what the outputs are added to; it finds stop strings, and answers end there.
-            began: time of the request, for the time to the first token.
+            job: decoding requests, one per answer.
+            writer: the caller adds each output to it; an answer in which it finds a stop string is cancelled.
+            began: time of the request by `time.monotonic`, for the time to the first token.
         """
         first = True
         while not writer.done:
@@ -334,7 +346,12 @@ class _Routes:
                 job.requests[output.index].cancel()
 
     def _close(self, job: Job, writer: CompletionWriter, began: float, recorded: bool) -> None:
-        """Cancel what is unfinished, count the answers and the request's seconds, record whole answers if wanted."""
+        """Cancel unfinished answers, count all answers and the request's seconds; record the answers if all are whole.
+
+        Args:
+            job, writer, began: as in `_outputs`.
+            recorded: whether to record the answers.
+        """
         job.cancel()
         self.metrics.request_seconds.observe(time.monotonic() - began)
         for request in job.requests:
@@ -344,7 +361,7 @@ class _Routes:
 
 
 def _tokens(prompt: Prompt | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize a chat, or a text to continue."""
+    """Return the token ids of a chat, or of a text to continue."""
     prompt = continued(prompt, where="prompt") if isinstance(prompt, str) else prompt
     return prompt.tokens(tokenizer)
 

@@ -15,6 +15,8 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ErrorFields(TypedDict):
+    """The object "error" of an answer in OpenAI's format."""
+
     message: str
     type: str
     param: str | None
@@ -25,10 +27,10 @@ class APIError(Exception):
     """A request that is answered with an error.
 
     Args:
-        message: one line for the caller.
-        param: name of the wrong field.
+        message: one line for the client.
+        param: name of the wrong field; None: no field is.
         status: HTTP status of the answer.
-        code: OpenAI's error code.
+        code: OpenAI's error code; None: no code.
     """
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
@@ -42,7 +44,10 @@ class APIError(Exception):
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
-    """Exception handler of the application: turn any exception into OpenAI's error body."""
+    """Return the response to a request that raised `error`, with OpenAI's error body: the app's exception handler.
+
+    Exceptions of unknown types have status 500 and do not show their message.
+    """
     if isinstance(error, UserError):
         error = APIError(str(error))
     elif isinstance(error, HTTPException):
@@ -55,3 +60,4 @@ async def answer_error(_: Request, error: Exception) -> Response:
 
 
 HANDLED = (APIError, UserError, HTTPException, ClientDisconnect, Exception)
+"""Exceptions that `answer_error` handles, each of which the app has to name."""

@@ -17,7 +17,7 @@ class Metrics:
     """Counters of one server.
 
     Args:
-        gauges: description and value function of each gauge, by name.
+        gauges: (description, function that returns the value) of each gauge, by name without "speculator_".
     """
 
     def __init__(self, gauges: dict[str, tuple[str, Callable[[], float]]]):
@@ -57,7 +57,7 @@ class Metrics:
             Gauge(f"speculator_{name}", description, registry=registry).set_function(value)
 
     def count_answer(self, request: Request) -> None:
-        """Count a finished answer and its verification steps."""
+        """Count a finished or cancelled answer, its new tokens and its verification steps."""
         self.answers.labels(request.finish_reason).inc()
         self.new_tokens.inc(len(request.tokens))
         for step in request.steps:
@@ -67,6 +67,7 @@ class Metrics:
                     self._accepted.labels(position).inc()
 
     def page(self) -> bytes:
+        """Return the page as UTF-8 text."""
         return generate_latest(self._registry)
 
 
@@ -75,7 +76,9 @@ class Traffic:
     """What the engine did since the last line of the server's log.
 
     Attributes:
+        answers: finished answers.
         tokens: new tokens, those of prefills included.
+        steps: verification steps, one per request and step of the engine.
         accepted: tokens of verification steps, the bonus tokens included.
     """
 
@@ -94,7 +97,13 @@ class Traffic:
             self.accepted += new
 
     def line(self, seconds: float, decoding: int, waiting: int) -> str:
-        """Return a line for the log about the last seconds; empty if nothing happened."""
+        """Return a line for the log about the last `seconds`; "" without new tokens and without requests in slots.
+
+        Args:
+            seconds: time in which this traffic was counted.
+            decoding: number of requests in slots now.
+            waiting: number of requests that wait for a slot now.
+        """
         if not self.tokens and not decoding:
             return ""
         parts = [

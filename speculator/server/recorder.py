@@ -38,8 +38,8 @@ class Recorder:
     Args:
         folder: created if it does not exist. Only one server at a time records to it.
         target: target of the answers.
-        share: share of the requests to record.
-        max_bytes: the oldest shards are deleted when all of them are larger.
+        share: probability of recording a request, in (0, 1].
+        max_bytes: largest total size of the shards; the oldest are deleted when they exceed it.
 
     Raises:
         UserError: the folder holds something else or answers of another target, or another server records to it.
@@ -72,11 +72,11 @@ class Recorder:
         self._writer = ThreadPoolExecutor(1)  # compression and the disk must not hold up the event loop
 
     def chooses(self) -> bool:
-        """Draw whether to record a request."""
+        """Draw at random whether to record a request."""
         return random.random() < self._share
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Record finished requests; the rows are written with their shard."""
+        """Add a row for each request; it is written with its shard."""
         for request in requests:
             # The engine's thread may just be appending a step: the marks say how many tokens are complete.
             marks = rejection_marks(request.steps)
@@ -92,17 +92,18 @@ class Recorder:
         self.write_due()
 
     def write_due(self) -> None:
-        """Write the rows as a shard if they are enough, or have waited long enough."""
+        """Write the rows since the last shard as a new one if there are 256, or that shard is a minute old."""
         if len(self._rows) >= SHARD_ROWS or time.monotonic() - self._written > _SHARD_SECONDS:
             self._flush()
 
     def close(self) -> None:
-        """Write the last shard."""
+        """Write the last shard, wait until it is on the disk, and release the folder."""
         self._flush()
         self._writer.shutdown()
         self._lock.release()
 
     def _flush(self) -> None:
+        """Write the rows since the last shard as a new one, in the writer's thread."""
         rows, self._rows, self._written = self._rows, [], time.monotonic()
         if rows:
             self._writer.submit(self._write, rows)

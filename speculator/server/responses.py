@@ -37,7 +37,7 @@ class AnswerMessage(TypedDict, total=False):
 
 
 class TopToken(TypedDict):
-    """A token of a chat's answer; `bytes` is null for a part of a character."""
+    """A token with its log-probability; `bytes` are its text's UTF-8 bytes, null for a part of a character."""
 
     token: str
     logprob: float
@@ -45,14 +45,27 @@ class TopToken(TypedDict):
 
 
 class ChatToken(TopToken):
+    """A token of a chat's answer, and the likeliest tokens at its position."""
+
     top_logprobs: list[TopToken]
 
 
 class ChatLogprobs(TypedDict):
+    """The field `logprobs` of a choice of a chat: one entry per token."""
+
     content: list[ChatToken]
 
 
 class CompletionLogprobs(TypedDict):
+    """The field `logprobs` of a choice of a completion: lists with one entry per token.
+
+    Attributes:
+        tokens: texts of the tokens.
+        token_logprobs: their log-probabilities.
+        top_logprobs: log-probability of the likeliest tokens at each position, by text.
+        text_offset: start of each token's text in the answer, in characters.
+    """
+
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
@@ -98,7 +111,7 @@ class CompletionWriter:
         model: name of the model.
         tokenizer: tokenizer of the target.
         prompts: token ids; `request.choices` answers follow each other for every prompt.
-        continues: answers continue the texts of their prompts, which are no sources of an encoder.
+        continues: whether answers continue the text of their prompts; False if those are sources of an encoder.
     """
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -131,11 +144,11 @@ class CompletionWriter:
 
     @property
     def done(self) -> bool:
-        """Every answer has ended."""
+        """Whether every answer has ended."""
         return all(self._finish_reasons)
 
     def add(self, output: StepOutput) -> str:
-        """Add the tokens of a step and return their text."""
+        """Add a step's tokens to its answer and return the answer's new text, which may lag behind the tokens."""
         index = output.index
         text = self.answers[index].push(output.tokens, output.finish_reason is not None)
         self._tokens[index] += output.tokens
@@ -145,17 +158,17 @@ class CompletionWriter:
         return text
 
     def body(self) -> Body:
-        """Return the whole response as JSON."""
+        """Return the whole response, once every answer has ended."""
         columns = enumerate(zip(self._tokens, self._logprobs, strict=True))
         choices = [self._choice(index, self.message(index), tokens, logprobs) for index, (tokens, logprobs) in columns]
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(), **self._prompt_ids()}
 
     def opening(self) -> list[str]:
-        """Return the events to send with the first token, before its own."""
+        """Return the events, lines of server-sent events, to send with the first token, before its own."""
         return []
 
     def event(self, output: StepOutput) -> str:
-        """Return the event with the text of a step; empty if there is nothing to send yet."""
+        """Add a step's tokens and return the event with the new text; "" if there is nothing to send yet."""
         text, index = self.add(output), output.index
         has_tokens = self.request.return_token_ids or self.request.num_logprobs is not None
         if not (text or has_tokens or self._finish_reasons[index]):
@@ -168,19 +181,22 @@ class CompletionWriter:
         return [*usage, "data: [DONE]\n\n"]
 
     def usage(self) -> Usage:
+        """Return the numbers of tokens so far, over all prompts and answers."""
         prompt, new = sum(map(len, self.prompts)), sum(map(len, self._tokens))
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     # ---- parts that the two kinds of completion write differently
 
     def message(self, index: int) -> ResponseChoice:
+        """Return the field of a choice that holds a finished answer, given the answer's number."""
         return {"text": self.answers[index].text}
 
     def delta(self, index: int, text: str) -> ResponseChoice:
+        """Return the field of a streamed choice that holds an answer's new text."""
         return {"text": text}
 
     def _tokens_before(self, index: int) -> list[int]:
-        """Return the tokens that the text of an answer continues."""
+        """Return the token ids that the text of an answer continues."""
         return self.prompts[index // self.request.choices] if self._continues else []
 
     def _prompt_ids(self) -> Body:
@@ -194,6 +210,7 @@ class CompletionWriter:
     def _logprobs_of(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> ChatLogprobs | CompletionLogprobs:
+        """Return the field `logprobs` for consecutive tokens of an answer; called once for each token, in order."""
         texts = [self._token_text(token) for token in tokens]
         offsets = []
         # Where each token's text begins in the answer, in characters: "a", " cat" are at 0 and 1.
@@ -214,6 +231,14 @@ class CompletionWriter:
     def _choice(
         self, index: int, text: ResponseChoice, tokens: list[int], logprobs: list[TokenLogprobs]
     ) -> ResponseChoice:
+        """Return a choice of the response.
+
+        Args:
+            index: number of the answer.
+            text: result of `message` or `delta`.
+            tokens: token ids of the whole answer, or of one step of a stream.
+            logprobs: one entry per token; empty unless requested.
+        """
         reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
         choice: ResponseChoice = {
             "index": index,
@@ -228,14 +253,16 @@ class CompletionWriter:
         return choice
 
     def choice_event(self, choice: ResponseChoice, more: Body) -> str:
+        """Return the event with one choice, with the fields `more` and the usage if the client asks for it."""
         usage: Body = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
         return self._event({"choices": [choice], **usage, **more})
 
     def _event(self, content: Body) -> str:
+        """Return a line of server-sent events, the blank line after it included."""
         return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"
 
     def _token_text(self, token: int) -> str:
-        """Return the text of a token after a letter: at the start of a text, some tokenizers drop its space."""
+        """Return the text of a single token with its leading space, which some tokenizers drop at a text's start."""
         return decode(self.tokenizer, [token], self._letter, special=True)
 
 
@@ -260,7 +287,10 @@ class ChatWriter(CompletionWriter):
         return {"delta": parsed}
 
     def _parsed(self, index: int) -> AnswerMessage:
-        """Return content, reasoning and tool calls of a finished answer; of one that a stop string ended, content."""
+        """Return content, reasoning and tool calls of a finished answer; of one that a stop string ended, content only.
+
+        If there are tool calls, the answer's finish reason "stop" becomes "tool_calls".
+        """
         answer = self.answers[index]
         if answer.stopped:
             return {"content": answer.text}
@@ -307,6 +337,7 @@ class ChatWriter(CompletionWriter):
 
 
 def _call(function: Function) -> IndexedCall:
+    """Return a call in OpenAI's format, with a new id and its arguments as JSON text."""
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     called: Function = {"name": function["name"], "arguments": text}
@@ -314,4 +345,5 @@ def _call(function: Function) -> IndexedCall:
 
 
 def _finite(value: float) -> float:
+    """Return a log-probability, or -9999 in place of a lower one."""
     return max(value, _LOWEST_LOGPROB)

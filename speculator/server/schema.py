@@ -36,6 +36,8 @@ _IGNORED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier",
 
 
 class _Strict(BaseModel):
+    """Base of objects that reject unknown fields and convert no types."""
+
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="after")
@@ -47,13 +49,15 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
+    """The field `stream_options`."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # padding that hides the length of tokens; ours have none
 
 
 class GenerationRequest(BaseModel):
-    """Fields of both kinds of completion."""
+    """Fields that requests for completions and for chat completions share. A field that is None has its default."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -76,6 +80,7 @@ class GenerationRequest(BaseModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _checked(cls, stop: Any) -> Any:
+        """Return `stop` as given; raise a ValueError unless it is at most 16 texts of 1 to 256 characters."""
         texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
         if (
             not isinstance(texts, list)
@@ -92,11 +97,12 @@ class GenerationRequest(BaseModel):
 
     @property
     def stops(self) -> list[str]:
+        """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Limit of an answer; None: to the end of the context."""
+        """Most new tokens of an answer; None: as many as the context holds."""
         return self.max_tokens
 
     @property
@@ -105,7 +111,7 @@ class GenerationRequest(BaseModel):
         raise NotImplementedError
 
     def samplings(self, count: int) -> list[Sampling]:
-        """Return the sampling settings of `count` answers: answer i uses seed + i; without a seed, a random one + i."""
+        """Return the sampling settings of `count` answers: answer i uses seed + i; the default seed is random."""
         # Below 2^62, so that seed + n stays within 64 bits.
         first = secrets.randbits(62) if self.seed is None else self.seed
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -113,7 +119,7 @@ class GenerationRequest(BaseModel):
         return [Sampling(*settings, seed=first + number) for number in range(count)]
 
     def check(self) -> None:
-        """Raise an APIError for fields that are unknown or not supported."""
+        """Raise an APIError for fields that are unknown, not supported or contradict each other."""
         for name, value in (self.model_extra or {}).items():
             if name in _IGNORED or value is None:
                 continue
@@ -144,7 +150,7 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt")
     @classmethod
     def _prompts(cls, prompt: Any) -> list[str] | list[list[int]]:
-        """Return the prompts as a list. The types of the elements are found in one pass: pydantic lists every error."""
+        """Return the prompts as a list of texts or of token ids; raise a ValueError for anything else."""
         single = isinstance(prompt, str) or (isinstance(prompt, list) and set(map(type, prompt)) == {int})
         prompts = [prompt] if single else prompt
         kinds = set(map(type, prompts)) if isinstance(prompts, list) else set()
@@ -168,6 +174,7 @@ class ChatRequest(GenerationRequest):
     @field_validator("messages", "tools")
     @classmethod
     def _cleaned(cls, given: Any, field: ValidationInfo) -> Any:
+        """Return messages or tools in the form that templates expect; raise a ValueError for malformed ones."""
         try:
             return clean_messages(given) if field.field_name == "messages" else clean_tools(given)
         except UserError as error:
@@ -192,16 +199,17 @@ class ChatRequest(GenerationRequest):
 
     @property
     def parses_calls(self) -> bool:
-        """Tool calls in the answer become `tool_calls`."""
+        """Whether tool calls in the answer are parsed into the field `tool_calls`."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def prompt(self) -> Prompt:
+        """Return the messages, with the tools if the answer may call them, as a prompt."""
         tools = self.tools if self.parses_calls else None
         return Prompt(self.messages, chat=True, tools=tools, where="messages", variables=self.chat_template_kwargs)
 
 
 class LoadRequest(_Strict):
-    """Fields of `POST /v1/speculator/load`."""
+    """Fields of `POST /v1/speculator/load`: `path` is the folder of a head."""
 
     path: str
 
@@ -210,7 +218,7 @@ AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
 
 
 def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """Parse and check a JSON body; the first mistake becomes an APIError."""
+    """Return a JSON body as a checked request of this kind; raise an APIError for the first mistake."""
     # Else the collector would look at a long list again and again while it grows, and hold up all threads.
     gc.disable()
     try:

@@ -28,7 +28,14 @@ _TOO_LARGE = "too little memory for this request: shorten the prompt or lower ma
 
 @dataclass
 class StepOutput:
-    """New tokens of one request of a job."""
+    """What a step added to one request of a job.
+
+    Attributes:
+        index: number of the request in the job.
+        tokens: new token ids.
+        logprobs: one entry per new token; empty unless requested.
+        finish_reason: see `Request`; None while unfinished.
+    """
 
     index: int
     tokens: list[int]
@@ -48,13 +55,14 @@ class Job:
     _outputs: asyncio.Queue[StepOutput | APIError] = field(default_factory=asyncio.Queue)
 
     async def next_output(self) -> StepOutput:
-        """Wait for the next output; raises an APIError if the engine failed."""
+        """Wait for the next output of any request; raises an APIError if the engine failed or memory ran out."""
         output = await self._outputs.get()
         if isinstance(output, APIError):
             raise output
         return output
 
     def put(self, output: StepOutput | APIError) -> None:
+        """Queue an output, or an error that `next_output` raises, in the event loop's thread."""
         self._outputs.put_nowait(output)
 
     def cancel(self) -> None:
@@ -63,11 +71,12 @@ class Job:
             request.cancel()
 
     def waits(self, waiting: Container[Request]) -> bool:
-        """Return whether all unfinished requests are among the waiting ones, and none has tokens yet."""
+        """Return whether all unfinished requests are in `waiting`, those without a slot, and none has tokens yet."""
         return all(each in waiting and not each.tokens for each in self.requests if each.finish_reason is None)
 
     @property
     def unfinished(self) -> int:
+        """Number of unfinished requests."""
         return sum(request.finish_reason is None for request in self.requests)
 
 
@@ -79,7 +88,7 @@ class Worker:
 
     Args:
         make_engine: creates the engine with a drafter, and a new one after a failure.
-        drafter: drafter to start with.
+        drafter: drafter to start with; None: plain decoding.
     """
 
     def __init__(self, make_engine: Callable[[Drafter | None], Engine], drafter: Drafter | None = None):
@@ -108,10 +117,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
     def slots(self) -> int:
+        """Number of requests that can be decoded at a time."""
         return len(self.engine.scheduler.slots)
 
     @property
@@ -121,7 +132,7 @@ class Worker:
 
     @property
     def load(self) -> int:
-        """Number of unfinished requests."""
+        """Number of unfinished requests, in slots or waiting."""
         with self._wake:
             return sum(job.unfinished for job in [*self._submitted, *self._jobs])
 
@@ -148,7 +159,7 @@ class Worker:
         return job
 
     async def replace_drafter(self, make_drafter: Callable[[], Drafter]) -> None:
-        """Replace the drafter between two steps; raises an error if that fails, and the old one stays.
+        """Replace the drafter between two steps; raise a UserError or APIError if that fails and the old one stays.
 
         Args:
             make_drafter: creates the drafter, in the worker's thread: decoding pauses meanwhile.
@@ -164,7 +175,7 @@ class Worker:
     # ---- in the worker's thread
 
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
-        """Collect the new tokens of request `index` of a job, as the request's `on_step`."""
+        """Collect the new tokens of request `index` of a job for delivery after the step: the request's `on_step`."""
         request = job.requests[index]
         self._traffic.count(request, len(tokens))
         if request.finish_reason == "memory":
@@ -176,6 +187,7 @@ class Worker:
         )
 
     def _run(self) -> None:
+        """Decode until `stop` is called, or until the engine fails and can't be created again."""
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._stopping or self._submitted or self._loads or self.engine.busy)
@@ -230,7 +242,11 @@ class Worker:
             loaded.set_result(None)
 
     def _restart(self) -> None:
-        """Fail the jobs in flight and create a new engine. If that fails too, refuse all further jobs and heads."""
+        """Create a new engine after a failure. Jobs in flight get an APIError; jobs that only wait continue.
+
+        Waiting jobs get the APIError too if no job was in flight. If the engine can't be created, all jobs and heads
+        get one, also those that come later.
+        """
         waiting = set(self.engine.waiting)
         try:
             self.engine = self._make_engine(self._drafter)
@@ -256,5 +272,6 @@ class Worker:
 
 
 def _deliver(outputs: list[tuple[Job, StepOutput | APIError]]) -> None:
+    """Put outputs into the queues of their jobs, in the event loop's thread."""
     for job, output in outputs:
         job.put(output)
