@@ -13,7 +13,7 @@ from speculator.target.loading import read_target
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the folder, which appears when it is complete."""
+    """Write the folder `--output`, which appears when it is complete."""
     refuse((not is_gguf(arguments.target), f"--target {arguments.target}: not a GGUF file"))
     check_new_folder(arguments.output)
     with new_folder(arguments.output) as scratch:

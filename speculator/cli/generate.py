@@ -22,8 +22,9 @@ from speculator.prompts import Prompt, continued, read_prompts
 from speculator.terminal import colours, log
 
 Rows = list[tuple[dict, Prompt]]
+"""Rows of the input, of which the output's are copies with more keys, each with its prompt."""
 Submit = Callable[..., Request]
-"""`Engine.submit` with the settings of the command; prompt, sampling and on_step are left to pass."""
+"""`Engine.submit` with the settings of the command; it is called with prompt, sampling and `on_step`."""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Check the flags before a model is loaded."""
+    """Raise a UserError for flags that are wrong or do not go together, before a model is loaded."""
     no_prompt = arguments.prompt is None and arguments.prompts is None
     several = arguments.num_samples > 1
     refuse_below(arguments, num_samples=1, batch_size=1, max_new_tokens=1)
@@ -80,7 +81,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _sampling(arguments: argparse.Namespace, row: int) -> Sampling:
-    """Sampling settings of a row, with its own seed."""
+    """Return the sampling settings of row number `row`, with a seed of its own."""
     return Sampling(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -91,7 +92,7 @@ def _sampling(arguments: argparse.Namespace, row: int) -> Sampling:
 
 
 def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Namespace) -> list[Request]:
-    """Decode all rows; print or write their texts in the order of the rows."""
+    """Decode all rows; print or write their texts, and return the finished requests, in the order of the rows."""
     tokenizer = engine.target.tokenizer
     ids = [prompt.tokens(tokenizer) for _, prompt in rows]
     check_prompts(engine.target, ids)  # all of them, before the first is decoded
@@ -126,13 +127,16 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
 
 
 def _row(row: dict, request: Request, text: str) -> dict:
-    """Row of the output file."""
+    """Return a row of the output file, given that of the input; without a step its acceptance length is None."""
     mean = acceptance_length(request.steps)
     return {**row, "text": text, "tokens": request.tokens, "acceptance_length": None if math.isnan(mean) else mean}
 
 
 def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:
-    """Answer the lines of stdin. The engine shares the conversation so far, so a turn prefills only what is new."""
+    """Answer each line of stdin as a user turn, until its end; return the finished requests.
+
+    The engine shares the conversation so far, so a turn prefills only what is new.
+    """
     messages: list[Message] = []
     requests, tokenizer = [], engine.target.tokenizer
     while line := _read_line():
@@ -153,7 +157,7 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
 
 
 def _read_line() -> str:
-    """Next line of stdin; empty at its end."""
+    """Prompt for and return the next line of stdin, with its line end; "" at the end of stdin."""
     print("> ", end="", file=sys.stderr, flush=True)
     try:
         return sys.stdin.readline()
@@ -162,7 +166,7 @@ def _read_line() -> str:
 
 
 def _summary(requests: list[Request], engine: Engine) -> str:
-    """Acceptance length and speed of all requests."""
+    """Return the acceptance length and the speed of all requests, for stderr."""
     tokens = sum(len(request.tokens) for request in requests)
     if not tokens:
         return "no tokens"

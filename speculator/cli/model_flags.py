@@ -30,7 +30,7 @@ _TREE = ("branches", "nodes")
 
 
 def load_target(arguments: argparse.Namespace) -> Target:
-    """Load the target that the flags name."""
+    """Load the target that the flags name, with `--chat_template_kwargs` as defaults of its chat template."""
     with loading(arguments.target):
         target = Target.load(
             arguments.target,
@@ -77,11 +77,12 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
 
 
 def coupled(arguments: argparse.Namespace) -> bool:
-    """Return whether the rule is `match`, under which texts are the same with any draft."""
+    """Return whether the accept rule is `match`, under which a seed gives the same text with any draft."""
     return (arguments.rule or _rules(arguments)[0]) == "match"
 
 
 def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the accept rules that fit the draft, the default first."""
     if not _models(arguments):
         return NgramDrafter(_copied(arguments)).rules
     shape = _shape(arguments, _DEFAULT_LENGTH)
@@ -89,13 +90,16 @@ def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _copied(arguments: argparse.Namespace) -> int:
-    """Return the most tokens that n-gram lookup copies: `--num_speculative_tokens`, unless that is a model's draft."""
+    """Return the most tokens that n-gram lookup copies per draft.
+
+    `--num_speculative_tokens` sets it unless a model drafts too: then that flag is for the model.
+    """
     given = None if _models(arguments) else arguments.num_speculative_tokens
     return _DEFAULT_LENGTH if given is None else given
 
 
 def _models(arguments: argparse.Namespace) -> bool:
-    """Return whether a model drafts, not only n-gram lookup."""
+    """Return whether a head, a draft model or the target's first layers draft, with or without n-gram lookup."""
     return bool(arguments.speculator or arguments.draft_model or arguments.early_exit is not None)
 
 
@@ -109,7 +113,7 @@ def drafter(
     """Make the drafter that the flags describe; None if they name none.
 
     Args:
-        temperatures: a head without further flags drafts adaptively at these temperatures (default: a fixed chain).
+        temperatures: a head without further flags drafts adaptively at these temperatures; none: a fixed chain.
         batch_size: the most rows that decode at a time.
         memory: number of tokens of other sequences that n-gram lookup searches.
     """
@@ -130,6 +134,7 @@ def drafter(
 
 
 def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
+    """Make the drafter of `--speculator`, `--draft_model` or `--early_exit`; None without any."""
     if arguments.speculator:
         head = load_head(arguments.speculator, target, arguments.speculator_revision)
         return HeadDrafter(head, _shape(arguments, head.n_predict))
@@ -150,13 +155,13 @@ def shaped(arguments: argparse.Namespace) -> str:
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> str:
-    """List those of the flags that the user gave, as typed."""
+    """Return those of the flags that the user gave, such as "--branches, --rule"; "" if none."""
     values = vars(arguments)
     return ", ".join(f"--{name}" for name in names if values[name] is not None and values[name] is not False)
 
 
 def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Candidates:
-    """Shape of a head's or model's draft; a chain of `length` tokens by default."""
+    """Return the shape of a head's or model's draft that the flags describe; by default a chain of `length` tokens."""
     if arguments.branches is None:
         length = length if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
         return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)

@@ -21,7 +21,7 @@ from speculator.target.gguf.file import metadata
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Load the head, which checks it, then create the repository and upload."""
+    """Load the head, which checks it, create the repository unless it exists, and upload the head's files."""
     folder, repo = arguments.speculator, arguments.repo_id
     refuse((not folder.is_dir(), f"--speculator {folder}: no such folder on this machine"))
     patterns = _checked(folder)
@@ -64,7 +64,7 @@ def _stage(folder: Path, copies: Path, patterns: list[str]) -> None:
 
 
 def _public(content: Any) -> Any:
-    """Return the content of a config with absolute paths reduced to their last parts, as in the card."""
+    """Return a copy of JSON content with absolute paths reduced to their last parts, as in the card."""
     if isinstance(content, dict):
         return {name: _public(value) for name, value in content.items()}
     if isinstance(content, list):

@@ -89,9 +89,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
-    """Create the drafter that the flags describe, with the head in another folder, for which `make_drafter` gets flags.
+    """Create the drafter that the flags describe, but with the head in another folder.
 
-    Raises a UserError if that head was trained for another target.
+    Args:
+        arguments: flags of the command.
+        target: the loaded target.
+        make_drafter: creates a drafter, given flags.
+        folder: folder of the head.
+
+    Raises:
+        UserError: the head was trained for another target, or can't be loaded.
     """
     trained_for = read_config(Path(folder)).get("base_model_fingerprint")
     if trained_for and not similar_target(trained_for, target.fingerprint):
@@ -109,7 +116,10 @@ def leave_a_core() -> None:
 
 
 def limit_tokens(target: Target, most: int) -> None:
-    """Let the target read at most so many tokens of a prompt and its answer, and of a source."""
+    """Limit a prompt together with its answer, and the source of an encoder, to `most` tokens.
+
+    Raises a UserError if the target's context is shorter.
+    """
     context = target.context_length
     refuse((most > context, f"--max_model_len: the context of {target.name} is {context} tokens"))
     target.context_length = most
@@ -118,7 +128,7 @@ def limit_tokens(target: Target, most: int) -> None:
 
 
 def _memory(target: Target, slots: int) -> str:
-    """Describe the KV cache at its largest, sources included, with a warning if the GPU may not hold it."""
+    """Return the KV cache's largest size in words, sources included, with a warning if the GPU may not hold it."""
     cache, longest = target.cache(1, 1), target.context_length
     size = slots * cache.bytes_per_token * longest
     if cache.cross and target.encoder:
@@ -130,7 +140,10 @@ def _memory(target: Target, slots: int) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> str:
-    """Check the flags before a model is loaded, and return the API key."""
+    """Raise a UserError for wrong flags, before a model is loaded; return the API key, "" without one.
+
+    Sets `arguments.target` if the target was given as TARGET.
+    """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
     named = bool(arguments.model) + bool(arguments.target)
@@ -154,7 +167,7 @@ def _check(arguments: argparse.Namespace) -> str:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind a socket that does not listen yet."""
+    """Return a socket that is bound but does not listen yet; port 0 takes a free one."""
     with _port_errors(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -165,7 +178,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _port_errors(host: str, port: int) -> Iterator[None]:
-    """Turn errors of a socket into a UserError."""
+    """Turn errors of a socket in the block into a UserError."""
     try:
         yield
     except (OSError, UnicodeError) as error:

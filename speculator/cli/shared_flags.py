@@ -13,7 +13,7 @@ RULES = ("match", "rejection", "block", "multi_candidate")
 
 
 def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
-    """Add the flags of the target."""
+    """Add the flags of the target; `required`: `--target` must be given."""
     parser.add_argument("--target", required=required, help="hub id, folder or GGUF file of a causal LM")
     add_tokenizer_flags(parser)
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
@@ -35,6 +35,7 @@ def add_tokenizer_flags(parser: OneLineParser) -> None:
 
 
 def _object(text: str) -> JsonObject:
+    """Parse a JSON object: the type of a flag."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -73,11 +74,12 @@ def add_drafter_flags(parser: OneLineParser) -> None:
 
 
 def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head: str = "the head") -> None:
-    """Add the flag of a head's version on the hub."""
+    """Add the flag `--speculator_revision`; its help names the head as `head`."""
     parser.add_argument("--speculator_revision", metavar="REVISION", help=f"hub branch, tag or commit of {head}")
 
 
 def _numbers(text: str) -> list[int]:
+    """Parse integers with commas between them: the type of a flag."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

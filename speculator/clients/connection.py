@@ -18,7 +18,7 @@ UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.Internal
 
 
 def base_urls(urls: Sequence[str], option: str) -> list[str]:
-    """Return URLs without /v1 at their end; `option` names them in the error if one comes twice."""
+    """Return URLs without /v1 at their end; raise a UserError, which names `option`, if one comes twice."""
     bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
     refuse((len({*bases}) < len(bases), f"{option} names the same URL twice"))
     return bases
@@ -29,13 +29,13 @@ class Connection:
 
     Args:
         base: URL without /v1, which may hold a user and password.
-        option: what the user gave the URL for.
+        option: flag or setting that holds the URL, for errors.
         kind: `openai.OpenAI` or `openai.AsyncOpenAI`.
-        settings: further arguments of the client.
+        settings: further arguments of `kind`.
 
     Attributes:
         url: for messages, without a password.
-        client: the client.
+        client: instance of `kind`.
 
     Raises:
         UserError: not a URL, or the key can't be sent.

@@ -45,7 +45,7 @@ _START = "start it with the line that `speculator server-command` prints"
 
 
 def layers_folder(layers: Sequence[int]) -> str:
-    """Return the name of the folder in which a server writes, which tells the reader what layers its files hold."""
+    """Return the name, such as "layers-2-14-28", of the folder in which a server writes the states of these layers."""
     return "-".join(["layers", *map(str, layers)])
 
 
@@ -58,7 +58,7 @@ class Expected:
     """The states that a file must hold.
 
     Attributes:
-        layers: their numbers, ascending; the last is the number of layers, for the output of the last layer.
+        layers: ascending numbers k, for the states after k layers; the last is the target's number of layers.
         hidden_size: D.
         dtype: of the states.
     """
@@ -73,9 +73,10 @@ class Expected:
 
 
 class _HiddenStateServer(Connection):
-    """A server, with `busy`, its number of requests in flight, and `seconds`, a running mean of what one takes.
+    """A server, with `busy`, its number of requests in flight, and `seconds`, a running mean of a request's duration.
 
-    A `pause` above 0 means that it did not answer the last request, and is tried again at `retry_at`.
+    A `pause` above 0 (seconds) means that it did not answer the last request, and is tried again at `retry_at`, a time
+    by `time.monotonic`.
     """
 
     def __init__(self, base: str, model: str):
@@ -115,7 +116,8 @@ class HiddenStateServers:
         """Send a document to every server, before training.
 
         Args:
-            longest: tokens of the longest document that will be sent.
+            document: token ids.
+            longest: number of tokens of the longest document that will be sent.
 
         Returns:
             For each server: its URL, the last layer's state [D] of the last token, the next token that the server
@@ -150,7 +152,10 @@ class HiddenStateServers:
         return found
 
     def _plan_disk(self, folder: Path, longest: int) -> None:
-        """Limit the bytes in flight to this process's part of the free space."""
+        """Limit the bytes in flight to this process's part of the free space of `folder`.
+
+        Raises a UserError if a document of `longest` tokens needs more.
+        """
         free, need = shutil.disk_usage(folder).free, self.expected.size(longest)
         budget = int(_SHARE_OF_DISK * free / self._processes)
         gigabytes = f"{need / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} free for {self._processes} processes"
@@ -181,11 +186,12 @@ class HiddenStateServers:
     # ---- in the threads
 
     def _delete(self, request: str) -> None:
-        """Delete the files of requests whose names begin with `request`; a server that failed may have left some."""
+        """Delete the files of requests whose names begin with `request`, such as a failed server has left them."""
         for file in (file for folder in tuple(self._folders) for file in folder.glob(f"*{request}-*")):
             file.unlink(missing_ok=True)
 
     def _fetch(self, tokens: list[int], into: Tensor) -> None:
+        """Copy the states of a document into `into` [T, layers, D], from whichever server answers; see `submit`."""
         size, bad_files = self.expected.size(len(tokens)), 0
         with self._change:
             # A document larger than the budget goes when nothing else is in flight; else it would wait for ever.
@@ -215,7 +221,10 @@ class HiddenStateServers:
                 self._change.notify_all()
 
     def _next_server(self) -> _HiddenStateServer:
-        """Choose the server that should be done first, or wait until one is to be tried again."""
+        """Return the server that should be done first, counted as busy; wait until one can be asked.
+
+        Raises a UserError after `close`.
+        """
         with self._change:
             while not self._closing:
                 now = time.monotonic()
@@ -231,6 +240,7 @@ class HiddenStateServers:
         raise UserError("closed")
 
     def _return(self, server: _HiddenStateServer, seconds: float) -> None:
+        """Note that a server has answered a request, which took `seconds`."""
         with self._change:
             if server.pause:
                 log(f"{server.url} answers again")
@@ -241,7 +251,12 @@ class HiddenStateServers:
             self._change.notify_all()
 
     def _leave(self, server: _HiddenStateServer, fault: str) -> None:
-        """Put a server off until its next try; raise a UserError if no server has answered for too long."""
+        """Note that a server has failed a request, and pause it; raise a UserError if all have failed for 20 minutes.
+
+        Args:
+            server: the server.
+            fault: one line that names the server and what went wrong.
+        """
         with self._change:
             server.busy -= 1
             if not server.pause:
@@ -260,7 +275,17 @@ class HiddenStateServers:
         refuse((silent > _PATIENCE, gone))
 
     def _ask(self, server: _HiddenStateServer, tokens: list[int], **more: Any) -> tuple[Path, Any]:
-        """Send a document; return the file that the answer names, and the answer."""
+        """Send a document; return the path of the file that the answer names, and the answer.
+
+        Args:
+            server: where to send it.
+            tokens: token ids of the document.
+            more: further fields of the request.
+
+        Raises:
+            UserError: the file is not on this machine, or is to hold other layers.
+            openai.APIError: the server failed.
+        """
         request = f"{self._name}-{next(self._numbers)}"
         try:
             answer: Any = server.client.completions.create(
@@ -291,7 +316,10 @@ class HiddenStateServers:
 
     @contextmanager
     def _taken(self, path: Path, tokens: list[int]) -> Iterator[Tensor]:  # [T, layers, D]
-        """Yield the states in a file when its lock is free; the end of the block deletes it, whatever happens."""
+        """Yield the states in a file when its lock is free; delete file and lock at the end, whatever happens.
+
+        Raises a `_BadFile` for a damaged file, and a UserError for other tokens, layers or dtypes than expected.
+        """
         try:
             _wait_for_lock(path)
             try:
@@ -323,7 +351,7 @@ class HiddenStateServers:
 
 
 def discard(answer: Any) -> None:
-    """Delete the hidden states that a server of hidden states writes even when it is asked for text."""
+    """Delete the file of hidden states that a completion names; a server writes it even when it is asked for text."""
     path = _named_file(answer)
     if path is not None and path.parent.is_dir():
         with suppress(_BadFile):
@@ -333,13 +361,13 @@ def discard(answer: Any) -> None:
 
 
 def _named_file(answer: Any) -> Path | None:
-    """Return the file that an answer names; None if it names none."""
+    """Return the path of the file of hidden states that a completion names; None if it names none."""
     named = (getattr(answer, "kv_transfer_params", None) or {}).get("hidden_states_path")
     return Path(named) if isinstance(named, str) and named.endswith(".safetensors") else None
 
 
 def _sweep(folder: Path) -> None:
-    """Delete the files that a killed trainer has left: those older than any request takes."""
+    """Delete files in a folder that a killed trainer has left: those that are older than any request takes."""
     for file in folder.glob(f"*{_NAME}-*"):
         with suppress(OSError):  # another process has just read it
             if time.time() - file.stat().st_mtime > _REQUEST_SECONDS + _WRITE_SECONDS:
@@ -347,11 +375,12 @@ def _sweep(folder: Path) -> None:
 
 
 def _lock_of(path: Path) -> Path:
+    """Return the path of the lock that the server holds while it writes a file."""
     return path.with_name(f"{path.name}.lock")
 
 
 def _wait_for_lock(path: Path) -> None:
-    """Wait until the server has written a file: it locks the file before it answers, until the file is complete."""
+    """Wait until the server has written a file, which it locks until then; raise a `_BadFile` after a minute."""
     try:
         with _lock_of(path).open() as lock:
             pause, end = 0.001, time.monotonic() + _WRITE_SECONDS

@@ -10,7 +10,11 @@ _COUNTER, _POSITION = re.compile(_DRAFTS, re.MULTILINE), re.compile(r'position="
 
 
 def read_counters(page: str) -> Counter[str]:
-    """Read /metrics: counts of "drafts", of "accepted_tokens", and of those by position: "0", "1", ..."""
+    """Return the counts since the server's start of "drafts", "accepted_tokens", and those at position "0", "1", ...
+
+    Args:
+        page: text of /metrics. Counters that it lacks are 0.
+    """
     found: Counter[str] = Counter()
     for what, labels, value in _COUNTER.findall(page):
         position = _POSITION.search(labels)

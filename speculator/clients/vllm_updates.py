@@ -14,6 +14,7 @@ from speculator.errors import UserError, first_line, refuse
 from speculator.terminal import log
 
 LAYOUTS = ("eagle3", "speculators", "dflash", "dflash2")
+"""Names of the checkpoint layouts whose weights a running server can replace."""
 _DRAFTS = 2000  # that are compared of each head: the standard error of the acceptance length is then about 0.03
 _FALL = 0.03  # of the acceptance length, as a share, beyond which the old head comes back
 _WATCH_SECONDS, _POLL_SECONDS, _LOAD_SECONDS = 1800, 5, 600
@@ -32,10 +33,17 @@ class VLLMServer:
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def try_head(self, new: str, old: str) -> str | None:
-        """Replace the drafter and watch its acceptance; return the reason if the old one is in use at the end.
+        """Replace the draft head, and undo that if it accepts less; may take an hour.
 
         Args:
-            new: exported folder, on the server's machine; `old` likewise, of the head in use.
+            new: folder of the exported new head, on the server's machine.
+            old: the same of the head in use.
+
+        Returns:
+            None if the new head is in use at the end, otherwise the reason that the old one is.
+
+        Raises:
+            UserError: the server does not answer, or the old head can't be loaded again.
         """
         before = self.watch()
         if fault := self._replace(new):
@@ -65,7 +73,7 @@ class VLLMServer:
         return None
 
     def counters(self) -> tuple[int, int]:
-        """Return the numbers of drafts and of accepted tokens since the server's start."""
+        """Return the numbers of drafts and of accepted draft tokens since the server's start."""
         answer = self._ask("GET", "/metrics")
         found = read_counters(answer.text)
         known = answer.is_success and "vllm:spec_decode_num_drafts" in answer.text
@@ -73,7 +81,7 @@ class VLLMServer:
         return found["drafts"], found["accepted_tokens"]
 
     def resume(self) -> None:
-        """Let the server go on, which a run that was killed may have paused."""
+        """Let the server decode again, in case a killed run has paused it."""
         self._ask("POST", "/resume")
 
     def _replace(self, folder: str) -> str | None:
@@ -94,6 +102,7 @@ class VLLMServer:
             self.resume()
 
     def _ask(self, method: str, path: str, json: dict | None = None) -> httpx.Response:
+        """Return the server's answer, whatever its status; raise a UserError if there is none."""
         timeout = httpx.Timeout(10, read=_LOAD_SECONDS)
         try:  # a new connection each time: vLLM closes that of a call that failed
             return httpx.request(method, f"{self.base}{path}", headers=self.headers, timeout=timeout, json=json)
