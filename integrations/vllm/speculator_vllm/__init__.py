@@ -1,6 +1,7 @@
 """MLP and LSTM draft heads, and weights from a folder, in vLLM, which calls `register` in each process at its start."""
 
 ARCHITECTURES = {"EagleMLPSpeculator": "MLPHead", "EagleLSTMSpeculator": "LSTMHead"}
+"""Classes of `speculator_vllm.model` by the architecture in config.json."""
 
 
 def register() -> None:

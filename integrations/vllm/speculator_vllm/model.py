@@ -42,10 +42,12 @@ _TAG = _ROW + _DIGITS
 
 
 def check_proposer() -> None:
-    """In another vLLM than the one that this ran with, look at the parts that the module's text describes.
+    """Check that the installed vLLM calls a head as this module expects; of the tested version nothing is checked.
+
+    Logs a warning if another version looks the same.
 
     Raises:
-        RuntimeError: they are not there any more.
+        RuntimeError: it calls a head in another way.
     """
     if vllm.__version__.split("+")[0] == RAN_WITH:
         return
@@ -65,13 +67,14 @@ def check_proposer() -> None:
 
 
 class Head(nn.Module):
-    """What both kinds of head share. Sizes: n rows of a call, D the target's width, I the head's, V its vocabulary.
+    """Base of both kinds of head. Sizes: n rows of a call, D the target's width, I the head's, V the vocabulary.
 
-    The steps of an untied head have weights of their own, stacked along the first dimension; a tied head has stacks of
-    one.
+    A step drafts one position. The steps of an untied head have weights of their own, stacked along the first
+    dimension; a tied head has stacks of one.
 
     Raises:
-        ValueError: more tokens per draft than the head has steps, or another target than the head's.
+        ValueError: the method is not "eagle", a draft has more tokens than the head has steps, or the target's width
+            or vocabulary is not the head's.
     """
 
     gates = 1  # projections of the state, side by side
@@ -128,23 +131,29 @@ class Head(nn.Module):
         self.model, self.lm_head = SimpleNamespace(embed_tokens=nothing), nothing
 
     def norms(self, count: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the norms' weights and biases."""
+        """Return the shapes of the norms' weights and biases by name.
+
+        Args:
+            count: number of steps with weights of their own.
+            inner: I.
+        """
         raise NotImplementedError
 
     def advance(
         self,
-        step: Tensor,  # []
-        projected: Tensor,  # [n, gates * I] of the state, and the token
+        step: Tensor,  # [] from 0
+        projected: Tensor,  # [n, gates * I] projection of the state plus embedding of the token
         state: Tensor,  # [n, parts * I] undefined in step 0
     ) -> Tensor:  # [n, parts * I]
-        """The next state; the output matrix reads its first I columns."""
+        """Return the next state; the output matrix reads its first I columns."""
         raise NotImplementedError
 
     def names(self) -> dict[str, Tensor]:
-        """Where each tensor of a checkpoint goes."""
+        """Return the parameter, or the view of one, that holds each tensor of a checkpoint, by the tensor's name."""
         raise NotImplementedError
 
-    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:  # [n] -> [n, I]
+        """Return the tokens' embeddings of the first step, without the factor alpha."""
         return F.embedding(input_ids, self.emb[0])
 
     def forward(
@@ -154,6 +163,11 @@ class Head(nn.Module):
         hidden_states: Tensor,  # [n, D] the target's, or tags
         inputs_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # [n, I + 1] for compute_logits; [n, D] tags
+        """Advance every row by one step; the rows' states are kept until the next call.
+
+        Args:
+            inputs_embeds: not read.
+        """
         if input_ids is None or hidden_states.shape[-1] != self.config.emb_dim:
             raise RuntimeError("speculator-vllm: called without token ids, or with hidden states of another width")
         count = len(input_ids)
@@ -191,7 +205,7 @@ class Head(nn.Module):
         return whole.index_copy_(-1, self.draft_tokens, logits)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint in, as a whole or not at all.
+        """Copy a checkpoint's tensors, given by name, into the head, all or none; return the parameters' names.
 
         Raises:
             ValueError: a tensor that is missing, does not belong or has another shape.
@@ -208,14 +222,16 @@ class Head(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     def stacked(self, name: str, stack: Tensor) -> dict[str, Tensor]:
+        """Return each step's part of a stack by name, with the step in place of the {} in `name`."""
         return {name.format(i): stack[i] for i in range(len(stack))}
 
     def drafted(self) -> dict[str, Tensor]:
+        """Return the ids of the draft vocabulary by name; empty without one."""
         return {} if self.draft_tokens is None else {"draft_tokens": self.draft_tokens}
 
 
 class MLPHead(Head):
-    """`EagleMLPSpeculator`."""
+    """The architecture `EagleMLPSpeculator`; its state has width I."""
 
     def norms(self, count: int, inner: int) -> dict[str, tuple[int, ...]]:
         return dict.fromkeys(("ln_weight", "ln_bias"), (count, inner))
@@ -233,7 +249,7 @@ class MLPHead(Head):
 
 
 class LSTMHead(Head):
-    """`EagleLSTMSpeculator`: its state is [s, cell]."""
+    """The architecture `EagleLSTMSpeculator`; its state is [s, cell], both of width I."""
 
     gates = 4
     parts = 2
@@ -260,7 +276,8 @@ class LSTMHead(Head):
         return places
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # [n, I], [I], [I] -> [n, I]
+    """Return the RMS norm of each row, scaled and shifted."""
     return F.rms_norm(x, x.shape[-1:], weight, _EPS) + bias
 
 
@@ -268,7 +285,10 @@ def pick(
     stack: Tensor,  # [N, ...], or [1, ...] if all steps share it
     step: Tensor,  # []
 ) -> Tensor:  # [...]
-    """A step's own weights. In a graph that is being captured they are copied, so that it replays at any step."""
+    """Return a step's own weights, as a view.
+
+    While a CUDA graph is being captured they are copied, so that the graph replays at any step.
+    """
     if len(stack) == 1:
         return stack[0]
     if stack.is_cuda and torch.cuda.is_current_stream_capturing():

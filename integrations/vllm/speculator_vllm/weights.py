@@ -22,7 +22,7 @@ class FolderInfo(WeightTransferUpdateInfo):
 
 
 class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
-    """Reads the drafter's weights from a folder; each worker reads them itself."""
+    """Reads the drafter's weights from a folder on the server's machine; each worker process reads them itself."""
 
     init_info_cls, update_info_cls = WeightTransferInitInfo, FolderInfo
 
@@ -31,15 +31,19 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         self.target, self.first = model, Path(vllm_config.speculative_config.model)
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        """There is no connection."""
+        """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """The update begins with its folder, so that a wrong one changes nothing."""
+        """Do nothing: the update begins when its folder is known, so that a wrong one changes nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))  # nothing is left to wait for
 
     def receive_weights(self, update_info: FolderInfo) -> None:
+        """Load the weights of a folder into the drafter.
+
+        Raises a ValueError if they do not fit, or would overwrite the target's.
+        """
         weights = read(Path(update_info.folder))
         # Loading replaces the weights one by one, so a tensor that does not fit is found before.
         self.check({name: tuple(weight.shape) for name, weight in weights})
@@ -70,10 +74,10 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """There is no connection."""
+        """Do nothing: there is no connection."""
 
 
 def read(folder: Path) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a head's folder by name."""
+    """Return the (name, tensor) pairs in a head's folder."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118  not a dict
