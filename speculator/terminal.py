@@ -179,6 +179,7 @@ class Progress(tqdm):
         return lambda line: _write(line) if line else None
 
     def refresh(self, *args: Any, **kwargs: Any) -> None:
+        """Show the bar, in a file or pipe only if its last line is half a minute old."""
         if not self.plain or self._time() >= self.last_print_t + _SECONDS:
             super().refresh(*args, **kwargs)
 

@@ -84,6 +84,7 @@ def recognise(folder: str | Path) -> Layout:
 
 
 def _layout_by_config(folder: Path) -> Layout:
+    """Return the layout that a local folder's config.json names; raise a UserError if none fits."""
     config = files.read_config(folder)
     found = config.get("architectures")
     # ArcticTraining writes MLP heads with a string, IBM's architecture, in place of the list.

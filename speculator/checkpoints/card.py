@@ -203,6 +203,7 @@ def _license(base: str | None) -> dict[str, str]:
 
 
 def _is_hub_id(name: str) -> bool:
+    """Return whether a name is org/name, and neither the name of a data file nor a path on this machine."""
     return bool(_HUB_ID.fullmatch(name)) and not _LOCAL_FILE.search(name) and not Path(name).exists()
 
 

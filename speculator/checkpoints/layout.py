@@ -216,6 +216,7 @@ def base_config(name: str | None) -> PreTrainedConfig | None:
 
 
 def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
+    """Read a head's config from config.json; malformed values raise any exception, see `load_config`."""
     file = folder / files.CONFIG
     read: ForeignConfig = {**layout.defaults, **layout.translate(files.read_config(folder), file)}
     kept = {name: read[name] for name in layout.kept if read.get(name) is not None}
@@ -313,4 +314,5 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
 
 
 def _same(stored: Tensor, written: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and numbers."""
     return stored.dtype == written.dtype and torch.equal(stored, written.cpu())

@@ -195,11 +195,13 @@ class Stored:
         )
 
     def _open(self, name: str) -> Tensor:
+        """Read a tensor by its stored name, as it is stored."""
         with files.opened(self.folder / self.shards[name]) as file:
             return file.get_tensor(name)
 
     @property
     def _quantised(self) -> str:
+        """End of an error message: advice for a quantised model, else ""."""
         return "; use the unquantised checkpoint" if self.quantization else ""
 
     @cached_property

@@ -86,6 +86,8 @@ class ResponseChoice(TypedDict, total=False):
 
 
 class Usage(TypedDict):
+    """Numbers of tokens, over all prompts and answers of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -277,6 +279,7 @@ class ChatWriter(CompletionWriter):
         return {"message": {"role": "assistant", **self._parsed(index)}}
 
     def delta(self, index: int, text: str) -> ResponseChoice:
+        """Return the field `delta`: the new text, or with tools nothing until the answer has ended, then all of it."""
         if not self.request.parses_calls:
             return {"delta": {"content": text} if text else {}}
         if not self._finish_reasons[index]:  # what is a call is known at the end

@@ -198,6 +198,7 @@ class Head(nn.Module):
         self,
         hidden_states: Tensor,  # [m, I + 1] from `forward`
     ) -> Tensor:  # [m, V], -inf outside the draft vocabulary
+        """Return the logits of rows of one call of `forward`, which are all at the same step."""
         logits = F.linear(hidden_states[:, :-1], pick(self.head, hidden_states[0, -1].long()))
         if self.draft_tokens is None:
             return logits
