@@ -186,7 +186,14 @@ class Guard(TypedDict):
 
 
 class Gate(TypedDict, total=False):
-    """What `eval gate` measures and decides."""
+    """What `eval gate` measures and decides.
+
+    Attributes:
+        suite: comparison on the suite that the new head must decode faster.
+        guard: comparison on the guard suite, on which it must not become much worse; None without one.
+        accepted: whether the new head may replace the old one.
+        line: the decision and its figures in words.
+    """
 
     suite: HeadsCompared
     guard: Guard | None

@@ -44,7 +44,9 @@ SERVER_LAYOUTS = (
     *(IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS),
     *(SPECULATORS_BLOCK, DSPARK, DFLASH, DFLASH2, TRANSFORMERS, *GGUF, MTP),
 )
+"""Layouts that programs other than this library load."""
 FORMATS = (*dict.fromkeys(layout.name for layout in SERVER_LAYOUTS), "native")
+"""Names of all layouts."""
 
 
 def layouts() -> tuple[Layout, ...]:
@@ -61,9 +63,10 @@ def layout_of(name: str, head: Speculator) -> Layout:
 
 
 def head_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Return a head's local folder, given that or a hub id; files that the hub's cache lacks are downloaded.
+    """Return the local folder of a head, which is named by a folder or a hub id.
 
-    Only config.json is downloaded before it is recognised: a repository without a head may have hundreds of gigabytes.
+    Files that the hub's cache lacks are downloaded, of a repository without a head only config.json. Raises a UserError
+    for such a repository, and for the `revision` (branch, tag or commit) of a local folder.
     """
     if not is_hub_id(name):
         refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))

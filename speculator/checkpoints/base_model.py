@@ -54,7 +54,10 @@ def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
 
 
 def same_embedding(config: SpeculatorConfig) -> bool | None:
-    """Return whether the base model's embedding fits the fingerprint in a head's config; None if either is missing."""
+    """Return whether the base model's embedding fits the fingerprint in a head's config.
+
+    None: one of them is missing, or the base model is a GGUF file.
+    """
     name, trained_for = config.base_model_name_or_path, config.base_model_fingerprint
     known = base_config(name)
     if known is None or name is None or trained_for is None or is_gguf(name):

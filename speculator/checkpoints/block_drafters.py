@@ -263,6 +263,8 @@ def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
 def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return stored tensors by the head's names, without copies of the target's embedding and output matrix.
 
+    A draft vocabulary is `draft_tokens` instead of d2t and t2d. Raises a UserError if a shape is wrong or d2t missing.
+
     Args:
         where: the folder, for errors.
     """

@@ -190,7 +190,10 @@ def _listed(values: Mapping[str, object]) -> str:
 
 
 def _license(base: str | None) -> dict[str, str]:
-    """Return the license fields of the base model's own card; empty if that is not on this machine."""
+    """Return "license", "license_name" and "license_link" of the base model's own card, as far as it has them.
+
+    The dict is empty if the card is not on this machine.
+    """
     file = base and (
         Path(base) / NAME if Path(base).is_dir() else _is_hub_id(base) and try_to_load_from_cache(base, NAME)
     )

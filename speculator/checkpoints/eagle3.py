@@ -139,6 +139,8 @@ def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
 def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, JsonObject]:
     """Return the transformers config that config.json describes, and the fields of `AttentionConfig` read from it.
 
+    Logs a warning for unknown fields. Raises a UserError for values with which the layers would compute something else.
+
     Args:
         read: content of config.json; transformers' defaults replace absent fields.
         file: config.json, for errors.
@@ -197,9 +199,9 @@ def draft_vocab_size(size: Json, vocab_size: Json) -> Json:
 
 
 def with_d2t(head: Speculator) -> dict[str, Tensor]:
-    """Return the head's tensors by name, with d2t [V_d] and t2d [V] instead of `draft_tokens`, as servers read them.
+    """Return the head's tensors by name, with a draft vocabulary, if any, as d2t [V_d] and t2d [V], as servers read it.
 
-    Row i of the output matrix is token i + d2t[i], and t2d is True at the tokens of all rows.
+    They replace `draft_tokens`. Row i of the output matrix is token i + d2t[i], and t2d is True at these tokens.
     """
     tensors = dict(head.state_dict())
     tokens = tensors.pop("draft_tokens", None)

@@ -180,8 +180,8 @@ def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
 def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> None:
     """Write a head in this layout, read it back, and compare config, tensors, weights and logits.
 
-    The folder appears only if all of them agree. `expand_tied` writes a tied tensor once for each draft step that uses
-    it, under that step's name.
+    The folder appears only if all of them agree. `expand_tied` writes a tied tensor once for each draft position that
+    uses it, under that position's name. Raises a UserError if something differs or the layout can't store the head.
     """
     folder = Path(folder).resolve()
     stored = head.state_dict()

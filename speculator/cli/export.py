@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check_base(config: SpeculatorConfig) -> str:
-    """Return a line to print about the base model; raise a UserError if its vocabulary or hidden size is another one.
+    """Return a line to print about the base model; raise a UserError if its vocabulary or hidden size does not fit.
 
     Servers compare neither before they draft. A base model that is not on this machine is not checked.
     """

@@ -173,7 +173,7 @@ class HiddenStateServers:
         return future
 
     def close(self) -> None:
-        """Wait for the requests in flight, and delete whatever they left on the disk."""
+        """Wait up to half a minute for the requests in flight, and delete whatever they left on the disk."""
         with self._change:
             self._closing = True
             self._change.notify_all()

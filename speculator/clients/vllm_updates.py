@@ -63,7 +63,7 @@ class VLLMServer:
         return f"swapped back: acceptance length {after:.2f} in the server, {before:.2f} before"
 
     def watch(self) -> float | None:
-        """Return the acceptance length of the next `_DRAFTS` drafts; None if fewer come in `_WATCH_SECONDS`."""
+        """Wait for the next 2,000 drafts and return their acceptance length; None if fewer come in half an hour."""
         (drafts, accepted), end = self.counters(), time.monotonic() + _WATCH_SECONDS
         while time.monotonic() < end:
             now = self.counters()

@@ -58,7 +58,13 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         self.model.load_weights(weights)
 
     def check(self, found: dict[str, tuple[int, ...]]) -> None:
-        """Raise a ValueError unless names and shapes are those of the head that the server began with."""
+        """Raise a ValueError unless names and shapes are those of the head that the server began with.
+
+        Nothing is checked if that is neither one of this plugin's heads nor in a local folder.
+
+        Args:
+            found: shape of each tensor by its name in the new folder.
+        """
         if isinstance(self.model, Head):
             wanted = {name: tuple(place.shape) for name, place in self.model.names().items()}
         elif self.first.is_dir():
