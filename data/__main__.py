@@ -17,7 +17,7 @@ from speculator.errors import OneLineParser, start
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code: 2 after wrong input, with one line on stderr."""
+    """Run a command of `speculator data` (default: `sys.argv`) and return its exit code: 2 after wrong input."""
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(
         prog="speculator data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -33,12 +33,12 @@ _LONGEST_TOKEN = 100
 
 @dataclass
 class TextRow:
-    """A row of a chat as text.
+    """A training row of a chat, before it is tokenized.
 
     Attributes:
         text: the rendered messages.
-        spans: start and end of each answer with loss, the token that ends it included.
-        why: why the row begins, for messages; empty for the first row of a chat.
+        spans: start and end in `text` of each answer with loss, the token that ends it included.
+        why: for log lines, why the chat needs this further row; empty for its first row.
     """
 
     text: str
@@ -48,10 +48,13 @@ class TextRow:
 
 @dataclass
 class ChatRows:
-    """The rows of a chat, and (number of the message, from 0; reason) of each answer without loss.
+    """The training rows of a chat, and what became of its answers.
 
-    `marked` counts the answers that the row itself excludes, and `thoughtless` those whose thoughts are left out, by a
-    template without thoughts.
+    Attributes:
+        rows: the rows.
+        left_out: (number of the message, from 0; reason) of each answer that can't have loss.
+        marked: number of answers without loss because the data say so, as by "weight": 0.
+        thoughtless: number of answers with loss whose thinking is dropped, by a chat template that writes none.
     """
 
     rows: list[TextRow] = field(default_factory=list)
@@ -84,7 +87,10 @@ class _AnswerFormat:
 
 @lru_cache(maxsize=32)
 def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool) -> _AnswerFormat:
-    """Return what a template writes around answers, found by rendering a chat with a known answer."""
+    """Return what a template writes around answers, found by rendering a chat with a known answer.
+
+    With `with_tools`, this chat has a tool.
+    """
     added = any_added(tokenizer)
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     tail, between = text_after_answer(tokenizer, template, with_tools)
@@ -110,7 +116,7 @@ def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools
 
 
 def chat_rows(document: Document, tokenizer: PreTrainedTokenizerBase) -> ChatRows:
-    """Return the rows of a chat.
+    """Render a chat as training rows: one, and a further one where an answer's context does not continue the last row.
 
     Args:
         document: "messages", "where" (file and line, for errors), and maybe "tools" and "dropped", the number of
@@ -118,7 +124,7 @@ def chat_rows(document: Document, tokenizer: PreTrainedTokenizerBase) -> ChatRow
 
     Raises:
         RowError: the template rejects the chat, or none of its answers can have loss.
-        NothingToLearnError: all answers are marked as not to be learnt.
+        NothingToLearnError: all answers are marked as not to be trained on.
     """
     if not tokenizer.chat_template:
         raise RowError(document["where"], f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template")
@@ -184,7 +190,7 @@ class _Chat:
         return self._rendered[1]
 
     def whole(self) -> str | None:
-        """Render all messages; None if the template rejects them."""
+        """Return the text of all messages, or None if the template rejects them."""
         try:
             return self._written(len(self._messages))
         except RefusedError:
@@ -228,7 +234,10 @@ class _Chat:
         return place
 
     def _end(self, text: str, start: int) -> int:
-        """Return the end of an answer: after its end token, without what closes the chat (Phi 3 writes EOS there)."""
+        """Return where in `text` the answer from `start` on ends: after its end token.
+
+        What closes the chat is not a part of the answer (Phi 3 writes EOS there).
+        """
         form = self._format
         if form.tail and text.endswith(form.tail):
             end = len(text) - len(form.tail) + form.end
@@ -248,11 +257,12 @@ class _Chat:
         return found.end() if found else last
 
     def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
-        """Extend a row by a longer render of the chat, in place, if the render continues it; return whether it does.
+        """Replace a row's text by a longer render of the chat, if the render continues the row; return whether it does.
 
         Args:
+            row: changed in place.
             text: the render; None: rejected by the template.
-            span: start and end in `text` of an answer to add; None: none.
+            span: start and end in `text` of an answer to add to the row's spans; None: none.
         """
         end = row.spans[-1][1]
         if text is None:
@@ -278,7 +288,7 @@ class _Chat:
 
 @dataclass(frozen=True)
 class _Unmarked:
-    """A text without empty marks of thinking.
+    """A text without empty marks of thinking, such as "<think></think>".
 
     Attributes:
         text: what is left.
@@ -315,10 +325,10 @@ def _without_marks(text: str) -> _Unmarked:
 
 
 def _fault(message: Message, text: str, start: int, end: int) -> str:
-    """Return why an answer can have no loss; empty if it can.
+    """Return why the answer `text[start:end]` can have no loss; empty if it can.
 
-    A turn needs a trace of its content, of its thoughts and of each tool call. Without one, as of a call under a
-    template that knows no tools, the head would learn to end where the target calls.
+    It needs a line of the message's content, a line of its thoughts, and the name of each tool call. Without the name,
+    as in a template that knows no tools, the head would learn to end where the target calls.
     """
     content, calls = message.get("content") or "", message.get("tool_calls") or []
     lines, thoughts = _lines(content), _lines(thoughts_of(message))
@@ -339,14 +349,17 @@ def _lines(text: str) -> list[str]:
 
 
 def _common(a: str, b: str) -> int:
-    """Return the length of the longest common prefix."""
+    """Return the length of the longest common prefix of two texts."""
     # The predicate "the first i + 1 characters differ" is false and then true: its first true i is the answer. Whole
     # slices compare in C, so this takes a logarithm of comparisons.
     return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[: i + 1] != b[: i + 1])
 
 
 def _difference(row: TextRow, context: str, number: int) -> str:
-    """Describe where the context of an answer differs from the row before it."""
+    """Describe for a log line where an answer's `context` differs from the row before it.
+
+    `number` is that of the answer's message, from 0.
+    """
     before = row.text[: row.spans[-1][1]]
     place = _common(before, context)
     was, now = (text[max(0, place - 10) : place + _EXCERPT] for text in (before, context))

@@ -43,20 +43,20 @@ _POLL_SECONDS = 0.2
 
 
 class Clocks(TypedDict, total=False):
-    """Tokens and seconds of a batch's rows with and without drafting; None if they were not timed."""
+    """[tokens, seconds] of decoding rows of a batch, with drafts (`speculative`) and without; None: not timed."""
 
     speculative: list[float] | None
     plain: list[float] | None
 
 
 class BatchFacts(Clocks, total=False):
-    """What is known of a batch besides its rows.
+    """Statistics of a finished batch, which are stored with its rows and summed up in the manifest.
 
     Attributes:
-        steps: number of steps, and of the tokens that they gave.
+        steps: [number of decoding steps, number of tokens that the steps gave].
         seconds: time for the whole batch.
         answers: number of answers.
-        servers: number of answers by server.
+        servers: number of answers by the URL of the server.
     """
 
     steps: list[int]
@@ -71,7 +71,9 @@ def state() -> PartialState:
 
 
 def stored_record(folder: Path) -> JsonObject | None:
-    """Return the record of the finished or unfinished work in a folder, or None if there is none.
+    """Return the settings with which a folder of generated rows was begun, or None if the folder is new or empty.
+
+    In a finished folder they come from manifest.json, together with its statistics.
 
     Raises:
         UserError: the folder holds other files.
@@ -90,7 +92,7 @@ def stored_record(folder: Path) -> JsonObject | None:
 
 
 def wait_for_record(folder: Path) -> JsonObject | None:
-    """Return `stored_record(folder)`; processes other than the first wait until the work has begun."""
+    """Return the settings stored in an output folder, or None; all processes but the main one wait for the settings."""
     record = stored_record(folder)
     while record is None and not state().is_main_process:
         time.sleep(_POLL_SECONDS)
@@ -112,10 +114,10 @@ class Batches:
     Args:
         folder: created with the first batch, so that an earlier failure leaves nothing behind.
         record: settings that the rows depend on. The same settings resume the work, others raise an error.
-        rows: prompts of each batch, by their number.
+        rows: for each batch, the numbers of its prompts.
         progress: show a progress bar over the main process's batches.
         title: title of the bar.
-        notes: more facts for the record and the manifest.
+        notes: more facts for record.json and manifest.json, which need not be the same when the work is resumed.
 
     Raises:
         UserError: the folder holds something else, was made with other settings, or is damaged.
@@ -160,7 +162,7 @@ class Batches:
         self._lock.release()
 
     def todo(self) -> list[int]:
-        """Return the unfinished batches of this process."""
+        """Return the numbers of this process's unfinished batches, and show the finished ones in the progress bar."""
         # Process k of n has the batches k, k + n, k + 2n, ...
         assigned = range(state().process_index, len(self.rows), state().num_processes)
         # A file is written under another name and then renamed, so a batch either exists as a whole or not at all.
@@ -176,7 +178,7 @@ class Batches:
         Args:
             batch: its number.
             rows: for each prompt of the batch, in their order, the rows that it gave, as columns by name.
-            facts: `finish` hands them to its `summary`.
+            facts: statistics of the batch, which `finish` passes to its `summary`.
         """
         self.begin()
         write_text(self._file(batch), json.dumps({"rows": rows, **facts}, separators=(",", ":")))
@@ -186,7 +188,7 @@ class Batches:
         self._bar.update(len(rows))
 
     def begin(self) -> Path:
-        """Create and lock the folder; return the folder for unfinished work, which is removed at the end.
+        """Create the folder, lock it in the main process, and return its subfolder for unfinished work.
 
         Raises:
             UserError: another run has locked it.
@@ -199,13 +201,13 @@ class Batches:
         return self._work
 
     def undo_begin(self) -> None:
-        """Remove the folder, in which nothing has been made."""
+        """Unlock and remove the folder that `begin` created, before any batch was made in it."""
         self._lock.release()
         shutil.rmtree(self._work)
         self.folder.rmdir()
 
     def finish(self, summary: Callable[[list[BatchFacts]], JsonObject]) -> Dataset:
-        """Wait for all batches, then write the rows in the order of the prompts, and the manifest.
+        """Wait for all batches, write the rows in the order of the prompts and the manifest, and return the rows.
 
         Args:
             summary: compute facts for the manifest from the facts of all batches.
@@ -213,7 +215,7 @@ class Batches:
         return self.conclude(lambda: self._assemble(summary))
 
     def conclude(self, assemble: Callable[[], tuple[Iterable[Columns], JsonObject]]) -> Dataset:
-        """Write the rows and the manifest, unless they exist, and remove the unfinished work.
+        """Write the rows and the manifest unless they exist, remove the unfinished work, and return the rows.
 
         Args:
             assemble: return the rows, and facts for the manifest. Only the main process calls it.

@@ -75,6 +75,11 @@ def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]
 class UserTurns:
     """Makes the prompts from which the target writes user turns, and drops turns that can't be used.
 
+    Args:
+        turns: largest number of user turns in a chat.
+        max_prompt_tokens: largest length of a user turn, for messages.
+        max_new_tokens: room that the context keeps for an answer.
+
     Attributes:
         template: the texts around the turns; without a chat template the tokens that begin every text.
         ends: stop tokens and strings of a user turn; None without a chat template: the text just continues.
@@ -112,7 +117,10 @@ class UserTurns:
             raise UserError(f"{target.name}: its chat template writes nothing between a user turn and the answer")
 
     def add_seen(self, folder: Path) -> str:
-        """Register the first user turns of a folder's chats, to drop near-duplicates of them; return their SHA-256."""
+        """Register the first user turns of a folder's chats, so that `add` drops near-duplicates of these turns.
+
+        Returns the SHA-256 of their texts.
+        """
         texts = []
         for row in Dataset.load_from_disk(str(folder / "rows")):
             # The first answer begins at the first token with loss; before it are the turn and the template's texts.
@@ -125,7 +133,7 @@ class UserTurns:
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
     def prompt(self, chat: Row) -> list[int]:
-        """Return the tokens of a chat up to where the user speaks."""
+        """Return the prompt of the next user turn: the chat so far, and what the template writes before a user turn."""
         if self._texts is None:
             return self._first
         # A model that is given the last space does not write the word after it.
@@ -137,13 +145,16 @@ class UserTurns:
         return len(self.prompt(chat)) < self._max_context
 
     def _continue(self, chat: Row, text: str) -> list[int]:
-        """Tokenize the text that follows a chat, without an end token that the answer already has."""
+        """Tokenize `text`, which follows the chat, without its first token if the chat already ends with that token."""
         tokens = chat_tokens(text, self.tokenizer)
         # The answer ends with <|im_end|>, and the template's text between answer and question begins with it.
         return tokens[1:] if chat.ids and tokens[:1] == chat.ids[-1:] else tokens
 
     def add(self, chat: Row, tokens: list[int]) -> str | None:
-        """Add a user turn and the text that asks for the answer; return the reason if the turn is dropped."""
+        """Append a user turn, which the target wrote as `tokens`, and the template's text up to the answer to a chat.
+
+        Returns None, or the reason if the turn is dropped and the chat unchanged.
+        """
         text, ended = self._read(tokens)
         if self._texts is None:
             following = [*self._first, *tokens]

@@ -48,7 +48,7 @@ def fetch_rows(
     concurrency: int = CONCURRENCY,
     progress: bool = True,
 ) -> Dataset:
-    """Generate rows like `data.onpolicy.generate_rows`, by servers: vLLM, SGLang, llama.cpp and others.
+    """Generate rows like `data.onpolicy.generate_rows`, by servers (vLLM, SGLang, llama.cpp, ...), and return them.
 
     Prompts are sent as token ids. A completion without `token_ids` is tokenized from its text. A server that stays
     unavailable for a minute is dropped with a warning, and the others take over its rows. The API key is read from
@@ -59,9 +59,11 @@ def fetch_rows(
         target: name of the model, unless the server lists exactly one.
         tokenizer: the target's.
         prompts: prompts to continue, and conversations to answer.
-        folder: see `generate_rows`; completions are stored in batches of `concurrency` rows.
-        writing, max_prompt_tokens, progress: see `generate_rows`.
+        folder: output folder, resumed if it is unfinished; completions are stored in batches of `concurrency` rows.
+        writing: sampling and length of the completions.
+        max_prompt_tokens: a conversation ends when its prompt is longer.
         concurrency: concurrent requests to each server.
+        progress: show a progress bar.
 
     Raises:
         UserError: no server is available, or one rejects a prompt or does not sample.
@@ -81,7 +83,7 @@ def fetch_rows(
 
 
 def _summary(batches: list[BatchFacts]) -> JsonObject:
-    """Count the answers of each server for the manifest."""
+    """Return facts for the manifest: answers of each server and in all, seconds, and None for speeds of drafting."""
     by_server: Counter[str] = Counter()
     for facts in batches:
         by_server.update(facts["servers"])
@@ -102,7 +104,11 @@ async def _fetch(
     max_prompt_tokens: int,
     concurrency: int,
 ) -> None:
-    """Request all answers, and write each batch when its last conversation has ended."""
+    """Request the answers to the prompts of some batches, and write each batch when its last conversation has ended.
+
+    Args:
+        batches: numbers of the prompts by number of the batch.
+    """
     available = set(servers)
     finished: dict[int, dict[int, Answering]] = {batch: {} for batch in batches}
     by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
@@ -165,7 +171,17 @@ async def _fetch(
 
 
 class _TextServer(Connection):
-    """A server that continues prompts. `base` is its URL without /v1; the other arguments are those of `fetch_rows`."""
+    """A server that continues prompts.
+
+    Args:
+        base: its URL without /v1.
+        target: name of the model, unless the server lists exactly one.
+        tokenizer: the target's.
+        writing: sampling and length of the completions.
+
+    Attributes:
+        longest: largest length of a prompt that leaves room for a completion, once `probe` has asked the server.
+    """
 
     def __init__(self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, writing: Writing):
         super().__init__(base, "--server", openai.AsyncOpenAI, max_retries=_RETRIES)
@@ -180,7 +196,10 @@ class _TextServer(Connection):
         return super().describe(error)
 
     async def probe(self, prompts: Sequence[Conversation]) -> None:
-        """Find the model's name, and check that two seeds give two texts for the beginning of at least one prompt."""
+        """Ask for the model's name and context length, and check that two seeds give two texts for half a prompt.
+
+        Raises a UserError if none of the first few prompts gets two different texts: the server does not sample.
+        """
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
             if len(models) == 1:
@@ -215,12 +234,12 @@ class _TextServer(Connection):
         sampling: Sampling,
         max_tokens: int | None = None,
     ) -> tuple[list[int], bool]:
-        """Return the tokens of the answer to the prompt `ids`, and whether it ended by itself.
+        """Return the tokens of the answer to the prompt `ids`, and whether it ended by itself, not at its length limit.
 
         Args:
             row: number of the prompt, which names it in errors.
             prompt: the conversation that `ids` belongs to.
-            max_tokens: default: that of the answers.
+            max_tokens: largest length of the answer (default: `writing.max_new_tokens`).
         """
         max_tokens = max_tokens or self.writing.max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
@@ -256,7 +275,11 @@ class _TextServer(Connection):
         return list(tokens)[:max_tokens], ended
 
     def _tokenize(self, prompt: list[int], text: str, ended: bool, chat: bool) -> list[int]:
-        """Tokenize the text of a completion, and append the end token that the server has removed."""
+        """Return the tokens of a completion's text, as they follow the prompt's tokens.
+
+        If the completion `ended` by itself, the end token is appended, which servers remove: in a `chat` that of the
+        template, else EOS.
+        """
         before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
         assert isinstance(before, str)
         tokens = self.tokenizer(before + text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -14,7 +14,7 @@ from speculator.target.encoder.encoder import source_of
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt, and what follows each answer.
+    """A prompt for the target, and for a chat whose answers it writes one by one the messages between the answers.
 
     Attributes:
         ids: token ids before the first answer; a `Text` also has what an encoder reads for it.
@@ -33,16 +33,16 @@ class Conversation:
 
     @property
     def size(self) -> int:
-        """Rough number of tokens without the answers."""
+        """Rough number of tokens without the answers, by which conversations are sorted."""
         characters = sum(len(message.get("content") or "") for turn in self.later for message in turn)
         return len(source_of(self.ids)) + len(self.ids) + characters // 4
 
 
 def split_at_answers(messages: list[Message], answers: int | None) -> tuple[list[Message], list[list[Message]]]:
-    """Split a chat into the messages before the first answer, and lists of those between the first `answers` answers.
+    """Return a chat's messages before the first answer, and for each answer but the last the messages that follow it.
 
-    What the assistant says before the user speaks, as a greeting, is no answer. None for `answers` means all. The lists
-    end where two answers follow each other.
+    Only the first `answers` answers count (None: all), and none after two that follow each other directly. A greeting
+    before the user's first message is no answer. An answer with tool calls is the first of the messages that follow it.
     """
     # user a, assistant b, user c, assistant d gives [a] and [[c]]: what follows d asks for no further answer.
     opening: list[Message] = []
@@ -80,7 +80,7 @@ class Row:
         self.rejected += rejected or [0] * len(ids)
 
     def columns(self, mark_rejected: bool) -> dict[str, list[int]]:
-        """Return the row for a `datasets` folder."""
+        """Return "input_ids", "loss_mask", "source_ids" if there is a source, and "rejected" if `mark_rejected`."""
         columns = {"input_ids": self.ids, "loss_mask": self.mask}
         columns |= {"source_ids": list(self.source)} if self.source else {}
         return columns | ({"rejected": self.rejected} if mark_rejected else {})
@@ -90,8 +90,8 @@ class Answering:
     """A conversation while the target answers it.
 
     Every answer follows exactly the tokens that a server would read: the chat so far, rendered by the template. While
-    they continue the last row, that row grows. If the template changes earlier turns (Qwen 3 drops their thinking), the
-    next answer begins a row of its own, in which only this answer has loss.
+    these tokens continue the last row, that row grows. If the template changes earlier turns (Qwen 3 drops their
+    thinking), the next answer begins a row of its own, in which only this answer has loss.
 
     Args:
         conversation: what to answer.
@@ -114,7 +114,11 @@ class Answering:
         self.rows[0].add(conversation.ids, 0)
 
     def add(self, tokens: list[int], ended: bool, rejected: Sequence[int] = ()) -> None:
-        """Add an answer. One that has not `ended` by itself, as at its length limit, ends the conversation."""
+        """Append an answer to the last row, and set `prompt` to the tokens before the next answer, or to None.
+
+        An answer that has not `ended` by itself, as at its length limit, ends the conversation. `rejected` is 1 for
+        each of the `tokens` that replaced a rejected draft token.
+        """
         row = self.rows[-1]
         row.add(tokens, 1, rejected)
         self.answers += 1

@@ -20,10 +20,12 @@ class Content(TypedDict, total=False):
     `messages`; or `input_ids` and `loss_mask`.
 
     Attributes:
-        label: False, of a completion that is not to be learnt.
+        label: False for a completion that is not to be trained on.
         tools: tools of a chat.
         dropped: number of messages that were cut off before a chat's first.
-        document_ids, rejected, source_ids: further columns of tokens, see `data.rows`.
+        document_ids: for each token of a packed row, the number of its document.
+        rejected: for each token whether it replaced a rejected draft token.
+        source_ids: tokens that an encoder reads.
     """
 
     text: str
@@ -41,12 +43,12 @@ class Content(TypedDict, total=False):
 
 
 class Document(Content, total=False):
-    """A row in its source.
+    """A row as read from its source, before rendering.
 
     Attributes:
         id: its place in the source.
         where: its place for error messages.
-        name: stands for the content when documents are split.
+        name: decides the row's split in place of a hash of its content.
         split: the split that its source gives it.
         fault: what is wrong with the row, which then has no content.
     """
@@ -59,14 +61,14 @@ class Document(Content, total=False):
 
 
 class ChatFacts(TypedDict):
-    """What became of a chat.
+    """What became of a chat when it was rendered, for counts and log lines.
 
     Attributes:
         where: its place for messages.
-        completion: it is a prompt with its completion.
+        completion: whether it was made from a prompt and its completion.
         rows, answers: number of its rows, and of its answers with loss.
-        left_out: number of the message, from 0, and reason, of each answer without loss.
-        marked: number of answers that the row itself excludes.
+        left_out: number of the message, from 0, and reason, of each answer that can't have loss.
+        marked: number of answers without loss because the data say so, as by "weight": 0.
         thoughtless: number of answers that have loss without their thoughts.
         dropped: number of messages that were cut off before its first.
         why: why each row after the first one begins.
@@ -89,8 +91,8 @@ class TokenDocument(TypedDict, total=False):
     Attributes:
         id: that of the document.
         input_ids, loss_mask: tokens, and for each whether it has loss.
-        rejected: for each token whether it replaced a rejected draft token; none did without it.
-        source_ids: what an encoder reads.
+        rejected: for each token whether it replaced a rejected draft token (default: none did).
+        source_ids: tokens that an encoder reads.
         chat: facts of a chat, in its first row.
     """
 

@@ -15,7 +15,7 @@ _BUCKETS = 1 << 18
 
 
 class NearDuplicates:
-    """Set of texts that drops the oldest, so that memory stays below 100 MB."""
+    """The latest 262,144 texts, to detect near-duplicates of them by MinHash. New texts replace the oldest."""
 
     def __init__(self) -> None:
         random = numpy.random.default_rng(0)
@@ -43,7 +43,10 @@ class NearDuplicates:
         return False
 
     def _signature(self, text: str) -> numpy.ndarray:
-        """Return the minimum of each hash function over the n-grams; case and spacing are ignored."""
+        """Return the MinHash signature of a text, [64] uint32: the minimum of each hash function over its n-grams.
+
+        Case, spacing and punctuation are ignored.
+        """
         # "Hello,  World!" and "hello world" are the same; a text without letters stays as it is.
         normal = " ".join(re.findall(r"\w+", text.casefold())) or text
         ngrams = {normal[i : i + _NGRAM] for i in range(max(1, len(normal) - _NGRAM + 1))}

@@ -77,13 +77,14 @@ def self_rows(
     one; dropping a later turn ends its chat. Each pass over the chats is a resumable call of `generate_rows`.
 
     Args:
-        target, drafter: see `generate_rows`.
+        target: the model, in this process or in servers.
+        drafter: proposes tokens for a target in this process; None: plain decoding.
         folder: the output, a source like any other.
         asking: how the target writes user turns.
         writing: how it answers them; an answer that is cut ends its chat.
         batch_size: rows decoded together.
         concurrency: concurrent requests to each server (default: `data.client.CONCURRENCY`).
-        progress: see `generate_rows`.
+        progress: show progress bars.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
     Returns:
@@ -92,7 +93,7 @@ def self_rows(
         the manifest of each pass. With `previous`, "before" holds the counts of the earlier chats.
 
     Raises:
-        UserError: no user turn can be used, or see `generate_rows`.
+        UserError: no user turn can be used, or the folder was made with other settings.
     """
     longest = asking.max_prompt_tokens + writing.max_new_tokens
     refuse(
@@ -128,11 +129,13 @@ def self_rows(
     seconds: list[float] = []
 
     def generate(what: str, prompts: list[list[int]], how: Writing):
-        """Run a pass over all chats; return each one's new tokens, and marks on those that replaced rejected ones.
+        """Let the target continue all prompts; return the new tokens of each, and marks of rejected draft tokens.
+
+        The marks are 1 for each new token that replaced a rejected draft token; [] without `mark_rejected`.
 
         Args:
             what: "prompts" or "answers", for the folder and the progress bar.
-            how: its seed moves on with each pass.
+            how: sampling and length; each call adds a stride to its seed.
         """
         output = work.begin() / f"{len(passes) + 1}-{what}"
         how = replace(how, seed=how.seed + len(passes) * _SEED_STRIDE)
@@ -203,7 +206,7 @@ def self_rows(
 
 
 def summary(folder: Path) -> str:
-    """Return one line about the chats in a folder."""
+    """Return one line about the chats in a folder: rows, new tokens, seconds, and the dropped user turns by reason."""
     manifest = read_json(folder / "manifest.json")
     rows = f"{folder}: {manifest['rows']:,} rows, {manifest['tokens']:,} new tokens, {manifest['seconds']:,.0f} s"
     dropped = _listed(Counter(manifest["dropped"])) or "none"

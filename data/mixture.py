@@ -56,12 +56,12 @@ class Mixture:
 
     @property
     def names_self(self) -> bool:
-        """Whether the target writes some of the text."""
+        """Whether the source `self` is among the sources: the target writes some of the text."""
         return SELF in self.locations
 
     @property
     def is_self(self) -> bool:
-        """Whether the target writes all of the text."""
+        """Whether `self` is the only source: the target writes all of the text."""
         return self.locations == [SELF]
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Mixture:
 
 
 def mixture_of(sources: Sequence[str]) -> Mixture:
-    """Split sources, as a user names them, into location and weight.
+    """Parse sources as a user names them, a location with or without a weight, such as "chats.jsonl@0.7".
 
     Raises:
         SourceError: a weight is not above 0, or only some sources have one.

@@ -62,7 +62,7 @@ def generate_rows(
         prompts: token ids, or conversations, of which every answer is made, each after the answers before it. The
             longest are decoded first, so that a lack of memory shows early.
         folder: the output, shared by all processes.
-        writing: how the target continues them.
+        writing: sampling, length and end of the continuations.
         batch_size: rows decoded together.
         max_prompt_tokens: a conversation ends when it is longer (default: when no answer fits the context).
         progress: show a progress bar with this title.
@@ -122,7 +122,7 @@ def generate_rows(
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
     def clock(engine: Engine, rows: list[int], count: int) -> list[float]:
-        """Decode the first answers of some rows; return the number of tokens after the prefill's, and the seconds."""
+        """Decode up to `count` tokens of the first answer of some rows; return [tokens, seconds], without prefill."""
         engine.forget()
         how = [writing.sampling(row, len(prompts)) for row in rows]
         # The prefill's token is not counted: its time is that of the prompt.
@@ -171,7 +171,7 @@ def _answer(
         answering: the conversations; the answers are added to them.
         rows: index of each conversation among all prompts, which determines its sampling.
         count: number of all prompts.
-        writing: see `generate_rows`.
+        writing: sampling, length and end of the answers.
     """
     made: list[Request] = []
     options = {"max_new_tokens": writing.max_new_tokens, **(asdict(writing.ends) if writing.ends else {})}
@@ -225,7 +225,10 @@ def settings_of(sampling: Sampling) -> JsonObject:
 
 
 def record_of(writing: Writing, chats: Sequence[Conversation]) -> JsonObject:
-    """Return the settings that determine the rows, whichever drafter or server makes them."""
+    """Return the settings in the manifest that determine the rows, whichever drafter or server makes them.
+
+    They include a hash of the prompts.
+    """
     settings = [settings_of(each) for each in writing.samplings]
     prompts = [[[*source_of(chat.ids), *chat.ids], list(chat.later)] for chat in chats]
     return {

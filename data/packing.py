@@ -12,7 +12,7 @@ _OPEN_ROWS = 32
 
 
 def pack(documents: Iterable[TokenDocument], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
-    """Put whole documents into rows, each into the fullest open row that has room for it.
+    """Put whole documents into rows, each into the fullest open row that has room for it, and yield the rows.
 
     So no token loses the beginning of its document; only a document that is longer than a row is cut. Plain text, which
     has loss everywhere, fills rows of its own and is cut at their ends. Rows may be shorter than `length`, and come in
@@ -24,10 +24,11 @@ def pack(documents: Iterable[TokenDocument], length: int, max_tokens: int | None
         document_ids  0 0 0 0 1 1 1
         loss_mask     0 0 1 1 0 1 1
         rejected      0 0 0 0 0 1 0    tokens that replaced a rejected draft token, if the document marks them
-    The first id is the number of documents at the row's start that are rests of documents in other rows.
+    A row's first document id is the number of its documents that began in another row and are continued here. These
+    come first: a row that starts with the rest of one cut document has the ids 1, 2, 3, ...
 
     Args:
-        documents: rows of `data.rendering.render`.
+        documents: documents as tokens, which `data.rendering.render` yields.
         length: tokens of a row.
         max_tokens: stop before the rows have more tokens than this; None: no limit.
     """
@@ -57,7 +58,7 @@ class _OpenRow:
         return len(self.columns["input_ids"])
 
     def append(self, document: TokenDocument, begin: int, length: int) -> int:
-        """Append a document from token `begin` on, as far as there is room; return where the rest begins."""
+        """Append a document's tokens from `begin` on, up to a row of `length`; return the end of the appended part."""
         end = min(begin + length - self.used, len(document["input_ids"]))
         self.columns["document_ids"] += [self.documents] * (end - begin)
         self.columns["input_ids"] += document["input_ids"][begin:end]
@@ -98,7 +99,10 @@ def _fill(documents: Iterable[TokenDocument], length: int) -> Iterator[Columns]:
 
 
 def one_per_row(documents: Iterable[TokenDocument], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
-    """Make a row of each document of an encoder-decoder target, with its "source_ids"; what exceeds `length` is cut."""
+    """Yield a row for each document of an encoder-decoder target, with its "source_ids", cut to `length` tokens.
+
+    It stops before the rows have more than `max_tokens` tokens in all.
+    """
     emitted = 0
     for document in documents:
         row = {

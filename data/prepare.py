@@ -40,7 +40,7 @@ class TooLittleTextError(SourceError):
 
 @dataclass(frozen=True, kw_only=True)
 class RowRequest:
-    """Packed rows (see `data.packing.pack`) of one split of some sources; with `pairs`, one row a document.
+    """A request for the rows of one split of some sources: packed, or with `pairs` one row per document.
 
     Attributes:
         length: number of tokens in a row.
@@ -49,7 +49,7 @@ class RowRequest:
         max_bad_rows: largest share of unusable rows in the training split; they are skipped with a warning. Other
             splits are small, so any share is accepted once it is above 0.
         num_proc: processes that render and tokenize; the rows do not depend on it.
-        pairs: see `data.rendering.render`.
+        pairs: for an encoder-decoder target, the decoder's start tokens and the longest source; else None.
     """
 
     mixture: Mixture
@@ -193,7 +193,7 @@ def _locked(file: Path) -> Iterator[None]:
 
 
 def _prepare(folder: Path, request: RowRequest) -> None:
-    """Write the rows and their manifest into a new folder."""
+    """Write the rows of a request, and a manifest with counts and bad rows, into a new folder."""
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
     tally, name = Tally(request.max_share), request.name
     processes = request.num_proc or default_processes()

@@ -43,18 +43,28 @@ class PromptLimits:
 
     @classmethod
     def of(cls, target: TrainingTarget, new_tokens: int, seq_length: int = sys.maxsize) -> PromptLimits:
-        """Return the limits of a target's prompts. An encoder reads them, if there is one, so answers need no room."""
+        """Return the limits of a target's prompts. An encoder, if there is one, reads them: answers need no room there.
+
+        Args:
+            new_tokens: largest length of an answer.
+            seq_length: largest length of a prompt whose answer is trained on.
+        """
         context, room = (target.encoder.longest, 0) if target.encoder else (target.context_length, new_tokens)
         return cls(target.name, context, room, seq_length)
 
     def fits(self, ids: list[int]) -> bool:
-        """Return whether a prompt leaves room for its answer."""
+        """Return whether a prompt leaves room for its answer, and has at most `seq_length` tokens."""
         return len(ids) <= min(self.seq_length, self.context - self.new_tokens)
 
     def take(
         self, source: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
     ) -> tuple[list[tuple[list[int], Item]], int]:
         """Return the first `count` prompts that fit, each with its item, and the number of prompts skipped before.
+
+        Args:
+            source: name of the prompts in messages.
+            prompts: token ids of each prompt, and whatever belongs to it.
+            count: None: all.
 
         Raises:
             SourceError: no prompt fits.
@@ -86,7 +96,7 @@ class Cut:
         prompt_tokens: length of the prompts of a text.
         per_text: largest number of prompts of a text.
         last_turn: cut chats after the user's last turn, not before the first answer.
-        turns: number of answers for which a chat keeps the messages between them; None: all.
+        turns: number of answers that the target writes in a chat, whose later messages are dropped; None: all.
     """
 
     prompt_tokens: int
@@ -100,8 +110,8 @@ class _Cutter:
     """Cuts documents into prompts.
 
     Attributes:
-        limits: a row whose prompts do not fit is not used.
-        tally: counts rows.
+        limits: a row none of whose prompts fits is counted as too long.
+        tally: counts the rows that are used, bad, or too long or short.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -133,7 +143,11 @@ class _Cutter:
             yield from found
 
     def _of(self, row: Document, packed_text: bool) -> Iterator[Conversation]:
-        """Yield the prompts of one document; with `packed_text`, packed rows are texts, whose tokens all have loss."""
+        """Yield the prompts of one document, in the way of its format: text, chat, prompt, or tokens.
+
+        A packed row gives a prompt for each document that begins in it; with `packed_text` (all tokens have loss) only
+        one.
+        """
         if "text" in row:
             yield from map(Conversation, self._of_lines(row))
         elif "messages" in row:
@@ -154,7 +168,7 @@ class _Cutter:
             yield from self._of_tokens(row["input_ids"], row["loss_mask"])
 
     def _of_lines(self, row: Document) -> Iterator[list[int]]:
-        """Yield prompts that begin at up to `per_text` different lines of a text."""
+        """Yield the tokens of up to `per_text` different prompts of a text, each from the beginning of some line on."""
         lines, made, name = row["text"].splitlines(keepends=True), set(), name_of(row)
         for k in range(self.cut.per_text):
             # The line depends on the document's name alone, so every run takes the same prompt.
@@ -185,7 +199,10 @@ class _Cutter:
         )
 
     def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[Conversation]:
-        """Yield the tokens before the first one with loss; if the first token has loss, the first `prompt_tokens`."""
+        """Yield one prompt or none: the tokens before the first one with loss, as `mask` marks it.
+
+        If the first token has loss, or none has, they are the first `prompt_tokens`.
+        """
         if 1 in mask and not mask[0]:
             yield Conversation(ids[: mask.index(1)], ends=True)
         elif len(ids) >= self.cut.prompt_tokens:

@@ -65,7 +65,10 @@ def read(location: str) -> Iterator[Document]:
 
 
 def fingerprint(location: str) -> str:
-    """Return a hash of the names, sizes and modification times of a source's files."""
+    """Return a hash that changes with a source: of names, sizes and modification times of its files.
+
+    A hub dataset has the fingerprint of `datasets`.
+    """
     path = Path(location)
     if location == PYTHON_SOURCES:
         files = python_sources.files()
@@ -231,7 +234,7 @@ def _is_datasets_folder(path: Path) -> bool:
 
 
 def _datasets_folder(path: Path) -> Iterator[Document]:
-    """Yield the rows of a saved dataset; one with this project's splits keeps them."""
+    """Yield the rows of a saved dataset; one with the splits train, validation and held-out keeps them."""
     try:
         saved = load_from_disk(str(path))
     except Exception as error:  # the library raises many types for damaged files

@@ -88,7 +88,10 @@ def tokenizer_of(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
 
 
 def as_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """Add the messages of a chat to a prompt with its completion, if the tokenizer has a chat template."""
+    """Return a prompt and its completion as a chat, with "messages", if the tokenizer has a chat template.
+
+    Other documents are returned as they are.
+    """
     if "completion" not in document or not tokenizer.chat_template or not document["prompt"].strip():
         return document
     answer: Message = {"role": "assistant", "content": document["completion"].strip()}
@@ -98,7 +101,7 @@ def as_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Document:
 
 
 def text_tokens(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[list[int]]:
-    """Tokenize texts, with BOS if the tokenizer adds one; the text of a special token is plain text."""
+    """Return the token ids of texts, with BOS if the tokenizer adds one; the text of a special token is plain text."""
     return tokenizer(list(texts), split_special_tokens=True, verbose=False, **options)["input_ids"] if texts else []
 
 
@@ -111,7 +114,7 @@ def render(
 ) -> Iterator[TokenDocument]:
     """Yield documents as rows {"id", "input_ids", "loss_mask", "rejected"}, with `pairs` also "source_ids".
 
-    A packed row becomes one row per document, and a chat one or several; its first row has "chat", the facts of it.
+    A packed row becomes one row per document, and a chat one or several, the first of which has "chat": `ChatFacts`.
 
     Texts and completions end with EOS, chats as their template ends them.
 
@@ -138,7 +141,7 @@ def render(
 def _render_batch(
     batch: list[Document], tokenizer: PreTrainedTokenizerBase, pairs: Pairs | None
 ) -> list[list[TokenDocument] | RowError]:
-    """Return the rows of each of some documents, or the RowError of a bad one."""
+    """Return, for each document of a batch, its rows or the RowError of a bad document."""
     # One call for all texts: the tokenizer then uses all cores, unless this is one of several processes.
     single = [] if pairs else batch
     tokens = iter(text_tokens([document["text"] for document in single if "text" in document], tokenizer))
@@ -163,8 +166,8 @@ def _rows_of(
     """Return the rows of a document.
 
     Args:
-        tokens: token ids of the next texts.
-        chats: what `_chats` yields of the next chats.
+        tokens: token ids of the batch's texts; a document that is a text takes the next ones.
+        chats: rows and facts, or RowError, of the batch's chats; a document that is a chat takes the next ones.
     """
     if pairs:
         return [_pair(document, tokenizer, pairs)]
@@ -192,7 +195,7 @@ def _rows_of(
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Group documents, fewer of them if they are long."""
+    """Yield lists of 64 documents each, or fewer with more than a million characters, to render in one call."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -228,7 +231,10 @@ def _check_wanted(document: Document) -> None:
 
 
 def _pair(document: Document, tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> TokenDocument:
-    """Render what the encoder reads, and what the decoder writes after its start tokens."""
+    """Return the row of a prompt and its completion: "source_ids" for the encoder, and "input_ids" of the decoder.
+
+    The decoder's tokens begin with its start tokens, which have no loss. A document may already consist of tokens.
+    """
     start, where = list(pairs.start), document["where"]
     if "completion" in document:
         _check_wanted(document)
@@ -277,7 +283,7 @@ def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterato
 def document_text(
     document: Document, tokenizer: PreTrainedTokenizerBase, count: int | None = None, ask: bool = False
 ) -> str:
-    """Render the first `count` messages of a chat; with `ask`, up to where the model answers."""
+    """Return the text of the first `count` messages of a chat (None: all); with `ask`, also the generation prompt."""
     if not tokenizer.chat_template:
         raise RowError(document["where"], f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template")
     try:
@@ -287,7 +293,7 @@ def document_text(
 
 
 def _chats(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
-    """Yield the rows of each chat as (token ids, loss mask) with the facts of the chat, or its RowError."""
+    """Yield for each chat ([(token ids, loss mask) of each row], `ChatFacts`), or the RowError of a bad chat."""
     found: list[ChatRows | RowError] = []
     for document in documents:
         try:
@@ -334,10 +340,14 @@ def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[i
 def _token_rows(
     row: TextRow, whole: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[list[int], list[int]]]:
-    """Tokenise a row in which a token may span the start or the end of an answer.
+    """Tokenise a row in which a token may span the start or the end of an answer; return (token ids, loss mask) pairs.
 
-    A server tokenises all that precedes an answer at once. The model continues these tokens, so an answer whose first
-    character would join them has tokens of its own; and where a later context joins them, it begins another row.
+    A server tokenises all that precedes an answer at once, and the model continues these tokens. So an answer whose
+    first character would join the context's last token is tokenised alone. A later context that tokenises an earlier
+    answer in another way begins another row.
+
+    Args:
+        whole: tokens of the row's whole text, for the part after the last answer.
     """
     rows: list[tuple[list[int], list[int]]] = []
     contexts, written = (_tokens([row.text[: span[side]] for span in row.spans], tokenizer) for side in (0, 1))

@@ -71,7 +71,7 @@ class RowError(SourceError):
 
 
 class NothingToLearnError(RowError):
-    """A row without a fault that has nothing to train on, because it says so; it does not count as a bad row."""
+    """A row whose own marks, as "weight": 0, leave nothing to train on. It is skipped and not counted as a bad row."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NothingToLearnError, self._arguments
@@ -79,7 +79,10 @@ class NothingToLearnError(RowError):
 
 @contextmanager
 def errors_of_row(where: str) -> Iterator[None]:
-    """Turn any error of a row's content into a RowError: a library's type for odd content can't be foreseen."""
+    """Turn unforeseen errors of a row's content into a RowError, since libraries raise many types for odd content.
+
+    UserError (which includes RowError), OSError and MemoryError pass through.
+    """
     try:
         yield
     except (UserError, OSError, MemoryError):
@@ -116,7 +119,7 @@ def _content(row: Any, where: str) -> Content:
 
 
 def has_loss(message: Message) -> bool:
-    """Return whether an assistant's message is to be learnt: OpenAI's "weight" is not 0, and "train" is not false."""
+    """Return whether an assistant's message is trained on: OpenAI's "weight" is not 0, and "train" is not false."""
     return message.get("weight") != 0 and message.get("train") is not False
 
 
@@ -260,8 +263,8 @@ class Format(NamedTuple):
     Attributes:
         name: the keys that a row of this format needs, for an error.
         keys: all keys that it reads.
-        fits: whether a row is in this format, given its keys and values without nulls.
-        read: its content, given the same and the row's place; see `content` for what it returns.
+        fits: return whether a row (its keys and values without nulls) is in this format.
+        read: return the content of a row, given the row without nulls and its place for errors.
     """
 
     name: str

@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 def name_of(row: Document) -> str:
     """Return a name of a document that decides its split and where its text is cut.
 
-    It follows the content, wherever the document stands, unless the source gives its documents names of their own.
+    The name is a hash of the content, unless the source gives its documents names of their own.
     """
     return row.get("name") or _digest(row).hex()
 
@@ -38,9 +38,10 @@ def split_of(name: str) -> str:
 
 
 def _splits_of_few(rows: list[Document]) -> dict[str, str]:
-    """Split a small source by the rank of its documents' hashes; return {} if `split_of` leaves no split empty.
+    """Return the split of each document of a small source by its name, so that no split is empty.
 
-    The validation and the held-out split then have a twentieth each, and at least one document.
+    Validation and held-out get a twentieth of the documents each, at least one. {}: `split_of` leaves no split empty,
+    or there are too few documents.
     """
     names = {name_of(row) for row in rows if "split" not in row and "fault" not in row}
     if len(names) < len(SPLITS) or {split_of(each) for each in names} == set(SPLITS):
@@ -61,7 +62,7 @@ def documents(
     """Yield the documents of one split, one source after the other, without exact duplicates.
 
     Args:
-        mixture: where they are; weights do not matter.
+        mixture: the sources; their weights do not matter.
         split: "train", "validation" or "held-out"; None: all three.
         tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
@@ -77,11 +78,12 @@ def _documents(
     seen: set[bytes],
     elsewhere: Callable[[bytes], bool] = lambda digest: False,
 ) -> Iterator[Document]:
-    """Yield the documents of one source.
+    """Yield the documents of one split of a source without copies, and count the split's rows in `tally`.
 
     Args:
+        rows: all documents of the source.
         seen: digests of earlier documents; new ones are added.
-        elsewhere: return whether a digest belongs to another source.
+        elsewhere: return whether the document of a digest is kept in another source, and is a copy here.
     """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
@@ -157,13 +159,14 @@ def token_documents(
 
 
 def streams(mixture: Mixture, split: str | None, tally: Tally | None) -> tuple[list[Iterator[Document]], list[float]]:
-    """Return the streams of documents, and a weight for each: one stream per source if they have weights, else one.
+    """Return streams of the documents of one split, and their weights: a stream per source if sources have weights.
 
-    Of equal documents in several sources, only the first source's is kept. Weighted sources are interleaved, so to find
-    duplicates all of them but the last are read twice.
+    Without weights there is one stream of all sources, of weight 1. Of equal documents in several sources, only the
+    first source's is kept. Weighted sources are interleaved, so to find duplicates all but the last are read twice.
 
     Args:
-        split, tally: see `documents`.
+        split: "train", "validation" or "held-out"; None: all three.
+        tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
     locations, weights = mixture.locations, mixture.weights
     if not weights:
@@ -180,9 +183,10 @@ def streams(mixture: Mixture, split: str | None, tally: Tally | None) -> tuple[l
 
 
 def interleave(streams: list[Iterator[Item]], weights: list[float], size: Callable[[Item], int]) -> Iterator[Item]:
-    """Yield items, each from the stream that is furthest below its share, until that stream has none.
+    """Yield items, each from the stream that is furthest below its share, until that stream has none left.
 
     Args:
+        weights: the streams' shares; they need not add up to 1.
         size: how much an item counts, such as its tokens.
     """
     drawn = [0] * len(streams)

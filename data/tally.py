@@ -31,9 +31,9 @@ class Tally:
         first: messages of the first few bad rows.
         chats, chat_rows: number of chats, and of the rows that they became.
         answers: number of the assistant's turns that have loss.
-        left_out: number of the assistant's turns that have none, by reason.
-        first_left_out: place of the first of them by reason.
-        marked: number of the assistant's turns that have none because the row says so.
+        left_out: number of the assistant's turns that can't have loss, by reason.
+        first_left_out: by reason, the place of the first turn that can't have loss.
+        marked: number of the assistant's turns that have no loss because the row says so.
         thoughtless: number of the assistant's turns that have loss without their thoughts.
         completions: number of chats that are a prompt with its completion.
         greetings: number of the assistant's turns that began a chat, and were dropped.
@@ -57,7 +57,7 @@ class Tally:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
-        """Restore the counts that `record` returned."""
+        """Return a tally with the counts that `record()` returned."""
         counts = {name: Counter(record[name]) for name in ("skipped", "kinds", "left_out")}
         return cls(**{**record, **counts, "max_share": max_share})
 
@@ -92,7 +92,7 @@ class Tally:
             self.check("the first rows")
 
     def add_chat(self, chat: ChatFacts) -> None:
-        """Count a chat by the facts that `data.rendering` returns of it."""
+        """Add a rendered chat to the counts of chats and of the assistant's turns."""
         self.chats += 1
         self.chat_rows += chat["rows"]
         self.answers += chat["answers"]
@@ -105,10 +105,10 @@ class Tally:
             self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
 
     def take(self, used: int, too_long: int, limit: str) -> None:
-        """Count the rows that were used and those that are too long; the other good ones are beyond a limit.
+        """Set the number of rows that were used and that were too long; all other good rows count as beyond a limit.
 
         Args:
-            limit: the flag that sets the limit.
+            limit: the flag that limits the number of rows, such as "--max_rows".
         """
         beyond = self.rows - self.bad - used - too_long
         self.used, self.skipped = used, Counter({TOO_LONG: too_long, f"beyond {limit}": beyond})
@@ -154,12 +154,12 @@ class Tally:
             )
 
     def counted_copies(self) -> str:
-        """Return how many rows were left out because they are copies."""
+        """Return a phrase for messages that says how many rows were left out because they are copies."""
         return f"{self.copies:,} of {self.rows:,} rows are exact copies of others and are skipped"
 
     @staticmethod
     def _kinds(counts: Counter[str]) -> str:
-        """List reasons with their counts, the five commonest and the sum of the others."""
+        """Return the five commonest reasons with their counts, and the sum of the others, in a phrase for messages."""
         others = counts.total() - sum(count for _, count in counts.most_common(5))
         words = [f"{count:,} x {kind}" for kind, count in counts.most_common(5)]
         return "; ".join([*words, *([f"{others:,} x other reasons"] if others else [])])

@@ -34,7 +34,7 @@ class Writing:
     mark_rejected: bool = False
 
     def sampling(self, row: int, rows: int, answer: int = 0) -> Sampling:
-        """Return the sampling of an answer.
+        """Return the sampling of an answer, with a seed of its own.
 
         Args:
             row: number of the row.

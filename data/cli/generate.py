@@ -40,7 +40,7 @@ SELF_FLAGS = {"max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Generate the rows, and print where they are."""
+    """Run `speculator data generate`: write the rows to `--output`, and print one line about them on stderr."""
     _check(arguments)
     quiet_libraries()
     processes = state()  # assigns the devices, so it comes before loading the target
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _asking(arguments: argparse.Namespace) -> Asking:
-    """Return how the target writes the user turns of the source `self`."""
+    """Return the settings with which the target writes user turns, for `--sources self`."""
     return Asking(
         rows=arguments.max_rows or ROWS,
         turns=arguments.turns or 1,
@@ -104,7 +104,10 @@ def _asking(arguments: argparse.Namespace) -> Asking:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Check the flags before loading a model, and fill in the defaults of the flags of one kind of prompts."""
+    """Check the flags before a model is loaded; set `arguments.mixture`, and defaults of the flags of text and of self.
+
+    Raises a UserError for wrong flags.
+    """
     positive = ["max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns"]
     positive.append("max_prompt_tokens")
     arguments.mixture = None if arguments.sources is None else mixture_of(arguments.sources)
@@ -136,7 +139,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _prompt_sampling(arguments: argparse.Namespace) -> Sampling:
-    """Return the sampling of the user turns of `self`."""
+    """Return the temperature and top-p with which the target writes user turns, for `--sources self`."""
     return prompt_sampling_of(arguments.prompt_temperature, arguments.prompt_top_p, "--")
 
 
@@ -149,7 +152,7 @@ def _samplings(arguments: argparse.Namespace) -> tuple[Sampling, ...]:
 
 
 def _context_length(arguments: argparse.Namespace) -> int:
-    """Return the target's context length if its config is available; the server's own may be shorter."""
+    """Return the context length in the target's config, or `sys.maxsize` without one; a server's may be shorter."""
     try:
         config = read_config(arguments.target, arguments.trust_remote_code, revision=arguments.revision)
         return config.get_text_config().max_position_embeddings or sys.maxsize

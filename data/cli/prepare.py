@@ -17,7 +17,7 @@ from speculator.terminal import quiet_libraries
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prepare the rows, and print a table of counts."""
+    """Run `speculator data prepare`: write the rows to `--output`, and print a table of the counts of each split."""
     check_output_folder("--output", arguments.output)
     parent = arguments.output.absolute().parent
     refuse(

@@ -23,7 +23,7 @@ from speculator.terminal import DIM, GREEN, PLAIN, colours, log, quiet_libraries
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the first rows."""
+    """Run `speculator data view`: print the first `--rows` rows of the source as text."""
     refuse((arguments.rows < 1, "--rows must be at least 1"))
     quiet_libraries()
     tokenizer = tokenizer_of(arguments)
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _facts(chat: ChatFacts | None) -> Iterator[str]:
-    """Yield lines about a chat that is not one row with loss on all its answers."""
+    """Yield lines on why a chat became several rows, or has dropped messages or answers without loss; else none."""
     if chat is None:
         return
     if chat["rows"] > 1:
@@ -61,7 +61,10 @@ def _facts(chat: ChatFacts | None) -> Iterator[str]:
 
 
 def _marked(document: TokenDocument, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:
-    """Return a document's text, including special tokens, with marks around the parts with and without loss."""
+    """Return a document's text, including special tokens, with marks around the parts with and without loss.
+
+    `marks` are written before and after text without loss, and before and after text with loss.
+    """
     text, end, shown = "", 0, ""
     for loss, run_of in groupby(document["loss_mask"]):
         end += len(list(run_of))
