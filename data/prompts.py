@@ -143,7 +143,7 @@ class _Cutter:
             yield from found
 
     def _of(self, row: Document, packed_text: bool) -> Iterator[Conversation]:
-        """Yield the prompts of one document, in the way of its format: text, chat, prompt, or tokens.
+        """Yield the prompts of one document of any format: text, chat, prompt with completion, or tokens.
 
         A packed row gives a prompt for each document that begins in it; with `packed_text` (all tokens have loss) only
         one.

@@ -48,7 +48,10 @@ _LOAD_SECONDS = 600
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Resume the unfinished round, then wait for new answers and begin the next one."""
+    """Run `speculator adapt`: resume the unfinished round, then wait for new answers and begin the next one.
+
+    It returns after `--rounds` rounds in all, or never without that flag. Wrong input raises a UserError.
+    """
     key = os.environ.get(KEY_VARIABLE, "") if arguments.api_key is None else arguments.api_key
     check_secret("--api_key", key)
     refuse(
@@ -89,7 +92,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _alone(output: Path) -> Iterator[IO[str]]:
-    """Lock the folder; the commands of a round inherit the lock, so that it outlives a kill as long as they do."""
+    """Lock the folder in the block, and yield the open lock file; a UserError is raised if another run has locked it.
+
+    The commands of a round inherit the file, so that the lock outlives a kill as long as they do.
+    """
     with (output / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,12 +130,13 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
 
 
 def _shards(record: Path) -> list[Path]:
+    """Return the files of recorded answers in a folder, the oldest first (by name)."""
     folder = record / "rows" if (record / "rows").is_dir() else record
     return sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
 
 
 def _answer_tokens(shard: Path) -> int:
-    """Count the tokens with loss; of chats, estimate them by four characters a token."""
+    """Return the number of tokens with loss in a file of rows; in chats it is estimated, at four characters a token."""
     return _answer_tokens_of_size(shard, shard.stat().st_size)  # a log grows
 
 
@@ -177,9 +184,9 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
 
 
 def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
-    """Copy the recorded answers, which a round trains on: a server's shards as hard links if possible, logs by copying.
+    """Copy the recorded answers, which a round trains on, into a new folder `output`, which is a source of training.
 
-    A log may grow meanwhile, and a server deletes its oldest shards.
+    A server's shards become hard links if possible, since it deletes the oldest. Logs, which may grow, are copied.
     """
     with new_folder(output) as scratch:
         make_folder(scratch / "rows")
@@ -194,11 +201,13 @@ def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> Round:
-    """Train, gate and load; return the content of round.json.
+    """Train a new head, compare it with the old one (`eval gate`), and load it into the server if it is accepted.
 
-    Its "outcome" is "in use", or why the new head isn't; "gate" has the figures of `eval gate`.
+    Returns the content of round.json. Its "outcome" is "in use", or why the new head isn't; "gate" has the figures of
+    `eval gate`.
 
     Args:
+        folder: folder of the round.
         old: folder of the head in use.
         key: API key of the server.
         lock: the open lock file, which the commands inherit.
@@ -247,6 +256,8 @@ def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **
     """Run a command of this project, which prints its own errors; raise a UserError unless its exit code is `accepted`.
 
     Args:
+        argv: what follows `python` in the command.
+        lock: the open lock file, which the command inherits.
         variables: environment variables of the command.
     """
     path = os.pathsep.join(filter(None, [str(Path(speculator.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
@@ -262,10 +273,14 @@ def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **
 
 
 def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
-    """Ask the server to load a head; return the reason if it does not.
+    """Ask the server to load a head; return None if it does, else the reason.
 
     Args:
+        key: API key of the server.
         body: {"path": folder of the head}; {} only checks the server.
+
+    Raises:
+        UserError: the server does not answer, rejects the key, or can't load heads.
     """
     url = server.rstrip("/").removesuffix("/v1")
     try:
@@ -285,7 +300,7 @@ def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
 
 
 def write_page(output: Path, rounds: Sequence[Round]) -> None:
-    """Write rounds.html and its plot."""
+    """Write rounds.html, a page about all rounds, and its plot rounds.svg into a folder."""
     from eval.page import fill_template  # imports matplotlib, for a second
     from eval.plots import plot_rounds
 

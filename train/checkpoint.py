@@ -29,6 +29,7 @@ def numbered(stage: Path) -> dict[int, Path]:
 
 
 def _first_whole(folders: list[Path]) -> tuple[Path | None, list[str]]:
+    """Return the first complete checkpoint (None: all are damaged), and a message for each damaged one before it."""
     passed_over: list[str] = []
     for folder in folders:
         problem = manifest_error(folder)
@@ -39,7 +40,7 @@ def _first_whole(folders: list[Path]) -> tuple[Path | None, list[str]]:
 
 
 def newest(stage: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest complete checkpoint, and a message for each newer one that is damaged."""
+    """Return the newest complete checkpoint (None: there is none), and a message for each newer, damaged one."""
     return _first_whole(list(numbered(stage).values()))
 
 
@@ -49,9 +50,11 @@ def best(
     """Return the complete checkpoint with the highest `METRIC`, and a message for each better, damaged one.
 
     The earliest wins a tie. Only planned checkpoints count, so that one saved on a signal does not change the result.
+    None: there is no such checkpoint.
 
     Args:
         history: log of the stage's evaluations, as in trainer_state.json.
+        save_steps, max_steps: steps between checkpoints, and of the whole stage.
     """
     figures = {entry["step"]: entry[METRIC] for entry in history if METRIC in entry}
     there = numbered(stage)
@@ -66,9 +69,9 @@ def planned(step: int, save_steps: int, max_steps: int) -> bool:
 
 
 def rotate(stage: Path, limit: int, best_step: int | None, newest_step: int) -> None:
-    """Delete old checkpoints until `limit` are left, the best among them.
+    """Delete checkpoints until `limit` are left: the best (None: unknown), and the newest up to step `newest_step`.
 
-    Checkpoints of later steps than `newest_step` are damaged and deleted too.
+    Those of later steps are damaged, so they are deleted too.
     """
     there = numbered(stage)
     # The best one, then the newest: a run resumes from the newest, and publishes the best.

@@ -29,7 +29,10 @@ _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token
 
 
 def settings(run: Run) -> None:
-    """Raise a UserError for settings that are out of range or contradict each other, before anything is loaded."""
+    """Raise a UserError for settings that are out of range or contradict each other, before the target is loaded.
+
+    The head of a warm start is loaded, since its files may be damaged.
+    """
     config = run.config
     head, generate = config.speculator, config.stage2.generate
     if head.warm_start:
@@ -84,7 +87,10 @@ def settings(run: Run) -> None:
 
 
 def samplings(section: str, temperatures: list[float], **filters: Any) -> tuple[Sampling, ...]:
-    """Return the samplings of a section's temperatures; an error names the section."""
+    """Return a `Sampling` for each temperature of a section, with `filters` such as top_p.
+
+    A UserError about a value names the section.
+    """
     try:
         return tuple(Sampling(temperature, **filters) for temperature in temperatures)
     except UserError as error:
@@ -105,7 +111,12 @@ def _server(config: RunConfig) -> None:
 
 
 def check_writes_no_text(run: Run, why: str, instead: str = "") -> None:
-    """Raise a UserError if a target that is not decoded, for the reason `why`, would write text."""
+    """Raise a UserError if a run needs text of a target that can't be decoded here.
+
+    Args:
+        why: the reason, which begins the message.
+        instead: further advice, which ends it.
+    """
     wanted = (f"the source {SELF}", run.mixture.names_self), ("stage 2", bool(run.config.stage2.max_steps))
     for what in (name for name, asked in wanted if asked):
         raise UserError(
@@ -125,6 +136,7 @@ def warn_of_warm_up(name: str, stage: StageConfig) -> None:
 
 
 def _stage(name: str, stage: StageConfig) -> None:
+    """Raise a UserError for settings of the stage `name` that are out of range or contradict each other."""
     if not 0 <= stage.adam_beta2 < 1:
         raise UserError(f"{name}.adam_beta2 must be at least 0 and below 1")
     if stage.save_total_limit < 2:
@@ -143,7 +155,7 @@ def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
 
 
 def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
-    """Raise a UserError if a target has an encoder, and the architecture of the head knows none."""
+    """Raise a UserError if a target has an encoder, and the head's architecture drafts for decoders only."""
     if target.is_encoder_decoder and not issubclass(head_class(head), RNNHead):
         raise UserError(
             f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only"
@@ -151,7 +163,7 @@ def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
 
 
 def fits_config(run: Run) -> None:
-    """Raise a UserError if a sequence exceeds the context that the target's config states."""
+    """Raise a UserError if a configured length exceeds the context in the target's config, if that states one."""
     context = getattr(run.text, "max_position_embeddings", None)
     if context:
         # see `ServerTarget.context_length`
@@ -159,7 +171,7 @@ def fits_config(run: Run) -> None:
 
 
 def fits_target(run: Run, target: TrainingTarget) -> None:
-    """Raise a UserError if the head or a length does not fit the target, or if training it would not fit the memory."""
+    """Raise a UserError if the head, a length or the source `self` does not fit the target, or the head the memory."""
     config, head = run.config, run.config.speculator
     refuse(
         (
@@ -182,6 +194,7 @@ def fits_target(run: Run, target: TrainingTarget) -> None:
 
 
 def _fits_context(run: Run, target: str, context: int) -> None:
+    """Raise a UserError if a configured length exceeds `context` tokens; `target` is the name in the message."""
     config = run.config
     longest = {
         "data.seq_length": config.data.seq_length,
@@ -205,7 +218,11 @@ def _fits_context(run: Run, target: str, context: int) -> None:
 
 
 def _fits_memory(run: Run, target: TrainingTarget) -> None:
-    """Refuse a head that can't be trained on its own: float32 weights, their gradients and Adam's two moments."""
+    """Raise a UserError if training the head, even without the target, exceeds the memory of the target's device.
+
+    It takes 16 bytes per weight of the head: weight, gradient and Adam's two moments in float32. A GPU has its own
+    memory, any other device this machine's.
+    """
     weights = parameters(run)
     if target.device.type == "cuda":
         where, memory = "this GPU", torch.cuda.get_device_properties(target.device).total_memory
@@ -225,7 +242,9 @@ def rows(
     validation_rows: datasets.Dataset,
     prompts: int | None = None,
 ) -> None:
-    """Raise a UserError if the rows do not fill one step, or hold a token that the target does not have.
+    """Raise a UserError if rows hold a token that the target does not have, or are too few.
+
+    Training rows have to fill one optimiser step of each stage, and each process needs a validation row.
 
     Args:
         prompts: number of prompts that stage 2 answers; None: `stage2.generate.max_rows`.
@@ -249,7 +268,7 @@ def rows(
 
 
 def batch(run: Run, name: str, have: int) -> None:
-    """Raise a UserError if `have` rows don't fill one step of a stage on all processes."""
+    """Raise a UserError if `have` rows don't fill one step of "stage1" or "stage2" (`name`) on all processes."""
     stage = run.stage(name, have)
     need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * run.processes
     if stage.max_steps and have < need:

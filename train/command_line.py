@@ -45,6 +45,7 @@ _ALONE = {"--plan": HERE, "--dry_run": "true", "--overwrite_output_dir": "true"}
 
 
 def _fail(message: str) -> NoReturn:
+    """Print the message as one line on stderr, and exit with code 2."""
     shown = " ".join(message[:_LONGEST_MESSAGE].split()) + " ..." * (len(message) > _LONGEST_MESSAGE)
     print(f"train.py: {printable(shown)}", file=sys.stderr)
     raise SystemExit(2)
@@ -62,7 +63,7 @@ def _check_values(config: RunConfig) -> None:
 
 @cache
 def build_parser() -> ArgumentParser:
-    """One flag per field, `--section.field`, with its docstring as help."""
+    """Return the parser of train.py: a flag `--section.field` per field of `RunConfig`, with its docstring as help."""
     parser = ArgumentParser(
         prog="train.py",
         description="Train a draft head. Without --config: configs/eagle3.yaml for the target that you name, "
@@ -84,7 +85,7 @@ _UNKNOWN = [
 
 
 def _explain(parser: ArgumentParser, error: str) -> str:
-    """The parser's message in one line, with the nearest valid key for an unknown one."""
+    """Return a message of the parser in plainer words, with the nearest valid key for an unknown one."""
     found = next((match.groupdict() for pattern in _UNKNOWN if (match := pattern.search(error))), None)
     section = re.search(rf"\"({'|'.join(_FIRST_KEYS)})\":\s+Unable to load config '([^']*)'", error)
     if section:
@@ -102,7 +103,10 @@ def _explain(parser: ArgumentParser, error: str) -> str:
 
 
 def _section(name: str, value: str, form: str) -> str:
-    """Return the message for a section that got a value; `form` is that of a flag or of a line in a file."""
+    """Return the message for a section that got a value: the section's first key may be meant.
+
+    `form` has two braces, for key and value: "--{} {}" on the command line, "{}: {}" in a file.
+    """
     return f"{name} is a section of keys: did you mean {form.format(f'{name}.{_FIRST_KEYS[name]}', value)}?"
 
 
@@ -118,7 +122,7 @@ def _check_sections(file: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Replace jsonargparse's number types by int and float, which YAML and torch expect."""
+    """Return a value, or a config with all its values, whose numbers of jsonargparse's types are int and float."""
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{item.name: _plain(getattr(value, item.name)) for item in fields(value)})
     return next(
@@ -127,7 +131,10 @@ def _plain(value: Any) -> Any:
 
 
 def _files_first(argv: list[str]) -> list[str]:
-    """Move config files to the front, so that flags override them; configs/NAME.yaml is found in any folder."""
+    """Return the words with `--config FILE` at the front, so that flags override it.
+
+    configs/NAME.yaml is found from any working folder.
+    """
     files, flags = [], []
     words = iter(argv)
     for word in words:
@@ -141,6 +148,7 @@ def _files_first(argv: list[str]) -> list[str]:
 
 
 def _found(file: str) -> str:
+    """Return the path of a config file; configs/NAME.yaml, if it does not exist here, is the project's own."""
     ours = ROOT / file
     return str(ours) if not os.path.exists(file) and ours.parent == CONFIGS and ours.is_file() else file
 
@@ -156,7 +164,10 @@ def default_recipe(argv: list[str]) -> Path:
 
 
 def _merging(argv: list[str]) -> list[str]:
-    """Rewrite `--NAME '{key: value}'` as `--NAME.key=value`, which keeps the recipe's other keys."""
+    """Return the words with `--NAME '{key: value}'` as `--NAME.key=value`, which keeps the recipe's other keys.
+
+    Exits with code 2 if the value is no such mapping.
+    """
     merged, words = [], iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
@@ -175,7 +186,10 @@ def _merging(argv: list[str]) -> list[str]:
 
 
 def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
-    """Let a flag for the steps of a stage replace the epochs of a recipe."""
+    """Return the config without a recipe's `epochs` in each stage whose `max_steps` a flag gives.
+
+    Exits with code 2 if flags give both.
+    """
     given = {word.partition("=")[0] for word in argv}
     for name in ("stage1", "stage2"):
         if f"--{name}.max_steps" in given:
@@ -188,7 +202,7 @@ def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
 def parse(argv: list[str]) -> RunConfig:
     """Return the config of a command line; with a warm start, its head has the shape of the one to start from.
 
-    Where no loss is given, a warm start is trained with that of the recipes for its method.
+    If no loss is given, a warm start is trained with the loss of our recipe for its architecture and method.
 
     Exits with code 2 and one line on stderr for an unknown key or an unusable value; with 0 after --help.
     """
@@ -231,7 +245,7 @@ def parse(argv: list[str]) -> RunConfig:
 
 
 def _loss_of(head: HeadOptions) -> dict[str, float]:
-    """Return the settings of the loss with which our recipes train a head's architecture and method."""
+    """Return the `loss` section of our recipe for a head's architecture and method; {} without such a recipe."""
     from train.initialise import head_class
 
     def method(options: HeadOptions) -> tuple[str, str]:

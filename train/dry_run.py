@@ -54,7 +54,10 @@ def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
 
     Args:
         run: the real run; all processes of a launch come here.
-        carry_out: settles and runs the settings of the stand-in.
+        carry_out: runs a config; it is called with that of the stand-ins.
+
+    Raises:
+        SourceError: a local source has no rows, or too many of its first rows are bad.
     """
     config, state = run.config, PartialState()
     for source in run.mixture.sources:
@@ -98,6 +101,7 @@ def _look_at(source: Source, config: RunConfig) -> None:
 
 @contextmanager
 def _cache_in(folder: Path) -> Iterator[None]:
+    """Set the environment variable SPECULATOR_CACHE, the folder of prepared rows, inside the block."""
     before = os.environ.get("SPECULATOR_CACHE")
     os.environ["SPECULATOR_CACHE"] = str(folder)
     try:
@@ -109,7 +113,7 @@ def _cache_in(folder: Path) -> Iterator[None]:
 
 
 def _family(target: PreTrainedConfig | None) -> str:
-    """Return the target's family, or Llama if that is unknown or has recurrent layers, whose sizes can't be shrunk."""
+    """Return the target's `model_type`, or "llama" if it is unknown or has recurrent layers, which can't be shrunk."""
     text = target and target.get_text_config()
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None) if text else None
     kinds = getattr(text, "layer_types", None) or []
@@ -118,7 +122,7 @@ def _family(target: PreTrainedConfig | None) -> str:
 
 
 def _make_target(folder: Path, family: str, layers: int) -> None:
-    """Make a random model of some thousand weights, and a tokenizer whose tokens are bytes."""
+    """Save a random model of some thousand weights, and a tokenizer whose tokens are bytes; `family`: `model_type`."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -146,7 +150,10 @@ def _make_target(folder: Path, family: str, layers: int) -> None:
 
 
 def _make_source(folder: Path, number: int, processes: int) -> None:
-    """Make chats and texts in turn, in three splits; no two rows of all sources are the same."""
+    """Save a dataset of chats and texts in turn, in three splits, with rows enough for `processes`.
+
+    Its rows contain the source's `number`, so that no two rows of all sources are the same.
+    """
 
     def row(split: str, i: int) -> dict:
         words = f"{split} row {i} of source {number}: the quick brown fox jumps over the lazy dog. "
@@ -161,6 +168,7 @@ def _make_source(folder: Path, number: int, processes: int) -> None:
 
 
 def _shrunk(run: Run, folder: Path) -> RunConfig:
+    """Return the settings of the run on the stand-ins in a folder, with output in its subfolder "run"."""
     config, processes = run.config, run.processes
     stand_ins = [
         str(folder / f"source{number}") + (f"@{source.weight}" if source.weight else "")
@@ -211,7 +219,7 @@ def _shrunk(run: Run, folder: Path) -> RunConfig:
 
 
 def _one_step(stage: Stage) -> Stage:
-    """Shrink a stage to one optimiser step, of two micro-batches if it has several."""
+    """Return a stage's settings for one optimiser step, of two micro-batches if it has several; no steps stay none."""
     return replace(
         stage,
         max_steps=min(stage.max_steps, 1),
@@ -228,7 +236,12 @@ def _one_step(stage: Stage) -> Stage:
 
 
 def _done(config: RunConfig, run: Path) -> Iterator[str]:
-    """One line per stage, from the checkpoint that it left."""
+    """Yield the lines to print: what each stage and the evaluation did on stand-ins, and a hint to --plan.
+
+    Args:
+        config: the real settings, which tell the stages.
+        run: folder of the finished run on stand-ins; an AssertionError is raised if a stage logged no loss.
+    """
     for name in ("stage1", "stage2"):
         if getattr(config, name).max_steps:
             history = json.loads((run / name / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]

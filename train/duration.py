@@ -38,12 +38,13 @@ def expected_parts(
 ) -> dict[str, float]:
     """Return the seconds of each part of a run, evaluations included.
 
-    Texts are counted as if no answer ended early and no draft was accepted, so these parts may take less.
+    The parts are "stage 1", "text for stage 2", "stage 2" and "tuning and measuring". Texts are counted as if no answer
+    ended early and no draft was accepted, so the parts that decode may take less.
 
     Args:
         text: what the target generates for stage 2; None: there is no stage 2.
         step: seconds of an optimiser step of stage 1.
-        decode: returns the seconds of a plain decoding step with so many rows.
+        decode: returns the seconds of a plain decoding step, given the number of rows.
     """
     run, processes, settings = inputs.run, inputs.run.processes, inputs.run.config.eval
     stage1 = run.stage("stage1", len(inputs.train_rows))
@@ -67,13 +68,17 @@ def expected_parts(
 
 
 def _rows_per_step(stage: StageConfig) -> int:
+    """Return the number of rows that one process reads in an optimiser step."""
     return stage.per_device_train_batch_size * stage.gradient_accumulation_steps
 
 
 def line(inputs: Inputs, target: TrainingTarget, step: float) -> str:
-    """Return what a run takes, by part, and the flag that shortens the longest.
+    """Return a log line with the time of each part of a run, and the flag that shortens the longest part.
 
-    On a GPU decoding is not timed: its graphs take longer to capture than the text to write.
+    On a GPU decoding is neither timed nor in the line: its graphs take longer to capture than the text to write.
+
+    Args:
+        step: seconds of an optimiser step of stage 1.
     """
     timed: dict[int, float] = {}
     decoder = target if isinstance(target, Target) and target.device.type == "cpu" else None

@@ -31,7 +31,7 @@ def is_finished(config: RunConfig) -> bool:
 
 
 def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None:
-    """Tune the published head and write the report, unless they are there."""
+    """Tune the published head on the suite "validation", and write the report on "held-out"; what exists is kept."""
     folder = Path(config.output_dir)
     head_folder, report = folder / "speculator", folder / "eval"
     head = load_head(head_folder, target)
@@ -54,7 +54,7 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
 
 
 def summary(config: RunConfig) -> str:
-    """Lines about a finished run: what the head gains, where it is, and the commands that use it."""
+    """Return lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
     how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
     for flag in ("revision", "adapter"):

@@ -78,7 +78,7 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
 
 
 def _unused_name(folder: Path) -> Path:
-    """The first of FOLDER-2, FOLDER-3, ... that does not exist."""
+    """Return the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 
@@ -204,7 +204,7 @@ def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
 
 
 def git_commit() -> str | None:
-    """Describe this checkout's commit; None if git can't."""
+    """Return `git describe` of this checkout's commit ("-dirty" with changes); None if git can't."""
     try:
         done = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True

@@ -26,7 +26,12 @@ def write_forecast(folder: Path, evaluation: dict[str, float]) -> None:
 
 
 def commands_for_server(folder: Path, target: str) -> list[str]:
-    """Lines about a head that was trained with servers: the forecast, and how vLLM serves and measures the head."""
+    """Return lines about a head that was trained without decoding: the forecast, and how vLLM serves and measures it.
+
+    Args:
+        folder: folder of the head, with its forecast.
+        target: name of the target for the commands.
+    """
     head, name = load_any(folder), shlex.quote(target)
     forecast = read_json(folder / FORECAST_FILE)
     lines = [

@@ -52,7 +52,7 @@ class Place:
 
 
 def gpu_named(name: str) -> str | None:
-    """Find the entry of `GPUS` that a device's name contains."""
+    """Return the key of `GPUS` that a device's name contains; None: there is none."""
     return next((known for known in GPUS if re.search(rf"(?<!\w){known}(?!\d)", name)), None)
 
 

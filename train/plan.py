@@ -73,11 +73,15 @@ class GeneratedText:
 
 
 def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> dict[str, GeneratedText]:
-    """Return what the target generates, by phase: "self" before training, "generating" between the stages.
+    """Return the text that the target generates in a run, by phase; a phase without such text is left out.
+
+    "self" are the chats of the source `self`, before training, and "generating" is the text that stage 2 trains on.
 
     Args:
+        run: its settings, sources and target's config count; nothing is read.
         length: number of tokens in a training row of stage 1.
-        prompts: those of stage 2, or an estimate; None: unknown, so all are as long as `stage2.generate.prompt_tokens`.
+        prompts: sizes of the prompts of stage 2, known or estimated; None: unknown, so each has
+            `stage2.generate.prompt_tokens` tokens and one answer.
     """
     config, context = run.config, getattr(run.text, "max_position_embeddings", None)
     found, own, generate = {}, config.data.self_source, config.stage2.generate
@@ -171,13 +175,14 @@ class Plan:
 
         Args:
             length: number of tokens in a training row of stage 1.
-            prompts: those of stage 2; None: there are none.
+            prompts: sizes of those of stage 2; None: there are none, or the target writes them itself.
         """
         known = copy.copy(self)
         known._expect(length, prompts)
         return known
 
     def _expect(self, length: int, prompts: Sequence[Prompt] | None) -> None:
+        """Set the attributes that depend on the data, from the arguments of `generated_texts`."""
         self._length = length
         self.guessed = self.run.continues and prompts is None
         self.generated = generated_texts(self.run, length, prompts)
@@ -193,6 +198,7 @@ class Plan:
         self.unknown = [name for name, stage in self.stages.items() if stage.epochs and not rows[name]]
 
     def _dtype(self, target: PreTrainedConfig) -> torch.dtype:
+        """Return the dtype in which the target's weights are loaded."""
         if self.config.target.dtype != "auto":
             return getattr(torch, self.config.target.dtype)
         stored = self.text.dtype or target.dtype
@@ -300,7 +306,7 @@ class Plan:
     # ---- time
 
     def tokens(self) -> dict[str, int]:
-        """Return the tokens of each phase over all processes: trained on, or generated at most."""
+        """Return the number of tokens over all processes by phase, in order: trained on, or generated at most."""
         counts = {name: round(own.rows * own.new * own.answers) for name, own in self.generated.items()}
         for name, stage in self.stages.items():
             rows = stage.max_steps * stage.gradient_accumulation_steps * stage.per_device_train_batch_size
@@ -308,7 +314,7 @@ class Plan:
         return {name: counts[name] for name in (SELF, "stage1", "generating", "stage2") if name in counts}
 
     def token_at_peak(self, name: str) -> float | None:
-        """Return `seconds_per_token` of a stage, for the MFU; None if the GPU's peak is unknown."""
+        """Return `seconds_per_token` of "stage1" or "stage2", for the MFU; None if the GPU's peak is unknown."""
         return self.seconds_per_token(name) if self.place.gpu else None
 
     def seconds_per_token(self, name: str) -> float:

@@ -29,7 +29,9 @@ _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process|n
 
 
 def join() -> PartialState:
-    """Join the run's processes (this one alone without a launcher) before `TrainingArguments` set another timeout.
+    """Join the run's processes (this one alone without a launcher), and return accelerate's state of this one.
+
+    It is called before `TrainingArguments`, which would set another timeout.
 
     The recipe alone decides about precision and compilation, so those of accelerate's own configuration are dropped.
 
@@ -44,11 +46,13 @@ def join() -> PartialState:
 
 @contextmanager
 def one_process_reports() -> Iterator[None]:
-    """Let one process per machine report why a run ends.
+    """Hold back the error of a block in all but one process per machine, so that one of them reports why a run ends.
 
-    The launcher ends all processes once one has ended. So a process that only lost its connection waits for the
-    launcher silently. A failing process other than the machine's first waits too, since most errors hit all of them. If
-    no launcher comes, the lost process ran on another machine, and a UserError reports it.
+    The launcher ends all processes once one has ended with its error. So these wait 10 s to be ended, each:
+    - a process other than its machine's first, since most errors hit all processes
+    - a process that lost the connection to another, whose own error is the cause; if both apply, it waits 20 s
+    One that is still there afterwards raises its error, or for a lost connection (the other ran on another machine) a
+    UserError. Without a process group, errors pass through at once.
     """
     try:
         yield

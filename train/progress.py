@@ -50,7 +50,11 @@ class Throughput(TrainerCallback):
 
         "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all processes.
         "seconds_left": evaluations and checkpoints included, at their rate so far. "mfu": in 0..1, only if the
-        device's peak is known. `state` is the Trainer's.
+        device's peak is known.
+
+        Args:
+            state: the Trainer's.
+            processes: number of processes, each with as many tokens as this one.
         """
         seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
         done = max(state.global_step - self._first, 1)
@@ -67,11 +71,14 @@ class Throughput(TrainerCallback):
 
 
 class ProgressLine(ProgressCallback):
-    """Progress bars with the stage's title, one line per log entry, and one about the time after the first steps.
+    """Shows progress bars in the main process, prints a line for each entry of the Trainer's log, and one estimate.
+
+    The estimate is a line about the time that is left, printed once after the first few steps of a stage.
 
     Args:
-        title: the stage's.
-        outlook: returns the line about the time, given the seconds of a step; None: the stage's own time.
+        title: title of the bar, such as "stage 1".
+        outlook: returns the line of the estimate, given the seconds of an optimiser step; None: a line about the rest
+            of this stage.
     """
 
     training_bar: Any
@@ -117,7 +124,10 @@ class ProgressLine(ProgressCallback):
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
-    """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`)."""
+    """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`).
+
+    `logs` is an entry of the Trainer's log: figures by name.
+    """
     if "eval_loss" in logs:
         error = f" ± {logs['eval_forecast_error']:.2f}" if "eval_forecast_error" in logs else ""
         forecast = f"{logs[METRIC]:.2f}{error}"
@@ -142,6 +152,6 @@ def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
 
 
 def _with_plain(loss: float, plain: float) -> str:
-    """Return a loss, and the plain one where weights make it another: D-PACE's grow while the head gets better."""
+    """Return a loss as text, then the unweighted one if it differs; D-PACE's weights grow as the head learns."""
     shown, unweighted = f"{loss:.2f}", f"{plain:.2f}"
     return shown if shown == unweighted else f"{shown}, plain {unweighted}"

@@ -57,7 +57,7 @@ _LOAD, _PREPARE, _STAGE1, _GENERATE, _STAGE2, _MEASURE = PHASES = (
 
 
 def announce(config: RunConfig, name: str) -> None:
-    """Print the header of one of the run's phases."""
+    """Print the header of one of the run's `PHASES`, with its number."""
     phases = [each for each in PHASES if config.stage2.max_steps or each not in (_GENERATE, _STAGE2)]
     phase(phases.index(name) + 1, len(phases), name)
 
@@ -91,7 +91,14 @@ def main(config: RunConfig) -> int:
 
 
 def run(asked: RunConfig) -> None:
-    """Settle a run and carry it out."""
+    """Check a run's settings and inputs, then train, tune and measure its head; a finished run prints its summary.
+
+    Every process of a launch calls it.
+
+    Raises:
+        UserError: a setting or an input is wrong; almost all are found before the run's folder is created.
+        SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
+    """
     state = processes.join()
     # Everything that can be refused is, from cheap to dear, before the folder is created.
     done = is_finished(asked) and not asked.overwrite_output_dir
@@ -138,7 +145,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
     """Run the remaining stages, publish the head and write its report.
 
     Args:
-        heads: holds the head to start from.
+        heads: a list of the head to start from, which stage 1 pops, so that the head can be freed after the stage.
     """
     state, run, config = PartialState(), inputs.run, inputs.run.config
     folder, head_folder = run.folder, run.head_folder
