@@ -33,7 +33,9 @@ _SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
 
 
 def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
-    """Take the architecture, the sizes and the options that are not given from the head of a warm start.
+    """Return the config with the architecture, sizes and options of a warm start's head where the user gave none.
+
+    Without a warm start it is unchanged. A UserError is raised if what is given contradicts the head.
 
     Args:
         given: names of the fields of `HeadOptions` that the user set.
@@ -67,7 +69,7 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
 
 
 def _free(start: SpeculatorConfig) -> tuple[str, ...]:
-    """Return the fields in which a run may differ from the head that it starts from."""
+    """Return the names of the config's fields in which a run may differ from the head that it starts from."""
     # Weights that can draft to any depth fit any number of steps.
     return start.extensions if start.max_speculative_tokens is not None else (*start.extensions, "n_predict")
 
@@ -86,7 +88,9 @@ def start_of(config: RunConfig) -> str | Path | None:
 
 
 def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: int) -> Speculator:
-    """Create the run's head with float32 weights, whatever the target's dtype.
+    """Return the run's head, bound to the target, with float32 weights whatever the target's dtype.
+
+    Its weights are those of `start_of`, the target's own matrices, or random by the run's seed.
 
     Args:
         rows: training rows; their most frequent tokens become the draft vocabulary, if one is configured.
@@ -166,6 +170,7 @@ def head_config(options: HeadOptions, target: PreTrainedConfig) -> SpeculatorCon
 
 
 def _nearest(name: str, known: Any) -> str:
+    """Return the end of an error message: the valid name nearest to a wrong one, or all valid names."""
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
 
@@ -189,6 +194,7 @@ def copy_weights(head: Speculator, start: Speculator, options: HeadOptions, wher
     Args:
         head: the new head, changed in place.
         start: the trained head.
+        options: sizes and options of the new head; those named here must be the same in the trained one.
         where: its folder, for the error.
     """
     own, stored = head.state_dict(), start.state_dict()

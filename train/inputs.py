@@ -44,7 +44,7 @@ class Inputs:
         train_rows, validation_rows: packed rows.
         suites: "validation" prompts are decoded at each evaluation, "held-out" ones are in the report.
         own_prompts: prompts that the target continues for stage 2; None: it writes them too, or there is no stage 2.
-        plan: `Run.plan`, for these rows and prompts.
+        plan: `Run.plan`, for these rows and prompts; None if the run has none.
     """
 
     run: Run
@@ -63,7 +63,13 @@ class Inputs:
 
 
 def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
-    """Read all inputs and check them; nothing is written into the run's folder."""
+    """Read all inputs and check them; nothing is written into the run's folder.
+
+    Missing chats of the source `self` are written into the cache first. Every process of the run calls this.
+
+    Raises:
+        UserError: an input can't be read, is too small, or does not fit the target or the memory.
+    """
     config = run.config
     checks.fits_target(run, target)
     if isinstance(target, ServerTarget):
@@ -144,7 +150,13 @@ def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
 def rows(
     run: Run, target: TrainingTarget, mixture: Mixture, length: int, split: str, report: bool = True
 ) -> datasets.Dataset:
-    """Return the packed rows of one split, see `token_rows`; of validation only as many as are evaluated."""
+    """Return the packed rows of one split; with an encoder, a row per document.
+
+    Args:
+        length: number of tokens in a row.
+        split: "train", at most `data.max_tokens` tokens, or "validation", only the rows that are evaluated.
+        report: print what became of the rows of the sources.
+    """
     config, encoder = run.config, target.encoder
     pairs = Pairs(encoder.prefix, min(encoder.longest, length)) if encoder else None
     with reporting_full_disk(cache_folder()):
@@ -165,7 +177,7 @@ def rows(
 
 
 def prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, split: str, count: int) -> Suite:
-    """Return the prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
+    """Return up to `count` prompts of one split: the beginnings of texts, and all turns of a chat before an answer."""
     config = run.config
     # Too many bad rows were an error when the split was prepared.
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
@@ -183,7 +195,10 @@ def prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, split: str, c
 
 
 def own_prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, length: int) -> list[Conversation]:
-    """Return the prompts and chats of the training split that the target will answer for stage 2."""
+    """Return the prompts and chats of the training split that the target will answer for stage 2.
+
+    Prompts of more than `length` tokens, the row length of stage 1, are left out. A UserError is raised without any.
+    """
     config, settings = run.config, run.config.stage2.generate
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)
     found, _ = conversations(

@@ -41,6 +41,7 @@ def install() -> None:
 
 
 def _watch(reader: int) -> None:
+    """Read the numbers of signals from a pipe, and end the process; it runs in a thread of its own."""
     while True:
         # The C handler writes the signal's number into the pipe, even while the main thread is inside a library.
         (number,) = os.read(reader, 1)
@@ -57,7 +58,7 @@ def _watch(reader: int) -> None:
 
 
 def print_when_interrupted(line: str) -> None:
-    """Print a line when a signal ends the process; on the first process of a launch only."""
+    """Set the line that is printed when a signal ends the process; only the first process of a launch prints it."""
     global _last_words
     _last_words = line if os.environ.get("RANK", "0") == "0" else ""
 
@@ -74,7 +75,7 @@ def _kill_children() -> None:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Only note SIGTERM in this block: the trainer asks `stop_asked`, saves a checkpoint and ends the run."""
+    """Let SIGTERM not end the process in this block: the trainer asks `stop_asked`, saves a checkpoint and stops."""
     _saves.set()
     try:
         yield
@@ -83,12 +84,15 @@ def saving() -> Iterator[None]:
 
 
 def stop_asked() -> bool:
-    """Return whether SIGTERM has arrived."""
+    """Return whether SIGTERM has arrived inside `saving`."""
     return _stop.is_set()
 
 
 def wait_for_end(seconds: float) -> None:
-    """Give a launcher time to end this process by SIGTERM; one that was only noted counts."""
+    """Wait for a launcher's SIGTERM, which ends the process with code 143, and return after `seconds` without one.
+
+    A SIGTERM that was only noted, see `saving`, counts.
+    """
     _saves.clear()
     if _stop.wait(seconds):
         os._exit(_CODES[signal.SIGTERM])

@@ -22,15 +22,19 @@ SOURCES: Final = "source_ids"
 
 
 class Batch(TypedDict, total=False):
-    """A batch of rows, with the head's training targets, tensors by names of their own.
+    """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names.
 
-    `documents` is for servers, and `hidden_states` for `LookAhead.take`.
+    Attributes:
+        token_weights: how many times each token counts in the loss.
+        source_ids: what an encoder reads for each row.
+        documents: the rows without padding, if servers run the target.
+        hidden_states: the request for the batch's hidden states, which `LookAhead.take` reads.
     """
 
     input_ids: Tensor  # [B, L]
     document_ids: Tensor  # [B, L]
     token_weights: Tensor  # [B, L]
-    source_ids: list[array]  # B of them, what an encoder reads
+    source_ids: list[array]  # B arrays of token ids
     documents: Documents
     hidden_states: _Request
 
@@ -49,10 +53,10 @@ class Documents:
 
 
 class _Line:
-    """The batches of a loader in the order of their use, of which the first few have their states requested.
+    """The batches of a loader in order; the hidden states of the next few to be used are requested.
 
-    The Trainer reads all micro-batches of a step at once, so that those whose states are held are not those it has
-    read.
+    The Trainer reads all micro-batches of a step at once, so the batches ahead are counted from the last one that was
+    used, not from the last one that was read.
     """
 
     def __init__(self, look_ahead: LookAhead, batches: Iterable[Batch]):
@@ -69,6 +73,7 @@ class _Line:
             request.begin()
 
     def _read_one(self) -> bool:
+        """Read a batch from the loader and add its request, not begun; return False if there is none."""
         batch = next(self._source, None)
         if batch is not None:
             request = _Request(self._look_ahead.target, self, batch)
@@ -79,6 +84,7 @@ class _Line:
         return batch is not None
 
     def used(self, request: _Request) -> None:
+        """Note that the states of a batch were taken, and request those of the next one."""
         self._unused.remove(request)
         self.fill()
 
@@ -91,7 +97,7 @@ class _Line:
 
 
 class _Request:
-    """The states of one batch, which are requested when `begin` is first called."""
+    """The hidden states of one batch, which are requested from the servers when `begin` is first called."""
 
     def __init__(self, target: ServerTarget, line: _Line, batch: Batch):
         self._target, self.line = target, line
@@ -103,7 +109,10 @@ class _Request:
         return self._pending
 
     def take(self) -> PendingStates:
-        """Return the states, and keep them no longer: the Trainer keeps the batch until the end of its step."""
+        """Return the states, which may not have arrived yet, and hold them no longer.
+
+        The Trainer keeps the batch, and with it this request, until the end of its step.
+        """
         pending, self._pending = self.begin(), None
         return pending
 
@@ -129,7 +138,7 @@ class LookAhead:
         self._batches: Iterator[Batch] = iter(())
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield batches with what `take` needs at `STATES`."""
+        """Yield copies of batches with the requests for their states, which `take` needs, at `STATES`."""
         return iter(_Line(self, batches))
 
     def continued(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -142,7 +151,10 @@ class LookAhead:
         return self._batches
 
     def take(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Wait for a batch's states [B, S, D] and [B, S, nD] (`PendingStates.result`), and update the measurements."""
+        """Wait for a batch's hidden states, and update `depth`.
+
+        Returns the final ones [B, L, D] and those of the n auxiliary layers, concatenated, [B, L, nD].
+        """
         request = batch[STATES]
         pending, asked_at = request.take(), time.perf_counter()
         states = pending.result()

@@ -76,11 +76,12 @@ def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
 def loss_per_token(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor | None]:  # [C, V_d] -> [C] twice
-    """Return the configured mix of losses of each token, and its overlap if a loss needs that, else None.
+    """Return the configured mix of losses of each token, and its `overlap` if a loss needs that, else None.
 
     Args:
         z: the head's logits.
-        labels: rows of the output matrix; IGNORE or negative where there is none.
+        labels: index in 0..V_d - 1 of each label; negative where it is outside the draft vocabulary, IGNORE where there
+            is no label.
         target: the target's distribution; None if no loss needs it.
     """
     log_q = z.log_softmax(-1)
@@ -107,10 +108,10 @@ def loss_per_token(
 def measure(
     z: Tensor, labels: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [C, V_d], [C] -> [C] each
-    """Return loss, hits, overlap and label probability of each token.
+    """Return the loss, the hits, the overlap and the label's probability of each token.
 
-    A hit is 1 where the likeliest token is the label. The overlap is 0 without a target, the label's probability 0
-    without D-PACE.
+    A hit is 1 where the likeliest token is the label, else 0. Loss and overlap are 0 where there is no label (IGNORE).
+    The overlap is 0 without a target, the label's probability 0 without D-PACE.
     """
     z = exact(z)
     loss, accepted = loss_per_token(z, labels, target, weights)
@@ -121,13 +122,14 @@ def measure(
 
 
 def _paced(z: Tensor, labels: Tensor, weights: LossConfig) -> Tensor:  # [C, V_d], [C] -> [C]
+    """Return `label_probs` if the config uses D-PACE, else 0."""
     return label_probs(z, labels) if weights.d_pace < 1 else torch.zeros_like(z[:, 0])
 
 
 def replace_by_gradient(
     logits: Tensor, labels: Tensor, token_weights: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
-    """Return what `measure` does, and overwrite the logits with the gradient of the loss times `token_weights`.
+    """Return what `measure` does, and overwrite the logits with the gradient of the sum of loss times `token_weights`.
 
     The overlap is computed only if a loss needs it; otherwise it is 0.
     """
@@ -168,7 +170,7 @@ def compiling_pays(device: torch.device, vocab_size: int) -> bool:
 
 
 def chunk_tokens(device: str, vocab_size: int) -> int:
-    """Number of tokens whose logits are in memory at a time, by kind of device."""
+    """Return the number of tokens whose logits are in memory at a time; `device` is a kind such as "cpu" or "cuda"."""
     # 2^25 logits are 261 tokens of a vocabulary of 128,256.
     chunk = max(1, _CHUNK.get(device, _CHUNK_ON_GPU) // vocab_size)
     # 523 rows, for a vocabulary of 128,256, would leave a fifth of a product's last tiles on a GPU empty.
@@ -207,6 +209,7 @@ class ChunkedLoss:
         self.needs_target = bool(weights.kl or weights.total_variation or weights.lk)
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
+        """Return the weight in the objective of each of N draft positions: 1, `head_decay`, `head_decay`^2, ..."""
         return torch.tensor([self.weights.head_decay**i for i in range(steps)])
 
     def pace(
@@ -216,7 +219,7 @@ class ChunkedLoss:
         slots: Tensor,  # [N, K] index of each label in `shape`, flattened
         shape: tuple[int, ...],  # drafts, tokens of a draft
     ) -> Tensor:  # [N, K]
-        """Return each label's weight, its share in its draft's expected length; see `d_pace`."""
+        """Return each label's weight by `d_pace`, its share in its draft's expected length; 0 for IGNORE."""
         counted = labels != IGNORE
         # Labels of one draft lie in different columns, because `labels` is arranged by what predicts them. `slots` says
         # to which token of which draft a label belongs: scatter them there, weigh each draft, and gather them back.
@@ -263,7 +266,9 @@ class _Call(NamedTuple):
     """Arguments of `_Chunked` that have no gradient.
 
     Attributes:
-        matrix_of: index of the matrix of each step's terms.
+        hidden: target states that predict the labels.
+        predictors: row of `hidden` that predicts each label, equal ones next to each other; None: row k for label k.
+        matrix_of: for each step, the index of the matrix of each of its terms.
         train: gradients are needed.
     """
 
@@ -390,6 +395,7 @@ def _logits(
     features: Sequence[Tensor],  # [C, I] each
     matrices: Sequence[Tensor],  # [V, I] each
 ) -> Tensor:  # [C, V]
+    """Return the sum of the products of each feature with its matrix."""
     z = product(features[0], matrices[0])
     for x, matrix in zip(features[1:], matrices[1:], strict=True):
         z += product(x, matrix)
@@ -397,7 +403,7 @@ def _logits(
 
 
 def _target(call: _Call, span: slice) -> TargetProbs:
-    """Return the target's distribution for the labels in columns `span`.
+    """Return the target's distribution for the labels in columns `span` of `call.labels`.
 
     A hidden state that predicts several labels goes through the lm_head once.
     """

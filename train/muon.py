@@ -23,12 +23,12 @@ def muon_weights(head: Speculator) -> list[nn.Parameter]:
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon beside a given AdamW that has taken no step yet, and that keeps the other weights.
+    """Muon for `muon_weights`, and a given AdamW for the other weights, as one optimiser.
 
     Muon's step is scaled to the size of AdamW's (`match_rms_adamw`), so both have the same learning rate.
 
     Args:
-        whole: AdamW over all weights of the head.
+        whole: AdamW over all weights of the head, before its first step; Muon's weights are removed from it.
         head: the head.
     """
 

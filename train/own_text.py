@@ -68,7 +68,11 @@ def folder_of(run: Run, target: TrainingTarget) -> Path:
 
 
 def fresh_rows(run: Run, target: TrainingTarget, drafter: Drafter | None, folder: Path) -> datasets.Dataset:
-    """Write chats for stage 2 by the settings of `stage2.generate`, different from those of stage 1."""
+    """Write chats for stage 2 into a folder, and return their rows; near-duplicates of stage 1's chats are dropped.
+
+    Args:
+        drafter: proposes tokens for the target; None: plain decoding, or the target runs in servers.
+    """
     settings = run.config.stage2.generate
     made = self_rows(
         target,
@@ -92,6 +96,7 @@ def _look_at(source: Source, max_bad_rows: float, target: TrainingTarget) -> Non
 
 
 def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
+    """Write the chats of the source `self` into a folder, unless it has them; every process of the run calls this."""
     own, main = run.config.data.self_source, PartialState().is_main_process
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():
@@ -109,12 +114,14 @@ def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
 def generate_own_text(
     run: Run, target: TrainingTarget, head_folder: Path, own_prompts: list[Conversation] | None, longest_prompt: int
 ) -> datasets.Dataset:
-    """Return rows that the target writes with the head drafting: it continues prompts from the training text.
+    """Return rows that the target writes for stage 2, into the run's folder "generated", with the head drafting.
 
-    Without prompts the target writes the prompts as well.
+    A target in servers writes without the head.
 
     Args:
-        longest_prompt: number of tokens from which on a chat is not answered any more.
+        head_folder: folder of the head of stage 1.
+        own_prompts: prompts to continue, and chats to answer; None: the target writes the user turns as well.
+        longest_prompt: a chat ends when it has more tokens before an answer.
     """
     settings, folder, writing = run.config.stage2.generate, run.folder / "generated", run.own_writing
     if isinstance(target, ServerTarget):
@@ -174,7 +181,8 @@ def packed(run: Run, rows: datasets.Dataset, length: int) -> datasets.Dataset:
 def held_out(run: Run, rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset | None]:
     """Split a twentieth off the rows of stage 2, to choose its checkpoint by text that the target wrote.
 
-    The last rows are held out, at most `eval.validation_rows`; None if the others would not fill a batch.
+    Returns the rows to train on, and the last rows, at most `eval.validation_rows`, as validation rows. These are None
+    if the others would not fill a batch, or if they are fewer than the processes.
     """
     stage, processes = run.config.stage2, run.processes
     batch = stage.per_device_train_batch_size * (1 if stage.epochs else stage.gradient_accumulation_steps) * processes

@@ -41,10 +41,10 @@ def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: 
     """Return the `vllm serve` line.
 
     Args:
-        layers: numbers of the layers, the last one's included.
-        longest: tokens of the longest document.
-        storage: folder of the files.
-        more: flags of the user.
+        layers: numbers of the layers whose hidden states the server gives, the last one's included.
+        longest: tokens of the longest document that is sent.
+        storage: folder in which the server leaves hidden states for the trainer.
+        more: flags of the user for `vllm serve`, appended to the line.
     """
     from speculator.clients.hidden_states import layers_folder
 
@@ -75,10 +75,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
-    """Print the line, or with `check` send a text to every server of the config.
+    """Print the `vllm serve` line, or with `check` send a text to every server of the config.
 
     Args:
-        storage, more: see `serve_line`.
+        storage: folder in which the server leaves hidden states for the trainer.
+        more: flags of the user for `vllm serve`.
+
+    Raises:
+        UserError: the settings are wrong, or a server does not answer as the run needs.
     """
     from speculator.target.probe import context_length
     from speculator.target.remote.server_target import ServerTarget

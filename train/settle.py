@@ -56,7 +56,10 @@ class Run:
 
     @classmethod
     def of(cls, asked: RunConfig, target: PreTrainedConfig | None, place: Place) -> Run:
-        """Decide what follows from the settings and the target's config; raises a UserError for what can't be."""
+        """Return the run of some settings (`asked`) and its target's config (None: unknown).
+
+        Raises a UserError for a wrong setting, or one that does not fit the target.
+        """
         text = target and text_config(target)
         config = with_sizes_of_target(asked, text)
         own, generate = config.data.self_source, config.stage2.generate
@@ -117,12 +120,12 @@ class Run:
         return bool(self.config.stage2.max_steps) and not self.mixture.is_self
 
     def stage(self, name: str, rows: int) -> StageConfig:
-        """Return the settings of "stage1" or "stage2" for so many rows, which decide its steps and learning rate."""
+        """Return the settings of "stage1" or "stage2"; the number of training rows decides steps and learning rate."""
         return with_steps(getattr(self.config, name), rows, self.processes, self.head.emb_dim)
 
 
 def settle(config: RunConfig, processes: int, local_only: bool = False, place: Place | None = None) -> Run:
-    """Read the target's config and settle a run.
+    """Read the target's config, check the settings, and return the run that they describe.
 
     Args:
         processes: number of the run's processes.
@@ -148,7 +151,7 @@ def settle(config: RunConfig, processes: int, local_only: bool = False, place: P
 
 
 def known_config(config: RunConfig) -> PreTrainedConfig | None:
-    """Read the target's config if it is on this machine; None without one."""
+    """Return the target's config if it is on this machine, else None; a UserError is raised for an invalid one."""
     target = config.target
     try:
         return read_config(

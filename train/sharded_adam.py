@@ -38,9 +38,9 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         super().__init__(groups, optimizer_class=AdamW, **settings)
 
     def state_dict(self) -> StateDict:
-        """Return the state of all processes after `consolidate_state_dict`; before it only the settings.
+        """Return the state of all processes after `consolidate_state_dict`; without it, only this process's settings.
 
-        accelerate asks for those when it wraps the optimiser.
+        accelerate asks for the settings when it wraps the optimiser.
         """
         return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
 

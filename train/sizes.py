@@ -42,9 +42,9 @@ _LEAST_STEPS = 50
 
 
 def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None) -> RunConfig:
-    """Fill in the row length, which is that of a warm start's training if there is one.
+    """Return the config with a row length, if it has none: a warm start's, or 4,096, within the target's context.
 
-    A draft vocabulary that the target's own does not exceed is left out.
+    A draft vocabulary that the target's own does not exceed becomes 0, which stands for all tokens.
 
     Args:
         text: the target's text config; None if it is unknown.
@@ -63,10 +63,11 @@ def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None) -> Ru
 
 
 def shortened(length: int, tokens: int, whole: int = 0) -> int:
-    """Halve a row length until the training tokens make at least 64 rows, or rows are shorter than 512 tokens.
+    """Return a row length, halved until the training tokens make 64 rows, or until it is below 512 tokens.
 
     Args:
-        whole: length of rows that cut few chats; rows stay at least as long.
+        tokens: number of training tokens.
+        whole: length of rows that cut few chats; the result is at least as long, unless `length` is shorter.
     """
     while length >= max(2 * _SHORTEST, 2 * whole) and tokens < _LEAST_ROWS * length:
         length //= 2
@@ -74,7 +75,10 @@ def shortened(length: int, tokens: int, whole: int = 0) -> int:
 
 
 def length_of_chats(packed: datasets.Dataset) -> int:
-    """Return a row length that cuts no more than a tenth of the tokens of chats, and other texts that have a prompt."""
+    """Return the smallest row length that leaves at least 90% of the tokens in documents that it does not cut.
+
+    Only documents with a prompt (tokens without loss), such as chats, count; 0 if there are none.
+    """
     documents = (split(row["loss_mask"], row["document_ids"]) for row in packed)
     sizes = sorted(len(mask) for row in documents for mask in row if not all(mask))
     total = sum(sizes)
@@ -110,7 +114,7 @@ def with_steps(stage: StageConfig, rows: int, processes: int, width: int) -> Sta
 def expected_rows(run: Run, length: int) -> int | None:
     """Estimate the training rows of stage 1 before anything is read: 4 bytes of text per token.
 
-    Of data on the hub only `data.max_tokens` is known; None without it.
+    For data on the hub it is `data.max_tokens` that counts; None without it.
 
     Args:
         length: number of tokens in a row.
@@ -179,6 +183,7 @@ def expected_prompts(run: Run) -> list[Prompt] | None:
 
 
 def _prompt_of(row: Document, generate: GenerateConfig) -> Prompt:
+    """Return the estimated size of the prompt that a document gives."""
     if "messages" in row:
         opening, later = split_at_answers(row["messages"], None if generate.turns == "all" else generate.turns)
         asked = sum(len(message.get("content") or "") for turn in (opening, *later) for message in turn)
@@ -201,11 +206,11 @@ def longest(rows: datasets.Dataset) -> int:
 
 
 def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
-    """Print the size of a stage, and what was adapted to it.
+    """Print the number of rows and steps of a stage, and which of its settings were adapted to the rows.
 
     Args:
         name: "stage1" or "stage2".
-        length: number of tokens in a row, or the run's own where the stage follows another.
+        length: number of tokens in a row, which is printed if it is not `data.seq_length`.
     """
     before, stage = getattr(run.config, name), run.stage(name, len(rows))
     batch, was = (each.per_device_train_batch_size * each.gradient_accumulation_steps for each in (stage, before))

@@ -51,14 +51,17 @@ def train_stage(
     inputs: Inputs,
     outlook: Callable[[float], str] | None = None,
 ) -> Path:  # of the best head
-    """Train a head on all processes of the run; a finished stage returns its head at once.
+    """Train a head on all processes of the run, and return the folder of its best head.
+
+    A stage resumes from its newest complete checkpoint; a finished one returns at once.
 
     Args:
         name: "stage1" or "stage2": section of the config, and folder of the stage.
         start: returns the head that the stage starts from, in float32.
         inputs: the stage's rows and prompts. The forecast of the acceptance length of its validation rows chooses the
             best checkpoint, and the prompts "validation" are decoded, if the target can.
-        outlook: see `train.progress.ProgressLine`.
+        outlook: returns a line about the time that is left, given the seconds of an optimiser step, which is printed
+            after the first steps; None: a line about this stage.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
@@ -199,10 +202,12 @@ def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
 
 
 def _state_of(folder: Path) -> dict:
+    """Return the content of a checkpoint's trainer_state.json."""
     return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
 
 
 def _stop(last: Path) -> NoReturn:
+    """End the process with code 143, after a line that names the last checkpoint."""
     with suppress(Exception):  # the signal may have ended wandb's own process too
         tracking.stop()
     if PartialState().is_main_process:
@@ -237,6 +242,7 @@ def start_tracking(run: Run, name: str, settings: JsonObject | None = None) -> N
     run also gets the final report.
 
     Args:
+        name: "stage1" or "stage2".
         settings: what it records; None if it has been recorded.
     """
     tracking.stop()

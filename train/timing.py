@@ -9,9 +9,9 @@ import torch
 
 
 class Stopwatch:
-    """Sums the seconds spent inside its `with` blocks.
+    """Sums the seconds spent inside its `with` blocks, by the clock of the device.
 
-    On an accelerator they are events in its stream, which cost the loop nothing; `take` waits for them.
+    On an accelerator events in its stream are timed, which cost the loop nothing; `take` waits for them.
     """
 
     def __init__(self, device: torch.device):
@@ -38,7 +38,7 @@ class Stopwatch:
             self._spans.append((self._begin, end))
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds spent inside the blocks since the last call."""
         if self._spans:
             torch.accelerator.synchronize(self.device)
         seconds = self._seconds + sum(begin.elapsed_time(end) / 1000 for begin, end in self._spans)

@@ -121,7 +121,7 @@ class SpeculatorTrainer(Trainer):
         loss: weights of the losses.
         decode: decodes with the current head and returns figures by name; called at each evaluation.
         keep: number of checkpoints to keep, the best among them; None keeps all.
-        patience: see `has_ended`.
+        patience: number of checkpoints in a row without a better one after which training ends; None: it never does.
         shard_optimizer: split Adam's moments among the processes.
         muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
         progress: callback that shows the progress bar and prints the log (default: one with the title "training").
@@ -416,13 +416,16 @@ def has_ended(step: int, best_step: int | None, max_steps: int, save_steps: int,
 
 
 def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
-    """Use one GPU per process; the Trainer would wrap several visible ones in nn.DataParallel."""
+    """Return the arguments, changed in place to use one GPU per process.
+
+    The Trainer would wrap several visible GPUs in nn.DataParallel.
+    """
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 
 
 def arguments(**fields: Any) -> TrainingArguments:
-    """Build the TrainingArguments that all stages share, and `fields`."""
+    """Return transformers' arguments of a stage: those that all stages share, and `fields`."""
     made = TrainingArguments(
         eval_strategy="steps",
         save_strategy="steps",

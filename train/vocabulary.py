@@ -54,7 +54,7 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, counts: Tensor, ends: Itera
 
 
 def describe(draft_tokens: Tensor, rows: datasets.Dataset, vocab_size: int) -> str:
-    """Describe the size of a draft vocabulary and its share of a text."""
+    """Return a phrase for log lines: the size of a draft vocabulary (ids [V_d]), and its share of the rows' tokens."""
     counts = count_tokens(rows, vocab_size)
     share = counts[draft_tokens].sum() / counts.sum()
     return f"{len(draft_tokens)} of {vocab_size} tokens, {share:.1%} of the text"
