@@ -30,7 +30,7 @@ _BOUNDED = ("adaptive", "ngram")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table."""
+    """Run `speculator eval compare`: print what differs between the reports A and B, and a table of their figures."""
     a, b = _read(arguments.a), _read(arguments.b)
     try:
         show(table(a, b))
@@ -83,7 +83,10 @@ def _changes(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
 
 
 def _conditions(row: ReportRow, names: Sequence[str]) -> dict[str, object]:
-    """Return what must be equal before a difference of two rows can come from the heads."""
+    """Return {description: value} of what must be equal before a difference of two rows can come from the heads.
+
+    `names` are keys of a row.
+    """
     return {f"{name} of {row['name']}": row.get(name) for name in names}
 
 
@@ -103,6 +106,7 @@ def pairs(a: list[ReportRow], b: list[ReportRow]) -> Iterator[tuple[ReportRow, R
 
 
 def _grouped(rows: list[ReportRow]) -> dict[tuple, list[ReportRow]]:
+    """Return the rows by their values of `_KEY`, without plain decoding."""
     found: dict[tuple, list[ReportRow]] = {}
     for row in rows:
         if row["drafter"] != "none":
@@ -111,7 +115,7 @@ def _grouped(rows: list[ReportRow]) -> dict[tuple, list[ReportRow]]:
 
 
 def _decoder(row: ReportRow, other: ReportRow) -> str:
-    """Name of both rows' decoder, with the draft lengths where they are fixed."""
+    """Return the name of both rows' decoder, with the draft lengths where they are fixed."""
     if row["drafter"] in _BOUNDED:
         return row["drafter"]
     lengths = dict.fromkeys((row[_LENGTH], other[_LENGTH]))
@@ -142,7 +146,10 @@ def _figures(row: ReportRow) -> dict[str, Interval]:
 
 
 def _read(path: Path) -> Report:
-    """Read a report.json, given itself, its folder, or the folder of a run."""
+    """Return the content of a report.json, given its path, its folder, or the folder of a run.
+
+    Raises a UserError for another file, or a report of another version.
+    """
     if path.is_dir():
         places = [path / "report.json", path / "eval" / "report.json"]
         path = next((place for place in places if place.is_file()), places[0])

@@ -34,7 +34,8 @@ class Decoder:
 
     Attributes:
         key: "none", "head", "head 2", "hybrid", "ngram", "draft_model", "adaptive" or a baseline's name.
-        run: decodes one batch: (prompts, sampling, new tokens, where to record the timing, EOS ids).
+        run: decodes one batch and appends the result to a `Timed`; its arguments are the token ids of each prompt, the
+            sampling, the most new tokens of a prompt, the `Timed`, and the tokens that end a completion ([]: none).
         drafter: drafter of the built-in engine; None for plain decoding and for transformers.
         ours: True for the built-in engine.
         rule: accept rule above temperature 0; None for the drafter's default.
@@ -61,9 +62,12 @@ def decoders(
     """Return the decoders to compare (plain decoding first), and {key: reason} of the baselines that can't run.
 
     Args:
+        head: the draft head; None: no decoder uses one.
         lengths: numbers of speculative tokens of the head's chains; the other drafters use the first.
+        draft_model: another model that drafts; None: there is none.
         baselines: names from `speculator.tables.OPTIONAL`.
-        engines: engines to share with other decoders, see `time_ours`.
+        batch_size: prompts decoded together; some baselines can't run above 1.
+        engines: engines that other decoders share, to which new ones are added.
         rule: accept rule of every drafter that supports it (default: each drafter's own).
         hybrid: also measure the hybrid draft of the head's first chain and n-gram lookup.
     """
@@ -102,7 +106,12 @@ def decoders(
 
 
 def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engines, rule: str | None = None) -> Decoder:
-    """A decoder that runs the built-in engine, with a drafter or (None) plainly."""
+    """Return a decoder that runs the built-in engine, with a drafter or (None) plainly.
+
+    Args:
+        engines: engines that other decoders share, to which new ones are added.
+        rule: accept rule above temperature 0; the drafter's default if None, or if the drafter does not support it.
+    """
     rule = rule if drafter and rule in drafter.rules else None
 
     def run(prompts, sampling, count, out, stop_at) -> None:
@@ -112,6 +121,8 @@ def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engin
 
 
 def _transformers_decoder(target: Target, key: str, kwargs: dict) -> Decoder:
+    """Return a decoder that runs transformers' `generate` with the further arguments `kwargs`."""
+
     def run(prompts, sampling, count, out, stop_at) -> None:
         time_transformers(target, prompts, sampling, count, out, stop_at, **kwargs)
 
@@ -119,7 +130,7 @@ def _transformers_decoder(target: Target, key: str, kwargs: dict) -> Decoder:
 
 
 def _compile_config() -> CompileConfig:
-    """Compile on every device; transformers' default compiles on accelerators only."""
+    """Return a config with which `generate` compiles on every device; by default it does on accelerators only."""
     config = CompileConfig()
     if not torch.accelerator.is_available():
         config.mode = "default"  # the other modes are about CUDA graphs
@@ -181,14 +192,15 @@ def measure_suite(
     batch_size: int = 1,
     repeats: int = 1,
 ) -> Measured:
-    """Decode every batch with every decoder before the next batch, in rotating order.
+    """Decode all prompts of a suite with every decoder, and return the timings.
 
-    A machine whose speed drifts then slows all decoders equally. Later turns of a conversation follow the answers of
-    plain decoding, so all decoders get the same prompts.
+    Every decoder decodes a batch before the next batch, in rotating order, so that a machine whose speed drifts slows
+    all equally. Later turns of a conversation follow the answers of plain decoding, so all get the same prompts.
 
     Args:
         table: plain decoding first; a transformers baseline that fails its warm-up is dropped with the reason.
         suite: chat answers end at EOS; continuations of text all get `max_new_tokens`.
+        sampling: its seed is that of the first batch; every batch and turn has another.
         repeats: timings per batch, of which the median counts.
     """
     stop_at = sorted(target.eos_token_ids) if suite.chat else []
@@ -257,7 +269,10 @@ def _cost_batches(parts: Sequence[Sequence[int]]) -> set[int]:
 
 
 def batches(suite: Suite, size: int) -> list[list[int]]:
-    """Group neighbouring prompts of the same category and number of turns into batches."""
+    """Return batches of at most `size` prompts, as lists of their indices in the suite.
+
+    Prompts of a batch have the same category and number of turns, and the suite's order.
+    """
     groups: dict[tuple[str, int], list[int]] = {}
     for i, category in enumerate(suite.categories):
         groups.setdefault((category, _later_turns(suite, i)), []).append(i)
@@ -274,6 +289,7 @@ def check_batches(suites: Sequence[Suite], sizes: Sequence[int]) -> None:
 
 
 def _later_turns(suite: Suite, index: int) -> int:
+    """Return the number of a prompt's turns after the first; `index` is that of the prompt in the suite."""
     return len(suite.conversations[index].later) if suite.conversations else 0
 
 
@@ -313,7 +329,7 @@ def _warm_up(
 
 
 def _median(tries: list[Decoded]) -> Decoded:
-    """Return the first of several runs with the same tokens, with the median of their seconds and their peak memory."""
+    """Return the first of several runs of a batch, with the median of their seconds and the largest peak memory."""
     return replace(
         tries[0],
         prefill_seconds=statistics.median(run.prefill_seconds for run in tries),

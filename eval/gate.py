@@ -31,7 +31,7 @@ from speculator.terminal import Progress
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the line, and return 0 if NEW is accepted, else 1."""
+    """Run `speculator eval gate`: measure both heads, print the verdict, and return 0 if NEW is accepted, else 1."""
     check_flags(argparse.Namespace(**{**vars(arguments), "temperature": [arguments.temperature]}))
     check_output_file("--output", arguments.output)
     share = arguments.guard_loss
@@ -100,7 +100,10 @@ def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
 
 
 def fixed_acceptance(target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int) -> float:
-    """Acceptance length of chains of `n_predict` tokens. Unlike adaptive drafts, they do not depend on timings."""
+    """Return a head's acceptance length on a suite, with chains of `n_predict` tokens as drafts.
+
+    Unlike that of adaptive drafts, it does not depend on timings.
+    """
     eos = None if suite.chat else ()
     made = generate(
         target,

@@ -27,8 +27,9 @@ def transformers_greedy(
 ) -> tuple[list[int], Tensor, float]:
     """Decode greedily with transformers' own generate, and measure the rounding error of passes of `width` tokens.
 
-    Returns the new tokens, their logits [S, V], and the rounding error: the largest difference to the logits of the
-    same sequence processed `width` tokens at a time, at least the precision of the largest logit.
+    Returns the S new tokens, the logits [S, V] from which they were chosen, and the rounding error: the largest
+    difference to the logits of the same sequence processed `width` tokens at a time, at least the precision of the
+    largest logit.
     """
     given = inputs(target, [prompt])
     # With an encoder the prompt is its source, and transformers continues the decoder's first tokens.
@@ -62,7 +63,7 @@ def transformers_greedy(
 
 
 def gaps(logits: Tensor) -> list[float]:  # [S, V] -> S
-    """Difference of the two largest logits at each position."""
+    """Return the difference of the two largest logits at each position."""
     best = logits.double().topk(2).values
     return (best[:, 0] - best[:, 1]).tolist()
 
@@ -78,6 +79,8 @@ def compare_completions(
     """Check that completions are identical, except after ties that rounding may break.
 
     Args:
+        name: name of the check.
+        completions, references: tokens of each completion, and of what it should be.
         reference_gaps: difference of the two largest logits at each token of a reference; above temperature 0 of the
             two best scores (`Noise.scores`).
         tolerance: largest gap that rounding can reverse. Only the first difference counts, because different

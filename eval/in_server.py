@@ -44,7 +44,10 @@ class Served(TypedDict, total=False):
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure every suite at every temperature, and print drafts and acceptance next to the forecast."""
+    """Run `speculator eval --server`: measure every suite at every temperature, and print and write the acceptance.
+
+    The table has the forecast of the head's training too, if there is one; the file is served.json in `--output`.
+    """
     import openai
 
     from speculator.clients.connection import Connection, base_urls
@@ -84,7 +87,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new_tokens: int) -> Counter[str]:
-    """Let the server complete all prompts; return the sums of the numbers that llama-server counts in its answers."""
+    """Let the server complete all prompts; return sums over its answers: "texts", and the counts of `_LLAMA_CPP`.
+
+    Servers other than llama-server do not count in their answers, so all sums but "texts" are 0.
+    """
 
     def complete(number: int) -> dict[str, int]:
         answer = client.completions.create(
@@ -108,7 +114,12 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
 
 
 def _counters(base: str, shown: str) -> Counter[str]:
-    """Read the counters of the server's page; see `read_counters`. `shown` is the server's address in an error."""
+    """Return vLLM's counters since its start: "drafts", and by position ("0", "1", ...) the accepted draft tokens.
+
+    Args:
+        base: URL of the server without /v1.
+        shown: the server's address in a UserError, which is raised without a page or counters.
+    """
     try:
         with urlopen(f"{base}/metrics", timeout=60) as page:
             text = page.read().decode()
@@ -120,7 +131,12 @@ def _counters(base: str, shown: str) -> Counter[str]:
 
 
 def _acceptance(counted: Counter[str], before: Counter[str]) -> Served:
-    """Return "drafts", "accepted_per_position" and "acceptance_length" since `before`; changes `counted`."""
+    """Return "drafts", "accepted_per_position" and "acceptance_length" of the steps between two readings of counters.
+
+    Args:
+        counted: the later reading, which is changed in place.
+        before: the earlier one.
+    """
     counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
     drafts = counted.pop("drafts", 0)
     refuse((not drafts, "the server counted no drafts while it answered"))
@@ -129,7 +145,10 @@ def _acceptance(counted: Counter[str], before: Counter[str]) -> Served:
 
 
 def _acceptance_of_answers(counted: Counter[str]) -> Served:
-    """Return the figures that llama-server's answers allow: it does not count drafts or positions in them."""
+    """Return "steps", "drafted_tokens", "accepted_tokens" and "acceptance_length" of llama-server's answers.
+
+    They do not count drafts or positions. `counted` is what `_generate` returns.
+    """
     texts, tokens, drafted, accepted = (counted[name] for name in ("texts", *_LLAMA_CPP))
     refuse((not drafted, "the server drafted nothing: start llama-server with -md and --spec-type"))
     # The prompt's pass gives a text's first token; each later step its own token, after those that it accepts.
@@ -139,6 +158,8 @@ def _acceptance_of_answers(counted: Counter[str]) -> Served:
 
 
 def _table(rows: list[Served], forecast: Any) -> str:
+    """Return the rows as a Markdown table, with the content of forecast.json (None: there is none) as the last line."""
+
     def shares(values: list[float]) -> str:
         return " ".join(f"{value:.2f}" for value in values)
 

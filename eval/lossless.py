@@ -37,7 +37,7 @@ _SECONDS = 15 * 60
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the checks and the verdict; return exit code 0 if all checks pass, else 1."""
+    """Run `speculator eval lossless`: print the checks and the verdict; return exit code 0 if all pass, else 1."""
     arguments.temperature = arguments.temperature or [0.0, 1.0]
     fixed = {name: getattr(arguments, name) for name in _MOST}
     vars(arguments).update({name: _MOST[name] for name, given in fixed.items() if given is None})
@@ -96,11 +96,12 @@ def _fit(
     fixed: Mapping[str, int | None],
     drafters: int,
 ) -> Suite:
-    """Choose the numbers of prompts and samples that the user left open, print the time, and return the prompts.
+    """Set the numbers of prompts and samples that the user left open, print the time, and return the suite to check.
 
     The time is that of plain steps. Drafts may shorten it, and verification may lengthen it.
 
     Args:
+        arguments: `max_prompts` and `samples` are set in place.
         fixed: values of `_MOST` that the user gave, or None.
         drafters: number of drafters that are checked.
     """
@@ -128,7 +129,10 @@ def _fit(
 
 
 def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | None) -> AdaptiveDrafter | None:
-    """Make an adaptive drafter if no flag names a shape. It uses the step costs of one row, at which drafting pays."""
+    """Return an adaptive drafter, or None if a flag names the draft's shape, or the drafter uses no head.
+
+    At any number of rows it uses the step costs of one row, at which drafting pays.
+    """
     if not isinstance(drafter, HeadDrafter) or model_flags.shaped(arguments):
         return None
     tuning = read_tuning(head_folder(arguments.speculator, arguments.speculator_revision), drafter.head)

@@ -20,7 +20,7 @@ class RecordingEngine(Engine):
     """Decodes one prompt at a time.
 
     Attributes:
-        newest: draft and result of the newest verification.
+        newest: draft and result of the newest verification; None before the first.
     """
 
     newest: tuple[Draft, Verified] | None = None

@@ -70,10 +70,12 @@ class Timed:
 
     @property
     def tokens(self) -> list[list[int]]:
+        """New tokens of each prompt of all batches."""
         return [row for batch in self.batches for row in batch.tokens]
 
     @property
     def steps(self) -> list[Step]:
+        """Steps of all prompts; empty for transformers."""
         return [step for batch in self.batches for row in batch.steps for step in row]
 
     @property
@@ -84,6 +86,7 @@ class Timed:
 
     @property
     def end_to_end_tokens_per_second(self) -> float:
+        """New tokens per second, with the prefill and its token."""
         seconds = sum(batch.prefill_seconds + batch.decode_seconds for batch in self.batches)
         return sum(map(len, self.tokens)) / seconds
 
@@ -104,9 +107,10 @@ def time_ours(
     A run that captured a graph is repeated.
 
     Args:
+        drafter: None: plain decoding.
         count: the most new tokens of a prompt.
-        out: gets the tokens and times.
-        engines: engines with CUDA graphs, kept for the next batches.
+        engines: engines with CUDA graphs, kept for the next batches; a new one with graphs is added.
+        rule: accept rule (default: the drafter's own).
         stop_at: tokens that end a completion.
     """
     capture, key = capturable(target, drafter), (len(prompts), drafter, rule)
@@ -200,8 +204,8 @@ def time_transformers(
     """Decode one batch of prompts with transformers' generate, and append the result to `out`.
 
     Args:
+        sampling: only its temperature and seed are used.
         count: the most new tokens of a prompt.
-        out: gets the tokens and times.
         stop_at: tokens that end a completion.
         kwargs: further arguments of `generate`, such as an assistant model.
     """
@@ -245,13 +249,13 @@ def time_transformers(
 
 
 def step_seconds(target: Target, prompt: list[int], rows: int) -> float:
-    """Return the seconds of a plain step with so many rows; the first of two measurements warms up."""
+    """Return the seconds of a step of plain decoding with `rows` rows that all continue `prompt`."""
     made = [generate(target, None, [prompt] * rows, max_new_tokens=4, eos_token_ids=()) for _ in range(2)]
     return made[-1].decode_seconds / 3  # the prefill gives the first of four tokens
 
 
 def _up_to(tokens: list[int], stop_at: Sequence[int]) -> list[int]:
-    """Cut a row after its first token in `stop_at`, before the padding."""
+    """Return a row up to and with its first token in `stop_at`, without the padding that follows."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stop_at), len(tokens))
     return tokens[:end]
 
@@ -275,7 +279,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes since `reset_peak_memory`, on the GPU or of the process (Linux; 0 elsewhere)."""
+    """Return the peak bytes since `reset_peak_memory`: allocated on a GPU, else of the process (Linux; 0 elsewhere)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError):
@@ -285,6 +289,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def _reset_resident() -> bool:
+    """Reset the process's peak resident memory; return whether the system can (Linux)."""
     with suppress(OSError):
         _CLEAR.write_text("5")  # resets the peak resident memory
         return True

@@ -28,8 +28,8 @@ def real_acceptance(
 ) -> dict[str, float]:
     """Return "acceptance_length" (greedy) and "acceptance_length_sampled" (temperature 1) of a head, by decoding.
 
-    Prompts are the suite's first turns.
-    Chat answers end at EOS, as in a report. The processes split the prompts.
+    Only first turns are decoded. Chat answers end at EOS, as in a report. The processes split the prompts, and all
+    return the figures of all prompts.
 
     Args:
         max_positions: KV cache positions per process (exceeded only by a single longer prompt).
