@@ -114,7 +114,7 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
 
 
 def _counters(base: str, shown: str) -> Counter[str]:
-    """Return vLLM's counters since its start: "drafts", and by position ("0", "1", ...) the accepted draft tokens.
+    """Return vLLM's counters since its start: "drafts", and "accepted_tokens", also by position: "0", "1", ...
 
     Args:
         base: URL of the server without /v1.

@@ -110,7 +110,7 @@ def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> Figures:
 
 
 def drafted_share(generations: Iterable[Generation], skip: int) -> float:
-    """Share of the new tokens that are accepted draft tokens, without the first `skip` tokens of each row."""
+    """Return the share of the new tokens that are accepted draft tokens; the first `skip` of each row do not count."""
     accepted = count = 0
     for generation in generations:
         accepted += sum(min(step.accepted, step.emitted) for row in generation.steps for step in row)
@@ -150,7 +150,10 @@ def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int 
 
 
 def _bucket(length: int, edge: int | None) -> tuple[int, int]:
-    """Bounds of the bucket of a length: 0 to 64, 64 to 128, ...; the bucket around `edge` is split there."""
+    """Return the bounds (first length, first length beyond) of a length's bucket: 0 to 64, 64 to 128, 128 to 256, ...
+
+    The bucket around `edge` is split there.
+    """
     # 100 has 7 bits, so its bucket ends at 2^7 = 128, and begins at 64.
     high = max(64, 1 << length.bit_length())
     low = high // 2 if high > 64 else 0
@@ -169,7 +172,12 @@ def row(
     batch_size: int,
     trained_length: int | None,
 ) -> ReportRow:
-    """The row of one decoder in report.json; docs/reference/report.md explains the keys."""
+    """Return the row of one decoder in report.json; docs/reference/report.md explains the keys.
+
+    Args:
+        measured: the timings of the suite with this sampling and batch size.
+        trained_length: context length that the head was trained on; None: unknown.
+    """
     drafter, timed = decoder.drafter, measured.timed[decoder.key]
     rule = decoder.rule or (drafter.rules[0] if drafter else "plain")
     sequences = [pair for batch in timed.batches for pair in zip(batch.prompt_lengths, batch.steps, strict=True)]
@@ -223,13 +231,17 @@ def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_le
 
 
 def rows_busy(timed: Timed) -> float:
-    """Mean share of a batch's rows that still decode, over the steps until its slowest row ends."""
+    """Return the mean share of a batch's rows that still decode, over the steps until its slowest row ends.
+
+    It is 1 if nothing was decoded.
+    """
     # Rows of 10, 6 and 2 steps: 18 of 3 * 10 are busy. Drafts end some rows earlier than others.
     useful = sum(len(row) for batch in timed.batches for row in batch.steps)
     return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches) if useful else 1.0
 
 
 def _category(name: str, decoder: Decoder, part: Measured) -> Figures:
+    """Return the figures of one category in a decoder's row; `part` are the timings of the category alone."""
     timed = part.timed[decoder.key]
     return {
         "name": name or "(none)",
@@ -278,10 +290,11 @@ def _speeds(measured: Measured, decoder: Decoder) -> Figures:
 
 
 def _by_decoder(measured: Measured, decoder: Decoder, figure: Callable[[Timed], Figure]) -> dict[str, Figure]:
-    """Collect one figure by decoder: the row's drafter as "speculative" (None if it has none), and the baselines."""
+    """Return a figure of the row's decoder as "speculative" (None for plain decoding), and of each baseline by name."""
     own: Any = figure(measured.timed[decoder.key]) if decoder.drafter else None
     return {"speculative": own, **{name: figure(timed) for name, timed in _baselines(measured).items()}}
 
 
 def _baselines(measured: Measured) -> dict[str, Timed]:
+    """Return the timings of plain decoding, as "plain", and of transformers' baselines by their names in a report."""
     return {name: t for name in BASELINES if (t := measured.timed.get("none" if name == "plain" else name))}

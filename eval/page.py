@@ -52,7 +52,7 @@ _MAIN = ("decoder", "category", "temperature", "speedup", "acceptance length", "
 
 
 def write_page(report: Report, traces: Sequence[Trace], folder: Path) -> None:
-    """Write report.html, with the plots that are in the folder."""
+    """Write report.html into a folder, with the plots that `draw_plots` wrote there."""
     pictures = {name: (folder / f"{name}.png").read_bytes() for name in plots(report)}
     write_text(folder / "report.html", page(report, traces, pictures))
 
@@ -61,6 +61,7 @@ def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) ->
     """Return the page's HTML.
 
     Args:
+        traces: completions to show, those of one prompt next to each other.
         pictures: PNG files by the name of their plot, see `report.plots`.
     """
     lengths, captions = head_lengths(report), plots(report)
@@ -92,7 +93,7 @@ def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) ->
 
 
 def fill_template(name: str, **values: Any) -> str:
-    """Fill a template of this folder. Jinja escapes every text of a model, a file or a name."""
+    """Return a template of the folder eval, such as "page.html", filled with values; texts are escaped for HTML."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -103,10 +104,12 @@ def fill_template(name: str, **values: Any) -> str:
 
 
 def _number(value: float | None, form: str = ".2f") -> Cell:
+    """Return the cell of a number in the format `form`; an empty one for None."""
     return ("", None) if value is None else (f"{value:{form}}", value)
 
 
 def _interval(interval: Interval | None) -> Cell:
+    """Return the cell of a figure with its interval; an empty one for None."""
     return (shown(interval), interval["value"]) if interval else ("", None)
 
 
@@ -140,6 +143,13 @@ def _decoder(row: ReportRow, key: str, baseline: str | None, ratio: Interval, le
 
 
 def _category(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
+    """Return a category's line of the page's table, as {column: `Cell`}.
+
+    Args:
+        row: the decoder's row of the report.
+        part: the category's figures in it.
+        lengths: those of `head_lengths`.
+    """
     return {
         "category": (part["name"], None),
         "decoder": (label(row, lengths), None),

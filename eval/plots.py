@@ -34,7 +34,10 @@ _COLUMNS = 2
 
 
 def draw_plots(report: Report, folder: Path) -> None:
-    """Write one .png for each of `report.plots`, with a panel for each suite, temperature and batch size."""
+    """Write NAME.png into a folder for each of `eval.report.plots`.
+
+    A plot has a panel for each suite, temperature and batch size; that of the training one for each curve.
+    """
     lengths = head_lengths(report)
     draw: dict[str, Callable] = {
         "speed": _speed,
@@ -97,6 +100,7 @@ def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
 
 
 def _save(figure: Figure, file: Path, **settings: Any) -> None:
+    """Write a figure in the format of the file's suffix, with `settings` of `savefig`, and close it."""
     content = io.BytesIO()
     figure.savefig(content, format=file.suffix[1:], **settings)
     write_bytes(file, content.getvalue())
@@ -104,7 +108,7 @@ def _save(figure: Figure, file: Path, **settings: Any) -> None:
 
 
 def _height(name: str, rows: list[ReportRow]) -> float:
-    """Inches of a panel that make room for all its bars."""
+    """Return the height in inches of a panel of the plot `name`, with room for all its bars."""
     if name == "speed":
         return 1.0 + 0.36 * len(list(decoder_lines(rows)))
     if name == "categories":
@@ -113,13 +117,14 @@ def _height(name: str, rows: list[ReportRow]) -> float:
 
 
 def _colour(row: ReportRow, lengths: set[int]) -> str:
+    """Return the colour of a drafter's row; draft lengths of one head (`head_lengths`) differ in shade."""
     if row["drafter"] != "head" or len(lengths) < 2:
         return _COLOURS[row["drafter"]]
     return _SHADES[sorted(lengths, reverse=True).index(row["num_speculative_tokens"]) % len(_SHADES)]
 
 
 def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
-    """Speedup of every decoder over plain decoding."""
+    """Draw the speedup of every decoder over plain decoding; the rows were measured together."""
     lines = list(decoder_lines(rows))
     names = [label(row, lengths) if key == "speculative" else name for row, key, name, _ in lines]
     ratios = [ratio for *_, ratio in lines]
@@ -138,7 +143,10 @@ def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 
 def _acceptance(axis, rows: list[ReportRow], lengths: set[int]) -> None:
-    """Acceptance rate by draft position, of what a model drafts: lookup and hybrid drafts have other positions."""
+    """Draw the acceptance rate by draft position of heads and draft models.
+
+    Lookup and hybrid drafts are left out: they have other positions.
+    """
     for row in drafter_rows(rows):
         if row["drafter"] in ("head", "draft_model"):
             rates = row["acceptance_by_position"][: reached(row)]
@@ -153,7 +161,7 @@ def _acceptance(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 
 def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
-    """Share of the steps that accept 0, 1, 2, ... draft tokens."""
+    """Draw the share of the steps that accept 0, 1, 2, ... draft tokens."""
     rows = drafter_rows(rows)
     most = max(reached(row) for row in rows)
     for row in rows:
@@ -166,6 +174,7 @@ def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 
 def _draft_lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
+    """Draw the measured and the predicted speedup of the head over plain decoding, by its draft length."""
     heads = sorted((row for row in rows if row["drafter"] == "head"), key=lambda row: row["num_speculative_tokens"])
     at = [row["num_speculative_tokens"] for row in heads]
     ratios = [row["speedup"]["plain"] for row in heads]
@@ -181,12 +190,14 @@ def _draft_lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 
 def _training(axis, points: list[list[float]], lengths: set[int]) -> None:
+    """Draw a curve of the training through the points [step, value]."""
     axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None, markersize=3, color=_SHADES[0])
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xlabel("step", fontsize=8)
 
 
 def _categories(axis, rows: list[ReportRow], lengths: set[int]) -> None:
+    """Draw the speedup of every drafter over plain decoding by category."""
     rows = drafter_rows(rows)
     names = [part["name"] for part in rows[0]["categories"]]
     height = 0.8 / len(rows)

@@ -20,7 +20,10 @@ _TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 
 
 def label(row: ReportRow, lengths: set[int]) -> str:
-    """Name of a row's drafter in tables and plots, with its draft length if several were measured together."""
+    """Return the name of a row's drafter in tables and plots; `lengths` are those of `head_lengths`.
+
+    If there are several, that of a head names its draft length.
+    """
     if row["drafter"] == "head" and len(lengths) > 1:
         return f"{DRAFTERS['head']}, {row['num_speculative_tokens']} tokens"
     tree = f", tree of {row['nodes']}" if _is_tree(row) and row["drafter"] != "adaptive" else ""
@@ -32,7 +35,7 @@ def _is_tree(row: ReportRow) -> bool:
 
 
 def drafter_rows(rows: list[ReportRow]) -> list[ReportRow]:
-    """The rows whose decoder drafts: all but plain decoding."""
+    """Return the rows whose decoder drafts: all but plain decoding."""
     return [row for row in rows if row["drafter"] != "none"]
 
 
@@ -56,7 +59,7 @@ def facts(report: Report) -> dict[str, str]:
 
 
 def groups(report: Report) -> dict[str, list[ReportRow]]:
-    """Rows with the same suite, temperature and batch size, by the heading of their table."""
+    """Return the rows with the same suite, temperature and batch size, by the heading of their table."""
     found: dict[str, list[ReportRow]] = {}
     several = len({row["batch_size"] for row in report["suites"]}) > 1
     for row in report["suites"]:
@@ -85,13 +88,16 @@ def decoder_lines(rows: list[ReportRow]) -> Iterator[tuple[ReportRow, str, str |
 
 
 def reached(row: ReportRow) -> int:
-    """Number of draft positions at which a token was tested: one more than the most accepted tokens, if drafted."""
+    """Return the number of draft positions at which a token was verified.
+
+    It is one more than the most accepted tokens, but at most `num_speculative_tokens`.
+    """
     most = max((n for n, steps in enumerate(row["accepted_lengths"]) if steps), default=0)
     return min(most + 1, row["num_speculative_tokens"])
 
 
 def head_lengths(report: Report) -> set[int]:
-    """Draft lengths of the head, if several were measured together; empty otherwise."""
+    """Return the head's draft lengths in a report, if several were measured together; else an empty set."""
     heads = [
         {row["num_speculative_tokens"] for row in rows if row["drafter"] == "head"} for rows in groups(report).values()
     ]
@@ -115,7 +121,7 @@ def plots(report: Report) -> dict[str, str]:
 
 
 def markdown(report: Report) -> str:
-    """The text of report.md: one table for each suite, temperature and batch size."""
+    """Return the text of report.md: one table for each suite, temperature and batch size."""
     quoted = ("target", "speculator")
     lines = [
         "# Speculative decoding report",
@@ -136,12 +142,14 @@ def markdown(report: Report) -> str:
 
 
 def _prompts(row: ReportRow) -> str:
+    """Return a sentence about the number of prompts and the length of their answers."""
     turns = f", {row['turns']} turns" if row["turns"] != row["prompts"] else ""
     most = f"at most {row['max_new_tokens']} new tokens per answer, up to EOS" if row["chat"] else None
     return f"{row['prompts']} prompts{turns}, {most or str(row['max_new_tokens']) + ' new tokens each'}."
 
 
 def _table(rows: list[ReportRow], lengths: set[int]) -> str:
+    """Return the Markdown table of rows that were measured together; `lengths` are those of `head_lengths`."""
     baselines = [name for name in _TRANSFORMERS if name in rows[0]["tokens_per_second"]]
     header = ["decoder", "acceptance length", "tokens/s", "end-to-end tokens/s", "time to first token, ms"]
     header += ["peak memory, MB", *(f"speedup over {BASELINES[name]}" for name in ("plain", *baselines))]
@@ -158,6 +166,12 @@ def _table(rows: list[ReportRow], lengths: set[int]) -> str:
 
 
 def _line(name: str, acceptance_length: str, row: ReportRow, key: str, ratios: list[str]) -> list[str]:
+    """Return the cells of a decoder's line of `_table`.
+
+    Args:
+        key: key of the decoder in the row's figures by decoder, such as "tokens_per_second".
+        ratios: cells with the speedups over each baseline.
+    """
     memory = row["peak_memory_bytes"][key]
     return [
         name,
@@ -171,6 +185,7 @@ def _line(name: str, acceptance_length: str, row: ReportRow, key: str, ratios: l
 
 
 def _details(row: ReportRow, lengths: set[int]) -> str:
+    """Return a list item with a drafter's rule, acceptance rates, costs and predicted speedup."""
     rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"][: reached(row)])
     cost = row["cost"]
     parts = [
@@ -196,6 +211,7 @@ def _details(row: ReportRow, lengths: set[int]) -> str:
 
 
 def _categories(rows: list[ReportRow], lengths: set[int]) -> list[str]:
+    """Return the lines of a table by category of rows that were measured together; [] without categories."""
     if not any("categories" in row for row in rows):
         return []
     header = ("category", "turns", "decoder", "acceptance length", "tokens/s", "speedup over plain decoding")
@@ -215,7 +231,10 @@ def _categories(rows: list[ReportRow], lengths: set[int]) -> list[str]:
 
 
 def warnings(rows: Sequence[ReportRow]) -> list[str]:
-    """Warnings about the figures, one line each."""
+    """Return warnings about the figures of rows, one line each.
+
+    They are about predicted speedups that are off, contexts beyond the head's training, and prompts that were left out.
+    """
     lines = []
     for row in rows:
         where = f"{row['name']}, temperature {row['temperature']:g}, batch size {row['batch_size']}"

@@ -49,7 +49,10 @@ _SHORT = 16  # tokens of a prompt after which steps are timed
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluate and print the report."""
+    """Run `speculator eval`: measure, write the report into `--output`, and print its headlines.
+
+    With `--server` only the acceptance in that server is measured, see `eval.in_server`.
+    """
     check_flags(arguments)
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
     others = arguments.hybrid or arguments.draft_model or arguments.baseline
@@ -106,6 +109,8 @@ class Measuring:
     """How every suite is measured: at each temperature and batch size.
 
     Attributes:
+        max_new_tokens: the most new tokens of a prompt and turn.
+        batch_sizes: numbers of prompts that are decoded together.
         repeats: timings per batch, of which the median counts.
     """
 
@@ -152,12 +157,12 @@ def evaluate(
     speculator_name: str,
     training: dict[str, dict[str, list[list[float]]]] | None = None,
 ) -> Report:
-    """Measure every suite and write the report. Returns report.json's content.
+    """Measure every suite, write the report, and return the content of report.json.
 
     Args:
-        output: the report's folder.
+        output: the report's folder, created if missing.
         speculator_name: name of the head in the report.
-        training: curves of the head's training for the report, see `train.stages.curves`.
+        training: curves of the head's training, {stage: {figure: points [step, value]}} (default: none).
     """
     temperatures, max_new_tokens, batch_sizes = measuring.temperatures, measuring.max_new_tokens, measuring.batch_sizes
     server, rule, draft_model = compared.server, compared.rule, compared.draft_model
@@ -234,7 +239,12 @@ def evaluate(
 def _time_needed(
     target: Target, suites: Sequence[Suite], tables: dict[float, list[Decoder]], batch_size: int, tokens: int
 ) -> str:
-    """Say how long the measurement takes if no answer ends early and drafts neither gain nor lose time."""
+    """Return a log line on how long the measurement takes if no answer ends early and drafts gain and lose no time.
+
+    Args:
+        tables: the decoders by temperature.
+        tokens: new tokens of each prompt, over all repeats.
+    """
     batches = sum(ceil(len(suite.prompts) / batch_size) for suite in suites)
     decodings = batches * sum(map(len, tables.values()))
     seconds = decodings * tokens * step_seconds(target, suites[0].prompts[0][:_SHORT], batch_size)
@@ -276,7 +286,10 @@ def _tuned_tables(
 
 
 def render(report: Report, traces: Sequence[Trace], output: Path) -> None:
-    """Write the plots, report.html and, last, report.md: a folder with report.md is complete."""
+    """Write the plots, report.html and, last, report.md into a folder, which is complete with report.md.
+
+    The figures and plots are also logged to the current wandb run, if there is one.
+    """
     draw_plots(report, output)
     write_page(report, traces, output)
     tracking.log(report, output)

@@ -39,9 +39,13 @@ def sampled_checks(
     seed: int = 0,
     families: int = 1,
 ) -> list[Check]:
-    """One chi-square test for each temperature and prompt, of `samples` completions with drafts and as many without.
+    """Test for each temperature and prompt whether completions have the same distribution with drafts and without.
 
-    `families` is how often this function is called for one verdict.
+    Each check is a chi-square test of `samples` short completions with drafts and as many without.
+
+    Args:
+        rule: accept rule (default: the drafter's own).
+        families: how often this function is called for one verdict, whose chance of a false alarm is divided.
     """
     cases = [(temperature, number) for temperature in temperatures for number in range(len(prompts))]
     batch = batch_size(target, drafter, samples)
@@ -95,7 +99,7 @@ def coupled_checks(
 ) -> list[Check]:
     """Under `match`: compare completions drafted one by one, and all in one batch, with those of plain decoding.
 
-    Each has `count` tokens. They may differ after a near-tie of the two best sampling scores (see `_scores`). The
+    Each has at most `count` tokens. They may differ after a near-tie of the two best scores (see `_scores`). The
     tolerance is 4 times the rounding error of the first prompt's greedy completion, over the temperature.
     """
     _, _, rounding = transformers_greedy(target, prompts[0], count, drafter.nodes + 1)
@@ -123,7 +127,10 @@ def coupled_checks(
 
 
 def _scores(logits: torch.Tensor, sampling: Sampling, start: int) -> torch.Tensor:  # [S, V] -> [S, V]
-    """Return the scores (scaled logits plus noise) from which the target chose its tokens, from position `start` on."""
+    """Return the scores (scaled logits plus noise) whose maximum the target chose as its tokens under `match`.
+
+    `start` is the number of the prompt's tokens: row i of the logits chose the token at position `start` + i.
+    """
     # The noise of position `start` + i belongs to row i: the first new token follows a prompt of `start` tokens.
     begin = torch.tensor([start], device=logits.device)
     noise = Noise(RowSampling([sampling], logits.device), begin, logits.shape[-1], len(logits) - 1, coupled=True)
@@ -143,7 +150,7 @@ def _completions(engine: Engine, prompt: list[int], sampling: Sampling, count: i
 
 
 def homogeneity(first: Sequence[Pair], second: Sequence[Pair]) -> tuple[float, int, float]:
-    """Chi-square test that two samples of token pairs share a distribution: (statistic, degrees of freedom, p)."""
+    """Return (statistic, degrees of freedom, p-value) of a chi-square test that two samples share a distribution."""
     cells = _cells(Counter(first), Counter(second))
     if len(cells) < 2:  # a distribution with one outcome
         return 0.0, 0, 1.0
@@ -192,7 +199,7 @@ def _hash(pair: Pair) -> int:
 
 
 def detectable(cells: int, samples: int) -> float:
-    """Total variation, spread evenly over the cells, that the test detects 99 times in 100.
+    """Return the total variation, spread evenly over the cells, that a test of 2 x `samples` detects 99 times in 100.
 
     At a level of 1e-4 this takes a noncentrality of 30 + 8.7 sqrt(cells), within 2% from 8 to 600 cells. A relative
     deviation d of every cell gives a noncentrality of 2 samples d^2.

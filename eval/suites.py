@@ -51,12 +51,12 @@ class Suite:
         return self.ends or any(conversation.chat for conversation in self.conversations)
 
     def first(self, count: int) -> Suite:
-        """The suite's first prompts."""
+        """Return a suite of the first `count` prompts."""
         return replace(self, prompts=self.prompts[:count], conversations=self.conversations[:count])
 
     @property
     def digest(self) -> str:
-        """Hash of what is asked, by which reports tell whether their suites of one name are the same."""
+        """Hash of all prompts, 16 hexadecimal digits, by which suites of one name in two reports are told apart."""
         asked = [self.prompts, [conversation.later for conversation in self.conversations]]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
@@ -77,6 +77,9 @@ def load_suite(
         max_prompts: limit of the suite; its categories take turns, each in its own order.
         max_new_tokens: room in the context for an answer.
         raw: never apply the chat template.
+
+    Raises:
+        UserError: the source can't be read, or none of its rows gives a prompt that fits the context.
     """
     if not source:
         raise UserError("--suite is empty; give a .jsonl or .txt file, a hub dataset or python-sources")
@@ -112,7 +115,7 @@ def load_suite(
 
 
 def _is_document(source: str) -> bool:
-    """True for a local file or folder of documents, but not for a .jsonl file.
+    """Return whether a source is a local file or folder of documents, but not a .jsonl file.
 
     A missing file counts too, if its name looks like a local one; the reader of documents reports it.
     """
@@ -128,7 +131,12 @@ def _is_text(row: Any) -> bool:
 
 
 def _prompt(where: str, row: Any, chat: bool) -> Prompt:
-    """Return the prompt of a row. Messages after the user's last one are dropped: they are another model's answer."""
+    """Return the prompt of a row. Messages after the user's last one are dropped: they are another model's answer.
+
+    Args:
+        where: place of the row, for a UserError about a row without a prompt.
+        chat: apply the chat template, if the row is a chat.
+    """
     refuse((_is_text(row), f'{where}: has "text" to cut a prompt from, but the first row is a prompt'))
     if isinstance(row, dict) and not any(row.get(key) is not None for key in KEYS):
         row = content(row, where)  # the other formats of chats
@@ -152,7 +160,13 @@ def _wanted(
 ) -> Iterator[tuple[list[int], Prompt]]:
     """Yield the token ids and the prompt of usable rows, until `count` of each category fit.
 
-    A file without categories is read no further than that. Of one with categories the rows are kept that may be asked.
+    Prompts that do not fit are yielded too. Rows without categories are read no further than that; with categories all
+    rows are read.
+
+    Args:
+        rows: (place for errors, content, what is wrong with the row or None) of each row.
+        chat: apply the chat template to chats.
+        tally: counts all rows and the unusable ones, which are skipped.
     """
     fitting: Counter[str] = Counter()
     for where, row, error in rows:
@@ -189,7 +203,13 @@ def held_out(
     max_prompts: int,
     limits: PromptLimits | None = None,
 ) -> Suite:
-    """Prompts of the held-out split of python-sources and of recorded answers, or of all documents of a file."""
+    """Return a suite of documents: of the held-out split of python-sources and of recorded answers, or of a whole file.
+
+    Args:
+        prompt_tokens: length of the prompts that are cut from text.
+        max_prompts: limit of the suite.
+        limits: leaves out prompts that do not fit the context.
+    """
     split = "held-out" if source == PYTHON_SOURCES or is_recorded(Path(source)) else None
     tally = Tally(max_share=1.0)
     suite = from_text(
@@ -209,7 +229,7 @@ def from_text(
     limits: PromptLimits | None = None,
     tally: Tally | None = None,
 ) -> Suite:
-    """Prompts of data sources: at most one cut of each document, and chats up to the user's last message.
+    """Return a suite of data sources: at most one prompt of each text, and chats up to the user's last message.
 
     Args:
         prompt_tokens: length of the prompts that are cut from text, special tokens included.
@@ -230,13 +250,13 @@ def from_text(
 
 
 def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:
-    """`load_suite` with the sizes in the flags."""
+    """Return the suite `source`, as `load_suite` does, with the sizes in the flags of a command."""
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "max_prompts", "max_new_tokens")}
     return load_suite(source, target, **sizes, raw=raw)
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
-    """Check counts and temperatures of the shared flags, before a model is loaded."""
+    """Raise a UserError for a wrong count or temperature in the shared flags, or a value that is given twice."""
     refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2)
     given = vars(arguments)
     for temperature in given.get("temperature") or []:

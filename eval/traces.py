@@ -63,7 +63,9 @@ def trace_suite(
     sampling: Sampling,
     max_new_tokens: int,
 ) -> list[Trace]:
-    """Decode a suite's first prompts with every drafter, untimed; of the head's chains only with the first.
+    """Decode a suite's first prompts with every drafter, untimed, and return the traces, all of a prompt together.
+
+    Further draft lengths of the head are left out.
 
     Args:
         decoders: decoders of the built-in engine, each with its row of the report.
@@ -81,6 +83,7 @@ def trace_suite(
 def _trace(
     target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int, stops: bool
 ) -> list[TracedStep]:
+    """Decode up to `limit` new tokens after a prompt, up to EOS if it `stops` there, and return the steps."""
     engine = RecordingEngine(target, decoder.drafter, decoder.rule)
     sequence, steps = list(target.text(prompt)), []
 
@@ -141,13 +144,19 @@ def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -
 
 
 def piece(tokenizer: PreTrainedTokenizerBase | None, before: Sequence[int], token: int) -> str:
-    """Text that a token adds to the tokens before it. The last token of a multi-token character gets the character."""
+    """Return the text that a token adds to the tokens before it.
+
+    A character of several tokens belongs to the last of them. Without a tokenizer the text is the token's id.
+    """
     window = list(before[-_WINDOW:])
     return _text_of(tokenizer, [*window, token])[len(_text_of(tokenizer, window)) :]
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> str:
-    """Text of tokens, with special tokens and without an incomplete last character."""
+    """Return the text of tokens, with special tokens and without an incomplete last character.
+
+    Without a tokenizer it is their ids.
+    """
     if tokenizer is None:
         return "".join(f"{token} " for token in tokens)
     text = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)

@@ -71,13 +71,16 @@ def stop() -> None:
 
 
 def is_on() -> bool:
-    """True during a wandb run."""
+    """Return whether a wandb run is open in this process."""
     wandb = sys.modules.get("wandb")
     return wandb is not None and wandb.run is not None
 
 
 def at_step(step: int) -> None:
-    """Put the next figures at this step of a training: wandb itself counts from 0 in each offline folder of a run."""
+    """Let wandb log the next figures at this step of a training, if a run is open.
+
+    By itself wandb counts from 0 in each offline folder of a run.
+    """
     if is_on():
         import wandb
 
@@ -86,7 +89,7 @@ def at_step(step: int) -> None:
 
 
 def log(report: Report, folder: Path) -> None:
-    """Log a report to the current wandb run, if any, such as that of a training."""
+    """Log a report's figures, and the plots (.png) in its folder, to the current wandb run, if any."""
     if not is_on():
         return
     import wandb
@@ -96,11 +99,12 @@ def log(report: Report, folder: Path) -> None:
 
 
 def figures(report: Report) -> dict[str, float]:
-    """A report's figures for wandb: a number for each name, such as "eval/SUITE T=0/head 4/acceptance_length"."""
+    """Return a report's figures by name, such as "eval/SUITE T=0/head 4/acceptance_length"."""
     return {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
 
 
 def _figures(row: ReportRow) -> dict[str, float]:
+    """Return a row's figures by name, without "eval/"; {} for plain decoding."""
     if row["drafter"] == "none":
         return {}
     batch = f" batch {row['batch_size']}" if row["batch_size"] > 1 else ""

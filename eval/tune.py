@@ -43,7 +43,7 @@ _COST_SECONDS = 60.0  # for several rows; half of it for one row
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, write the file and print the predictions."""
+    """Run `speculator eval tune`: measure, write decoding.json or `--output`, and print the predictions."""
     name = arguments.speculator
     refuse(
         (
@@ -66,7 +66,11 @@ def run(arguments: argparse.Namespace) -> None:
 def write_tuning(
     target: Target, head: Speculator, suite: Suite, output: Path, max_new_tokens: int, seed: int = 0
 ) -> list[dict]:
-    """Measure a head on a suite and write decoding.json; return the predictions for one row, see `_with_costs`."""
+    """Measure a head on a suite, write the file `output` (decoding.json), and return the predictions for one row.
+
+    A prediction is a dict with "temperature", "draft" (in words), "tokens" per step, "cost" in plain steps, "speedup",
+    and "best", whether it is the draft to use.
+    """
     eos = target.eos_token_ids if suite.chat else set()
     prompts = suite.prompts
     ranks: dict[str, Ranks] = {
@@ -103,16 +107,17 @@ def write_tuning(
 
 
 def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
-    """Measure step costs, and keep at most one tree: of drafts about as fast as the fastest the smallest, if it is one.
+    """Measure the costs of steps, and choose the best draft: the smallest of those about as fast as the fastest.
 
-    Returns the tuning with costs and at most one tree for greedy and one for sampled decoding, and the predictions for
-    one row: dicts with "temperature", "draft", "tokens" per step, "cost" in plain steps, "speedup" and "best".
+    Returns the tuning with costs and at most one tree for greedy and one for sampled decoding, the best draft if that
+    is a tree, and the predictions for one row, see `write_tuning`.
     """
     with working(f"tuning: the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most"):
         return _measured_costs(target, head, tuning)
 
 
 def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
+    """Do the work of `_with_costs`; a UserError is raised if no step was measured in time."""
     choices = choices_of(head, tuning)
     sizes = [(_ROWS[0], kind == "greedy") for kind in _KINDS]
     alone = measure_costs(target, head, shapes_to_measure(head, choices), sizes, _COST_SECONDS / 2)
@@ -145,7 +150,7 @@ def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[T
 
 
 def described(shape: Shape) -> str:
-    """The shape of a draft in words, such as "chain of 4"."""
+    """Return the shape of a draft in words, such as "chain of 4"."""
     if isinstance(shape, FixedTree):
         return f"tree of {shape.nodes} tokens, {shape.depth} deep"
     return f"chain of {shape.depth}"
@@ -168,7 +173,13 @@ def table(rows: list[dict]) -> str:
 
 
 def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-    """Acceptance rate of the first looked-up token after matches of 1, 2, ... tokens, in (prompt, answer) pairs."""
+    """Return the acceptance rates of the first token that n-gram lookup drafts after matches of 1, 2, ... 8 tokens.
+
+    The last one includes longer matches. A prior of 0.1 hits in 0.3 tries is added to each.
+
+    Args:
+        texts: (prompt, answer) pairs; the answers are those of plain decoding.
+    """
     hits, tried = [0.1] * _LOOKUP_SIZES, [0.3] * _LOOKUP_SIZES  # a weak prior: mostly wrong
     for prompt, answer in texts:
         drafter, text = NgramDrafter(1), copy(prompt)
@@ -192,9 +203,10 @@ def rank_acceptance(
     steps: int = _ACCEPTANCE_STEPS,
     eos: Collection[int] = (),
 ) -> list[list[float]]:
-    """Measure a[d][r]: how often the child of rank r is accepted, given that its parent at depth d was.
+    """Return a[d][r], measured: how often the child of rank r is accepted, given that its parent at depth d was.
 
-    A wide tree is drafted for `steps` steps after each prompt; steps from a token of `eos` on are left out.
+    Rank 0 is the head's first choice: at temperature 0 its likeliest token. Depth 0 is the root, the last token of the
+    text, which counts as accepted. A wide tree is drafted for `steps` steps after each prompt; steps from a token of `eos` on are left out.
     """
     branches = tuple(min(n, head.config.candidates) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
     hits = [torch.zeros(width) for width in branches]
@@ -225,7 +237,7 @@ Node = tuple[int, ...]
 
 
 def best_tree(acceptance: Sequence[Sequence[float]], nodes: int) -> list[Node]:
-    """Find the tree of `nodes` nodes with the most expected tokens by dynamic programming (Sequoia, 2402.12374).
+    """Return the tree of at most `nodes` nodes with the most expected tokens (dynamic program of Sequoia, 2402.12374).
 
     A node is accepted with the product of the rates along its path, and the expected tokens are the sum of that over
     all nodes. Let g(d, r, n) be the most that n nodes can add among the children of rank r and above, and below them,
