@@ -206,7 +206,8 @@ def rank_acceptance(
     """Return a[d][r], measured: how often the child of rank r is accepted, given that its parent at depth d was.
 
     Rank 0 is the head's first choice: at temperature 0 its likeliest token. Depth 0 is the root, the last token of the
-    text, which counts as accepted. A wide tree is drafted for `steps` steps after each prompt; steps from a token of `eos` on are left out.
+    text, which counts as accepted. A wide tree is drafted for `steps` steps after each prompt; steps from a token of
+    `eos` on are left out.
     """
     branches = tuple(min(n, head.config.candidates) for n in (*_BRANCHES, *[1] * head.n_predict)[: head.n_predict])
     hits = [torch.zeros(width) for width in branches]
