@@ -185,6 +185,7 @@ class _Chat:
         return chat_text(self._tokenizer, messages, self._tools, ask, DATA_DAY)
 
     def _written(self, count: int) -> str:
+        """Return the text of the first `count` messages; RefusedError: the template rejects them."""
         if self._rendered[0] != count:
             self._rendered = count, self._render(self._messages[:count])
         return self._rendered[1]
@@ -316,6 +317,7 @@ class _Unmarked:
 
 
 def _without_marks(text: str) -> _Unmarked:
+    """Return a text without its empty marks of thinking, and where they were."""
     gaps, left_out = [], 0
     for found in _EMPTY_MARKS.finditer(text):
         # Places count the characters that are left: with marks of 10 at 5 and 20 they are 5 and 10.

@@ -233,6 +233,7 @@ class Batches:
         return rows
 
     def _assemble(self, summary: Callable[[list[BatchFacts]], JsonObject]) -> tuple[Iterable[Columns], JsonObject]:
+        """Wait for all batches; return their rows in the order of the prompts, and the facts for the manifest."""
         made: dict[int, list[dict[str, array]]] = {}
         facts: list[BatchFacts] = []
         tokens = 0
@@ -249,6 +250,7 @@ class Batches:
         return rows_of_lists, {"tokens": tokens, **summary(facts)}
 
     def _save(self, rows: Iterable[Columns], facts: JsonObject) -> None:
+        """Write the rows, of which there must be one, and then the manifest."""
         rows = iter(rows)
         first = next(rows)  # it tells the columns; some may be missing
         features = Features({name: _FEATURES[name] for name in first})
@@ -270,5 +272,6 @@ class Batches:
 
 
 def _wait_for(file: Path) -> None:
+    """Return once the file exists."""
     while not file.exists():
         time.sleep(_POLL_SECONDS)

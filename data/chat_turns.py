@@ -42,9 +42,9 @@ class TurnTexts:
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, several: bool = False) -> TurnTexts | None:
-    """Find what the chat template writes around the first turn, and with `several` around the second too.
+    """Return what the chat template writes around the first turns, and with `several` around the next user turn too.
 
-    Returns None without a chat template.
+    None: there is no chat template.
 
     Raises:
         UserError: the template does not write each turn exactly once and unchanged.
@@ -56,6 +56,7 @@ def turn_texts(tokenizer: PreTrainedTokenizerBase, several: bool = False) -> Tur
 
 
 def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
+    """Return the `count` + 1 texts that the template writes before, between and after the first `count` turns."""
     roles = ("user", "assistant", "user")
     messages: list[Message] = [
         {"role": role, "content": mark} for role, mark in zip(roles, _MARKS[:count], strict=False)

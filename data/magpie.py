@@ -214,4 +214,5 @@ def summary(folder: Path) -> str:
 
 
 def _listed(dropped: Counter[str]) -> str:
+    """Return counts by reason in words, such as "12 near-duplicate, 3 empty", the largest first."""
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())

@@ -213,6 +213,7 @@ def identity(drafter: Drafter | None) -> str | None:
 
 
 def _weights_digest(head: Speculator) -> str:
+    """Return 16 hexadecimal digits of a hash over a head's weights."""
     digest = hashlib.sha256()
     for weight in head.state_dict().values():
         digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -241,6 +242,8 @@ def record_of(writing: Writing, chats: Sequence[Conversation]) -> JsonObject:
 
 
 def _summary(batches: list[BatchFacts]) -> JsonObject:
+    """Return facts for the manifest over all batches: acceptance length, tokens per second, seconds and answers."""
+
     def rate(name: Literal["speculative", "plain"]) -> float | None:
         clocks = [batch[name] for batch in batches if batch[name]]
         tokens, seconds = (sum(column) for column in zip(*clocks, strict=True)) if clocks else (0, 0)

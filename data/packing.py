@@ -69,10 +69,12 @@ class _OpenRow:
         return end
 
     def finished(self) -> Columns:
+        """Return the row, with the document ids that `pack` describes."""
         return {**self.columns, "document_ids": [each + self.rests for each in self.columns["document_ids"]]}
 
 
 def _fill(documents: Iterable[TokenDocument], length: int) -> Iterator[Columns]:
+    """Yield the rows of `pack` without its limit; a row may have a single token."""
     text, rows = _OpenRow(), list[_OpenRow]()  # the open rows: one of plain text, and those of other documents
     for document in documents:
         size, begin = len(document["input_ids"]), 0
@@ -117,4 +119,5 @@ def one_per_row(documents: Iterable[TokenDocument], length: int, max_tokens: int
 
 
 def _rejected(document: TokenDocument) -> list[int]:
+    """Return for each token 1 if it replaced a rejected draft token, else 0."""
     return document.get("rejected") or [0] * len(document["input_ids"])

@@ -44,6 +44,7 @@ class RowRequest:
 
     Attributes:
         length: number of tokens in a row.
+        split: "train", "validation" or "held-out".
         max_tokens: largest number of tokens of all rows; None: no limit.
         first_rows: stop after this many rows, as soon as one token among them has loss; None: all rows.
         max_bad_rows: largest share of unusable rows in the training split; they are skipped with a warning. Other
@@ -118,15 +119,18 @@ def save_rows(
     """Write the rows of every split that has text into a new `datasets` folder, which is a valid source.
 
     Args:
-        mixture, tokenizer, length, max_bad_rows, num_proc: see `RowRequest`.
+        length: number of tokens in a row.
         output: folder, which must not exist.
-        max_tokens: largest number of tokens per split.
+        max_tokens: largest number of tokens per split; None: no limit.
+        max_bad_rows: largest share of unusable rows, which are skipped.
+        num_proc: processes that render and tokenize (default: one per core, up to 8).
 
     Returns:
         The numbers of `documents`, `rows`, `tokens` and `tokens_with_loss` of each split.
 
     Raises:
-        SourceError: see `token_rows`; a validation or held-out split may be empty.
+        SourceError: an unreadable source, too many bad rows, or no text to train on. Validation and held-out split may
+            be empty.
     """
     if output.exists():
         raise SourceError(f"{output} already exists: choose another --output")

@@ -67,7 +67,7 @@ class PromptLimits:
             count: None: all.
 
         Raises:
-            SourceError: no prompt fits.
+            SourceError: there are prompts, and none fits.
         """
         found: list[tuple[list[int], Item]] = []
         skipped = 0
@@ -184,7 +184,8 @@ class _Cutter:
     def _of_chat(self, row: Document) -> Conversation:
         """Return the conversation of a chat: its messages before the first answer, and those between the answers.
 
-        With `cut.last_turn` it has one prompt, which ends with the user's last message.
+        With `cut.last_turn` it has one prompt, which ends with the user's last message. A RowError is raised for a chat
+        without a user turn before the answer.
         """
         messages, roles = row["messages"], [message["role"] for message in row["messages"]]
         opening, later = split_at_answers(messages, self.cut.turns)
@@ -236,7 +237,7 @@ def conversations(
         tally: counts unusable rows (default: the first one raises).
 
     Raises:
-        SourceError: an unreadable source or row, or no prompt fits.
+        SourceError: an unreadable source or row, or there are prompts and none fits.
     """
     limits = limits or PromptLimits("the target", sys.maxsize, 0)
     cutter = _Cutter(tokenizer=tokenizer, cut=cut, limits=limits, tally=tally or Tally())

@@ -19,7 +19,7 @@ MAX_PACKAGE_BYTES = 2_000_000
 
 
 def files() -> dict[str, Path]:
-    """Map module paths to files, over the standard library and installed packages without tests."""
+    """Return {module path: file} of the standard library and the installed packages, without tests."""
     found: dict[str, Path] = {}
     for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
         for path in root.rglob("*.py"):

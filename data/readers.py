@@ -93,10 +93,12 @@ def _rows_folder(path: Path) -> Path:
 
 
 def _files_in(path: Path) -> list[Path]:
+    """Return all files in a folder and its subfolders, sorted; [path] for a file."""
     return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
 
 def _readable_files(path: Path) -> list[Path]:
+    """Return the files of a location in a format that we read, sorted, without a README next to files of rows."""
     files = [file for file in _files_in(path) if _suffix(file) in _SUFFIXES | _UNTYPED]
     # The card of a dataset's repository lies beside its rows.
     rows = path.is_dir() and any(_suffix(file) not in _TEXT_SUFFIXES for file in files)
@@ -121,6 +123,7 @@ def _recorded(folder: Path) -> Iterator[Document]:
 
 
 def _suffix(file: Path) -> str:
+    """Return the suffix of a file's name in lower case, without ".gz": ".jsonl" for rows.JSONL.gz."""
     return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
@@ -141,6 +144,7 @@ def local_files(path: Path) -> Iterator[Document]:
 
 
 def _local_file(file: Path, name: str) -> Iterator[Document]:
+    """Yield the documents of a file by its suffix; `name` is its name in the source, for ids."""
     suffix = _suffix(file)
     if suffix == ".parquet":
         yield from _documents(_enumerate(_parquet(file)), name, str(file))
@@ -154,6 +158,7 @@ def _local_file(file: Path, name: str) -> Iterator[Document]:
 
 
 def _enumerate(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
+    """Yield (number from 1 on, row, None), in the form of `parse_rows`: none of the rows has an error."""
     return ((number, row, None) for number, row in enumerate(rows, start=1))
 
 
@@ -175,11 +180,13 @@ def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: st
 
 
 def _holds_a_list(file: Path) -> bool:
+    """Return whether a .json file is one list, not a JSON object per line."""
     with open_binary(file) as stream:
         return stream.read(_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _list_of(file: Path) -> Any:
+    """Return the content of a JSON file; a SourceError is raised if it is not JSON."""
     with open_binary(file) as stream:
         try:
             return json.load(stream)
@@ -188,6 +195,7 @@ def _list_of(file: Path) -> Any:
 
 
 def _parquet(file: Path) -> Iterator[Any]:
+    """Return the rows of a Parquet file, with the columns that we read; a SourceError is raised if there are none."""
     table = pyarrow.parquet.ParquetFile(file)
     columns = _readable(table.schema_arrow.names, str(file))
     try:
@@ -199,7 +207,14 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 
 def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
-    """Cut a text file at line ends into documents of about 10 kB, so that a long file has a share in every split."""
+    """Cut a text file at line ends into documents of about 10 kB, so that a long file has a share in every split.
+
+    A piece that is not UTF-8 text gets "fault".
+
+    Args:
+        name: of the file in its source, for the ids.
+        where: path of the file, for messages.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     count = 0
     while True:
@@ -255,6 +270,7 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
 
 
 def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
+    """Yield the documents of a dataset; `name` is for their ids, `place` for messages."""
     readable = rows.select_columns(_readable(rows.column_names, place))
     try:
         yield from _documents(_enumerate(_objects(readable)), name, place)
@@ -263,6 +279,7 @@ def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
 
 
 def _objects(rows: Dataset) -> Iterator[Any]:
+    """Yield the rows of a dataset as they were before Arrow stored them, see `_without_nulls`."""
     return (_without_nulls(row, rows.features) for row in rows)
 
 
@@ -282,6 +299,7 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 
 def _readable(columns: list[str], place: str) -> list[str]:
+    """Return the columns that we read; a SourceError that names `place` is raised if there are none."""
     readable = [name for name in columns if name in KEYS]
     if not readable:
         raise SourceError(f"{place}: none of its columns can be read: {', '.join(columns)[:200] or 'there are none'}")
@@ -289,14 +307,17 @@ def _readable(columns: list[str], place: str) -> list[str]:
 
 
 def raw_rows(location: str) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield (place, unparsed row, error or None) of each row of a .jsonl file (also .gz) or of a hub dataset."""
+    """Yield (place, row as its source has it, error or None) of each row of a .jsonl file (also .gz) or hub dataset."""
     path = Path(location)
     rows = parse_rows(path) if path.exists() else _enumerate(_objects(hub_dataset(*hub_id(location))))
     return ((f"{location}:{number}", row, error) for number, row, error in rows)
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:
-    """Return name, config and split of a hub dataset."""
+    """Return name, config (None: the default) and split of a hub dataset "org/name[/config][:split]".
+
+    A SourceError is raised for a location of another form.
+    """
     match = _HUB_ID.fullmatch(location)
     if match is None or _suffix(Path(location)) in _SUFFIXES:
         raise SourceError(
@@ -306,7 +327,7 @@ def hub_id(location: str) -> tuple[str, str | None, str]:
 
 
 def hub_dataset(name: str, config: str | None, split: str) -> Dataset:
-    """Load a dataset with the `datasets` library: downloaded once, then memory-mapped."""
+    """Load a dataset with the `datasets` library: downloaded once, then memory-mapped. Any error is a SourceError."""
     try:
         with loading(name):
             return load_dataset(name, config, split=split)

@@ -119,7 +119,8 @@ def render(
     Texts and completions end with EOS, chats as their template ends them.
 
     Args:
-        tally: counts documents, those that can't be rendered (default: the first one raises), and chats.
+        tally: counts the documents that are used, those that can't be rendered (default: the first one raises), which
+            are skipped, and chats.
         processes: processes that render. The rows do not depend on it, but more processes read further ahead.
         pairs: the target is an encoder-decoder model; prompts are then read without a chat template.
     """
@@ -210,12 +211,14 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return tokens that end with EOS, which is appended if missing; without an EOS token a SourceError is raised."""
     if tokenizer.eos_token_id is None:
         raise SourceError(f"the tokenizer {tokenizer.name_or_path} has no EOS token to end documents with")
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the token ids of a prompt with its completion and EOS, and the loss mask: 1 after the prompt."""
     _check_wanted(document)
     prompt, whole = text_tokens([document["prompt"], document["prompt"] + document["completion"]], tokenizer)
     # The model continues the prompt's own tokens, so no token may span the end of the prompt.
@@ -226,6 +229,7 @@ def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def _check_wanted(document: Document) -> None:
+    """Raise a NothingToLearnError for a completion that its row marks as unwanted."""
     if "label" in document:
         raise NothingToLearnError(document["where"], 'completions with "label": false')
 
@@ -269,6 +273,7 @@ def check_tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], ...]]:
+    """Yield (token ids, loss mask, rejected marks) of each document of a row of tokens; a bad row raises a RowError."""
     ids, mask = document["input_ids"], document["loss_mask"]
     check_tokens(document, tokenizer)
     if "source_ids" in document:
@@ -283,7 +288,10 @@ def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterato
 def document_text(
     document: Document, tokenizer: PreTrainedTokenizerBase, count: int | None = None, ask: bool = False
 ) -> str:
-    """Return the text of the first `count` messages of a chat (None: all); with `ask`, also the generation prompt."""
+    """Return the text of the first `count` messages of a chat (None: all); with `ask`, also the generation prompt.
+
+    A RowError is raised if there is no chat template, or if it rejects the messages.
+    """
     if not tokenizer.chat_template:
         raise RowError(document["where"], f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template")
     try:
@@ -334,6 +342,7 @@ def _chats(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> Ite
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the token ids of rendered texts: nothing is added, and the text of a special token is that token."""
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 

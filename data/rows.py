@@ -49,7 +49,7 @@ MAX_CHARACTERS = 2_000_000
 """Largest length of a row; its tokens need about a hundred times the memory."""
 _MAX_MESSAGES = 1000
 _MARKS = ("weight", "train")
-"""Keys of a message that say whether it is to be learnt."""
+"""Keys of a message that say whether it is trained on."""
 
 
 class RowError(SourceError):
@@ -99,12 +99,16 @@ def content(row: Any, where: str) -> Content:
     Args:
         row: the parsed row; a key whose value is null counts as missing.
         where: file and line, for errors.
+
+    Raises:
+        RowError: the row has no supported format, or a value that its format does not allow.
     """
     with errors_of_row(where):
         return _content(row, where)
 
 
 def _content(row: Any, where: str) -> Content:
+    """Do the work of `content`, whose unforeseen errors are not RowErrors here."""
     own = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
     given = {_SYNONYMS[key]: value for key, value in own.items() if key in _SYNONYMS} | own
     for known in FORMATS:
@@ -124,6 +128,7 @@ def has_loss(message: Message) -> bool:
 
 
 def _text(value: Any, where: str, what: str) -> str:
+    """Return a value that must be a valid text; else raise a RowError that calls it `what`."""
     if not isinstance(value, str):
         raise RowError(where, f"{what} is not a text")
     try:
@@ -134,12 +139,14 @@ def _text(value: Any, where: str, what: str) -> str:
 
 
 def _check_size(where: str, characters: int) -> None:
+    """Raise a RowError if a row is longer than `MAX_CHARACTERS`."""
     if characters > MAX_CHARACTERS:
         kind = f"longer than {MAX_CHARACTERS:,} characters: cut it"
         raise RowError(where, f"{characters:,} characters, {kind}", kind)
 
 
 def _chat(messages: Any, tools: Any, where: str) -> Content:
+    """Return a checked chat from its first message that is not the assistant's; "dropped" counts those before it."""
     messages = from_json(messages)
     if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
         raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
@@ -170,6 +177,7 @@ def _messages(given: dict[str, Json], where: str) -> Content:
 
 
 def _from_sharegpt(given: dict[str, Json], where: str) -> Content:
+    """Return the chat of "conversations", with the keys "from" and "value" (ShareGPT), or those of "messages"."""
     conversations = from_json(given["conversations"])
     if not isinstance(conversations, list) or not all(isinstance(turn, dict) for turn in conversations):
         raise RowError(where, '"conversations" is not a list of objects')
@@ -189,6 +197,7 @@ def _from_sharegpt(given: dict[str, Json], where: str) -> Content:
 
 
 def _has_chat_completion(given: dict[str, Json]) -> bool:
+    """Return whether the "completion" consists of messages."""
     completion = given.get("completion")
     return isinstance(completion, list) and all(isinstance(each, dict) for each in completion)
 
@@ -212,6 +221,7 @@ def _is_alpaca(given: dict[str, Json]) -> bool:
 
 
 def _from_alpaca(given: dict[str, Json], where: str) -> Content:
+    """Return the chat of "instruction", "input" and "output" (Alpaca), or of messages in "input" and "output"."""
     if isinstance(asked := given.get("input"), list):
         output = given["output"]
         answer = output if isinstance(output, list) else [{"role": "assistant", "content": output}]
@@ -234,12 +244,14 @@ def _from_text(given: dict[str, Json], where: str) -> Content:
 
 
 def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
+    """Return the values of some keys, which must be valid texts, of at most `MAX_CHARACTERS` together."""
     texts = [_text(given[key], where, f'"{key}"') for key in keys]
     _check_size(where, sum(map(len, texts)))
     return texts
 
 
 def _tokens(given: dict[str, Json], where: str) -> Content:
+    """Return the columns of a row of tokens after checks; without "loss_mask" all tokens have loss."""
     ids: Any = given["input_ids"]
     mask = {"loss_mask": [1] * len(ids) if isinstance(ids, list) else None}
     columns: Any = {name: (mask | given)[name] for name in _TOKENS if name in mask | given}

@@ -118,7 +118,7 @@ def _digest(row: Document) -> bytes:
 
 
 def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
-    """Map the digest of each document, except those of the last source, to the first source that has it."""
+    """Return {digest: index of the first source that has it} of all documents except those of the last source."""
     first: dict[bytes, int] = {}
     for source, location in enumerate(locations[:-1]):
         for row in read(location):
@@ -128,6 +128,7 @@ def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
 
 
 def _identity(row: Document) -> bytes:
+    """Return the content of a document as bytes; two documents are copies if these are the same."""
     if "text" in row:
         return row["text"].encode()
     content = {key: value for key, value in row.items() if key in _CONTENT}
@@ -150,6 +151,12 @@ def token_documents(
 
     Sources without weights follow each other. With weights, each source has its share of the tokens at every point,
     up to one document, until the first source ends.
+
+    Args:
+        split: "train", "validation" or "held-out"; None: all three.
+        tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
+        processes: processes that render; the documents do not depend on it.
+        pairs: for an encoder-decoder target, the decoder's start tokens and the longest source; else None.
     """
     parts, weights = streams(mixture, split, tally)
     # The streams are read in turn, each by processes of its own.

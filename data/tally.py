@@ -68,10 +68,12 @@ class Tally:
 
     @property
     def bad(self) -> int:
+        """Number of bad rows."""
         return self.kinds.total()
 
     @property
     def copies(self) -> int:
+        """Number of rows that were skipped as exact copies of others."""
         return self.skipped[COPY]
 
     def add(self, error: RowError) -> None:

@@ -70,6 +70,7 @@ def map_in_order(work: Callable[[Item], Result], items: Iterable[Item], processe
 
 
 def _begin(work: Callable[[Any], Any]) -> None:
+    """Prepare a worker process to run `work`: signals are left to its parent, and it ends when the parent does."""
     global _work
     _work = work
     signal.set_wakeup_fd(-1)  # a forked worker would otherwise report its signals to the parent
@@ -80,6 +81,7 @@ def _begin(work: Callable[[Any], Any]) -> None:
 
 
 def _exit_with_parent() -> None:
+    """End this process when its parent has ended; it runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -116,6 +116,7 @@ def add_raw(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 
 
 def _turns(text: str) -> int:
+    """Return the value of `--turns`, for which "all" stands for `ALL`; argparse reports an error."""
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither all nor a number of turns")
     return ALL if text == "all" else int(text)

@@ -163,6 +163,7 @@ def _context_length(arguments: argparse.Namespace) -> int:
 def _prompts(
     arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, limits: PromptLimits
 ) -> list[Conversation]:
+    """Return the prompts of `--sources` or of the file `--prompts` that fit `limits`, and print what was left out."""
     if arguments.mixture:
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
         found, _ = conversations(
@@ -197,6 +198,7 @@ def _prompts(
 
 
 def _line(folder: Path) -> str:
+    """Return one line about the rows in a finished folder: their number, acceptance length and speed."""
     manifest = json.loads((folder / "manifest.json").read_text())
     line = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
     if manifest.get("answers", 0) > manifest["rows"]:
