@@ -31,6 +31,7 @@ def label(row: ReportRow, lengths: set[int]) -> str:
 
 
 def _is_tree(row: ReportRow) -> bool:
+    """Return whether a row's drafts branch: they have more tokens than their depth."""
     return row["nodes"] > row["num_speculative_tokens"]
 
 

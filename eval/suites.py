@@ -56,7 +56,7 @@ class Suite:
 
     @property
     def digest(self) -> str:
-        """Hash of all prompts, 16 hexadecimal digits, by which suites of one name in two reports are told apart."""
+        """Hash of all prompts and turns, 16 hexadecimal digits, which tells suites of one name in two reports apart."""
         asked = [self.prompts, [conversation.later for conversation in self.conversations]]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 

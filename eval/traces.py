@@ -83,7 +83,7 @@ def trace_suite(
 def _trace(
     target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int, stops: bool
 ) -> list[TracedStep]:
-    """Decode up to `limit` new tokens after a prompt, up to EOS if it `stops` there, and return the steps."""
+    """Decode at most `limit` new tokens after a prompt, with `stops` up to EOS, and return the steps."""
     engine = RecordingEngine(target, decoder.drafter, decoder.rule)
     sequence, steps = list(target.text(prompt)), []
 

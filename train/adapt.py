@@ -142,6 +142,7 @@ def _answer_tokens(shard: Path) -> int:
 
 @cache
 def _answer_tokens_of_size(shard: Path, size: int) -> int:
+    """Do the work of `_answer_tokens`; a log that has grown has another `size` (bytes), so it is counted again."""
     count = 0
     for _, row, _ in parse_rows(shard):
         with suppress(AttributeError, TypeError):  # a bad row, which the training skips and reports

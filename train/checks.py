@@ -244,7 +244,8 @@ def rows(
 ) -> None:
     """Raise a UserError if rows hold a token that the target does not have, or are too few.
 
-    Training rows have to fill one optimiser step of each stage, and each process needs a validation row.
+    Training rows have to fill an optimiser step of stage 1, and prompts one of stage 2. Each process needs a validation
+    row.
 
     Args:
         prompts: number of prompts that stage 2 answers; None: `stage2.generate.max_rows`.

@@ -279,7 +279,7 @@ class RunConfig:
 
 
 def section_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
-    """Dotted names of all sections."""
+    """Yield the dotted names of all sections, such as "stage2.generate"."""
     for item in fields(kind):
         section = item.default_factory
         if isinstance(section, type) and is_dataclass(section):
@@ -288,7 +288,7 @@ def section_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
 
 
 def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
-    """Dotted names of the settings that may be null."""
+    """Yield the dotted names of the settings that may be null, such as "stage1.epochs"."""
     for item in fields(kind):
         section = item.default_factory
         if isinstance(section, type) and is_dataclass(section):
@@ -310,7 +310,7 @@ def mapping_names(kind: type = RunConfig, path: str = "") -> frozenset[str]:
 
 
 def values_of(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of every setting, one pair per item of a list."""
+    """Yield (dotted name, value) of every setting in a section or config; a list gives a pair per item."""
     for item in fields(section):
         value = getattr(section, item.name)
         if is_dataclass(value):

@@ -105,6 +105,7 @@ class _Request:
         self._pending: PendingStates | None = None
 
     def begin(self) -> PendingStates:
+        """Request the states, unless they are requested already, and return them, arrived or not."""
         self._pending = self._pending or self._target.begin(self._documents, self._length)
         return self._pending
 

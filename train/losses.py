@@ -288,6 +288,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor):
+        """Return the objective [], and loss, hits and overlap [N, K].
+
+        `tensors` are the features of all terms, step after step, and then the matrices.
+        """
         labels, options, train = call.labels, call.loss.weights, call.train
         steps, kept = labels.shape
         # Logits of a step are a sum of features times a matrix, and steps may share a matrix. Two steps of an MLP head

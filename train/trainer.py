@@ -198,6 +198,15 @@ class SpeculatorTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
+        """Return the loss of a micro-batch, and with `return_outputs` also its metrics, (sum, count) by name.
+
+        Sums are added to the figures of the next log line or of the evaluation.
+
+        Args:
+            model: the head, maybe in DDP's wrapper.
+            num_items_in_batch: number of labels of an optimiser step, over all micro-batches and processes, by which
+                the loss is divided; None: the labels of this batch, as in an evaluation.
+        """
         input_ids = inputs["input_ids"]
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
@@ -258,6 +267,7 @@ class SpeculatorTrainer(Trainer):
             )
 
     def _add(self, phase: str, metrics: dict[str, Metric]) -> None:
+        """Add the (sum, count) pairs of a batch to those of a phase, "train" or "eval", see `_take`."""
         for name, pair in metrics.items():
             # Sums of many batches in float64, and still on the device: the log line reads them once.
             total, count = (value.detach().double() for value in pair)
