@@ -56,12 +56,12 @@ class Mixture:
 
     @property
     def names_self(self) -> bool:
-        """Whether the source `self` is among the sources: the target writes some of the text."""
+        """True if the source `self` is among the sources: the target writes some of the text."""
         return SELF in self.locations
 
     @property
     def is_self(self) -> bool:
-        """Whether `self` is the only source: the target writes all of the text."""
+        """True if `self` is the only source: the target writes all of the text."""
         return self.locations == [SELF]
 
     def __str__(self) -> str:

@@ -79,7 +79,7 @@ class Tally:
     def add(self, error: RowError) -> None:
         """Count a bad row; raise it if `max_share` is 0, or a SourceError if most of many rows so far are bad.
 
-        A row that has nothing to learn is skipped.
+        A NothingToLearnError is never raised: its row counts as skipped, not as bad.
         """
         if isinstance(error, NothingToLearnError):
             self.skipped[error.kind] += 1

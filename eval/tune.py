@@ -109,8 +109,8 @@ def write_tuning(
 def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
     """Measure the costs of steps, and choose the best draft: the smallest of those about as fast as the fastest.
 
-    Returns the tuning with costs and at most one tree for greedy and one for sampled decoding, the best draft if that
-    is a tree, and the predictions for one row, see `write_tuning`.
+    Returns the tuning with the costs, and the predictions for one row as `write_tuning` returns them. For greedy and
+    for sampled decoding the tuning keeps the best draft if that is a tree, else no tree.
     """
     with working(f"tuning: the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most"):
         return _measured_costs(target, head, tuning)

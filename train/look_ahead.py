@@ -55,7 +55,7 @@ class Documents:
 class _Line:
     """The batches of a loader in order; the hidden states of the next few to be used are requested.
 
-    The Trainer reads all micro-batches of a step at once, so the batches ahead are counted from the last one that was
+    The Trainer reads all micro-batches of a step at once. So the batches ahead are counted from the last one that was
     used, not from the last one that was read.
     """
 

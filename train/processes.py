@@ -48,11 +48,11 @@ def join() -> PartialState:
 def one_process_reports() -> Iterator[None]:
     """Hold back the error of a block in all but one process per machine, so that one of them reports why a run ends.
 
-    The launcher ends all processes once one has ended with its error. So these wait 10 s to be ended, each:
-    - a process other than its machine's first, since most errors hit all processes
-    - a process that lost the connection to another, whose own error is the cause; if both apply, it waits 20 s
-    One that is still there afterwards raises its error, or for a lost connection (the other ran on another machine) a
-    UserError. Without a process group, errors pass through at once.
+    The launcher ends all processes once one has ended with its error. So a failing process waits 10 s for that, and
+    only then raises
+    - its error, if it is not its machine's first process: most errors hit all processes
+    - a UserError, if it lost the connection to another process: that one's error is the cause
+    A process to which both apply waits 20 s. The other errors, and all of a single process, are raised at once.
     """
     try:
         yield

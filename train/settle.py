@@ -116,7 +116,7 @@ class Run:
 
     @property
     def continues(self) -> bool:
-        """Whether the target continues prompts from the data for stage 2, so does not write them itself."""
+        """True if the target continues prompts from the data for stage 2; False if it writes them, or without stage 2."""
         return bool(self.config.stage2.max_steps) and not self.mixture.is_self
 
     def stage(self, name: str, rows: int) -> StageConfig:
