@@ -1,8 +1,9 @@
 """`--dry_run`: everything that a config asks for, on tiny stand-ins, one optimiser step per stage.
 
-It finds what is wrong with a recipe in seconds, without a download or a GPU. The target is a random model of the same
-family (a Llama if its config is not on this machine) with a tokenizer of bytes; each source is a few chats or texts.
-The head, the losses, dtypes, sampling and stages stay as configured; steps, rows and lengths shrink.
+It finds what is wrong with a recipe in seconds, without a GPU, and with no download but that of a warm start. The
+target is a random model of the same family (a Llama if its config is not on this machine) with a tokenizer of bytes;
+each source is a few chats or texts. The head, the losses, dtypes, sampling and stages stay as configured; steps, rows
+and lengths shrink.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ Stage = TypeVar("Stage", bound=StageConfig)
 def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
     """Run on stand-ins in a temporary folder, and print what was done.
 
-    The first rows of local sources are read. The files of the target and its adapter, hub datasets and
-    `speculator.warm_start` are not tried, nor is a sharded target.
+    The first rows of local sources are read. The files of the target and its adapter and hub datasets are not tried,
+    nor is a sharded target, nor training from `speculator.warm_start`.
 
     Args:
         run: the real run; all processes of a launch come here.
@@ -122,7 +123,7 @@ def _family(target: PreTrainedConfig | None) -> str:
 
 
 def _make_target(folder: Path, family: str, layers: int) -> None:
-    """Save a random model of some thousand weights, and a tokenizer whose tokens are bytes; `family`: `model_type`."""
+    """Save a random model of some thousand weights, of the `model_type` `family`, and a tokenizer of bytes."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -88,9 +88,9 @@ def start_of(config: RunConfig) -> str | Path | None:
 
 
 def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: int) -> Speculator:
-    """Return the run's head, bound to the target, with float32 weights whatever the target's dtype.
+    """Return the run's head with float32 weights, and with the target's matrices where it has none of its own.
 
-    Its weights are those of `start_of`, the target's own matrices, or random by the run's seed.
+    The weights are those of `start_of`, copies of the target's matrices, or random by the run's seed.
 
     Args:
         rows: training rows; their most frequent tokens become the draft vocabulary, if one is configured.
@@ -130,7 +130,7 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
 
 
 def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
-    """Return a trained head, bound to the target, with a `trained_length` that covers these rows."""
+    """Set a head's `trained_length` to cover these rows, give it the target's matrices that it lacks, and return it."""
     head.config.trained_length = max(head.config.trained_length or 0, longest(rows))
     return bind(head, target)
 

@@ -49,7 +49,7 @@ def target_probs(logits: Tensor, draft_tokens: Tensor | None = None) -> TargetPr
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
-    """Cross-entropy with the text's next token (2404.19124); 0 where that is outside the draft vocabulary."""
+    """Return the cross-entropy with the labels, the text's next tokens (2404.19124); 0 outside the draft vocabulary."""
     # Labels below 0 (IGNORE, or outside the draft vocabulary) read column 0, and the factor makes that 0.
     return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
 
@@ -60,7 +60,7 @@ def label_probs(z: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
 
 
 def kl(log_q: Tensor, target: TargetProbs) -> Tensor:  # [C, V_d] -> [C]
-    """KL(p || q) (1503.02531, at temperature 1).
+    """Return KL(p || q) of each token (1503.02531, at temperature 1).
 
     With a draft vocabulary: sum of p (log p - log q) over it, without renormalising p. With M the mass of p in the
     draft vocabulary, the minimum M log M is reached where q is proportional to p.
@@ -69,7 +69,7 @@ def kl(log_q: Tensor, target: TargetProbs) -> Tensor:  # [C, V_d] -> [C]
 
 
 def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
-    """sum_v min(p_v, q_v), the probability that a sampled draft token is accepted (2211.17192, corollary 3.6)."""
+    """Return sum_v min(p_v, q_v), the probability that a sampled draft token is accepted (2211.17192, cor. 3.6)."""
     return torch.minimum(p, log_q.exp()).sum(-1)
 
 
@@ -180,7 +180,8 @@ def chunk_tokens(device: str, vocab_size: int) -> int:
 class ChunkedLoss:
     """The mix of losses that a run's config weighs, as a `speculator.heads.training.TokenLoss`.
 
-    Logits exist for one chunk of tokens and one step at a time, in the forward pass and in the backward pass.
+    Logits exist for one chunk of tokens at a time, and for the steps that share their matrices; with D-PACE for all
+    steps. The forward pass computes the gradients too, so that the backward pass needs no logits.
 
     Args:
         logits: the target's lm_head, [C, D] -> [C, V]; called only if a loss needs the target's distribution.

@@ -42,7 +42,7 @@ def with_self_written(run: Run, target: TrainingTarget) -> Mixture:
     Missing chats are written first, after a check that the other sources can be read.
 
     Raises:
-        UserError: another source can't be read; another run is writing these chats; or as `self_rows`.
+        UserError: another source can't be read, another run is writing these chats, or no user turn can be used.
     """
     mixture = run.mixture
     if not mixture.names_self:

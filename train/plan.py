@@ -78,7 +78,7 @@ def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> 
     "self" are the chats of the source `self`, before training, and "generating" is the text that stage 2 trains on.
 
     Args:
-        run: its settings, sources and target's config count; nothing is read.
+        run: its settings, the names of its sources and its target's config are used; no data are read.
         length: number of tokens in a training row of stage 1.
         prompts: sizes of the prompts of stage 2, known or estimated; None: unknown, so each has
             `stage2.generate.prompt_tokens` tokens and one answer.

@@ -116,7 +116,7 @@ class Run:
 
     @property
     def continues(self) -> bool:
-        """True if the target continues prompts from the data for stage 2; False if it writes them, or without stage 2."""
+        """True if stage 2 has prompts from the data; False if the target writes them, or if there is no stage 2."""
         return bool(self.config.stage2.max_steps) and not self.mixture.is_self
 
     def stage(self, name: str, rows: int) -> StageConfig:

@@ -216,7 +216,7 @@ def _stop(last: Path) -> NoReturn:
 
 
 def is_published(folder: Path) -> bool:
-    """Return whether a complete head is in the folder, and print it if it is damaged; call it on every process."""
+    """Return whether a complete head is in the folder, and print why not if it is damaged; call it on every process."""
     state = PartialState()
     problem = manifest_error(folder) if folder.exists() else "it is not there"
     if state.is_main_process and folder.exists() and problem:
@@ -236,7 +236,7 @@ def publish(head: Speculator, folder: Path) -> None:
 
 
 def start_tracking(run: Run, name: str, settings: JsonObject | None = None) -> None:
-    """Start a wandb run for a stage, in one group with the others; offline without a key.
+    """Start a wandb run for a stage, in one group with the other stage's; offline unless WANDB_MODE is online.
 
     Its id is kept, so that a resumed stage continues it. It stays open until the next stage begins, so the last stage's
     run also gets the final report.

@@ -200,7 +200,8 @@ class SpeculatorTrainer(Trainer):
     ) -> Any:
         """Return the loss of a micro-batch, and with `return_outputs` also its metrics, (sum, count) by name.
 
-        Sums are added to the figures of the next log line or of the evaluation.
+        The loss is multiplied by the number of draft positions, and in training by that of the processes, because DDP
+        averages the gradients. The sums are added to the figures of the next log line or of the evaluation.
 
         Args:
             model: the head, maybe in DDP's wrapper.
