@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def take_at(values: Tensor, position: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
-    """Return the values at one position of each row."""
+    """Return the values at the given position of each row."""
     return gather_at(values, position[:, None])[:, 0]
 
 
 def gather_at(values: Tensor, positions: Tensor) -> Tensor:  # [B, T, X], [B, n] -> [B, n, X]
-    """Return the values at n positions of each row."""
+    """Return the values at n given positions of each row."""
     # gather needs an index for every element: [B, n] becomes [B, n, X], the same position along X.
     return values.gather(1, positions[:, :, None].expand(-1, -1, values.shape[-1]))
 
@@ -40,8 +40,8 @@ class Draft(TokenTree):
             their children. None for a chain.
         depth: length of the longest path; n for a chain.
         width: largest number of siblings.
-        base: the draft to which lookup paths were added. Its tokens come first.
-        ragged: rows may have fewer tokens than others, as with n-gram lookup.
+        base: in a hybrid draft, the draft to which lookup paths were added, whose tokens come first; else None.
+        ragged: rows may differ in number of tokens, as with n-gram lookup.
     """
 
     tokens: Tensor
@@ -59,11 +59,11 @@ class Draft(TokenTree):
 
     @classmethod
     def none(cls, pending: Tensor) -> Draft:  # [B]
-        """Return an empty draft, for a plain step."""
+        """Return a draft without tokens for B rows, as plain decoding verifies it; `pending` gives B and the device."""
         return cls(pending.new_empty(len(pending), 0), torch.zeros_like(pending))
 
     def filled(self, tokens: Tensor, probs: Tensor | None) -> Draft:
-        """Return a draft of the same form with other tokens [B, n] and the `probs` that they were drawn from."""
+        """Return a draft of the same lengths and parents with other tokens [B, n], drawn from `probs` (see `Draft`)."""
         # A shallow copy takes along what the cached properties hold, such as the ancestors: they depend on the form
         # only.
         draft = copy(self)
@@ -76,9 +76,9 @@ class Draft(TokenTree):
 
     @property
     def unpadded(self) -> tuple[Tensor, Tensor] | None:  # [T], [T]
-        """Rows and verify positions of all tokens but padding, pending ones included; None if no row can have padding.
+        """Row and verify position of each token that is not padding, pending tokens included.
 
-        The host waits for the device here.
+        None for a draft that is not `ragged`, has no padding, or has one row. The host waits for the device here.
         """
         if not self.ragged or len(self.tokens) == 1 or bool(self.drafted.all()):
             return None
@@ -92,21 +92,21 @@ class Draft(TokenTree):
         return self.lengths if self.parents is None else (self.depths[:, 1:] * self.drafted).amax(-1)
 
     def path(self, last: Tensor) -> Tensor:  # [B] -> [B, depth + 1]
-        """Return the verify positions from the pending token to `last`, padded with position 0."""
+        """Return each row's verify positions from the pending token to position `last`, then 0 as padding."""
         return take_at(self.paths, last)
 
     @property
     def tree(self) -> Draft | None:
-        """The draft if its form needs a mask of its own; None for a chain."""
+        """This draft if it is a tree, which needs an attention mask of its own; None for a chain."""
         return None if self.parents is None else self
 
     def accepted(self, last: Tensor) -> Path:  # [B]
-        """Return the path that ends at the verify positions `last`."""
+        """Return the accepted path of each row, which ends at the row's verify position `last`."""
         return Path(last) if self.parents is None else TreePath(self, last)
 
 
 class Path:
-    """The accepted path of each row of a chain: the first verify positions, where its tokens are already.
+    """The accepted path of each row of a chain, whose tokens are at the first verify positions already.
 
     Attributes:
         accepted: [B] number of accepted draft tokens; in a chain it is also the position where the path ends.
@@ -115,16 +115,16 @@ class Path:
     def __init__(self, accepted: Tensor):
         self.accepted = accepted
 
-    def of(self, x: Tensor) -> Tensor:  # [B, n+1] or [B, n+1, X]
-        """Return the values of the path's tokens in front; what follows them is arbitrary."""
+    def of(self, x: Tensor) -> Tensor:  # [B, n+1] or [B, n+1, X] -> the same
+        """Return x at the verify positions of each row's path; columns after the path's end are arbitrary."""
         return x
 
     def move(self, cache: KVCache) -> None:
-        """Move the path's keys and values to the first positions of the draft."""
+        """Move the path's keys and values to the first of the draft's positions in the cache; no-op for a chain."""
 
 
 class TreePath(Path):
-    """The accepted path of each row of a tree, whose tokens lie anywhere among the draft's."""
+    """The accepted path of each row of a tree, whose tokens may be at any verify positions."""
 
     def __init__(self, draft: Draft, last: Tensor):
         super().__init__(draft.depths.gather(1, last[:, None])[:, 0])
@@ -138,11 +138,11 @@ class TreePath(Path):
 
 
 class Computed:
-    """The tokens that a verification computes: all of the rectangle [B, n+1], padding included.
+    """Which tokens a verification computes. This base class takes logits of all tokens [B, n+1], padding included.
 
     Attributes:
         widths: number of tokens of each row that the target's layers compute; None: n + 1.
-        unpadded: see `Draft.unpadded`; None: all.
+        unpadded: row and verify position of each token that has logits, see `Draft.unpadded`; None: all tokens.
     """
 
     unpadded: tuple[Tensor, Tensor] | None = None
@@ -151,16 +151,16 @@ class Computed:
         self.widths = widths
 
     def of(self, hidden: Tensor) -> Tensor:  # [B, n+1, D] -> [B, n+1, D], or [T, D]
-        """Select the hidden states of the tokens whose logits are needed."""
+        """Return the hidden states of the tokens whose logits are needed: all, or T without padding."""
         return hidden
 
     def index(self, last: Tensor) -> tuple[Tensor, ...]:  # [B] -> [B] each
-        """Return the index of each row's verify position `last` in the logits' leading dimensions."""
+        """Return indices for the logits' dimensions before V that select the verify position `last` of each row."""
         return torch.arange(len(last), device=last.device), last
 
 
 class ComputedRagged(Computed):
-    """The tokens that exist in a draft whose rows differ in length: T of them, row after row."""
+    """Takes logits only of the T tokens that are not padding, row after row, in a draft whose rows differ in length."""
 
     def __init__(self, draft: Draft, unpadded: tuple[Tensor, Tensor], widths: list[int] | None):
         super().__init__(widths)

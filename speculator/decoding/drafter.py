@@ -31,12 +31,12 @@ class Drafter:
             a chain also allows "block" and "rejection", if its tokens are drawn from `Draft.probs`, or each is given
             probability 1 (None);
             a tree allows "multi_candidate" if siblings are drawn without replacement.
-        memory: what it keeps of every row: nothing, the cache of a head or of a draft model, looked-up paths.
+        memory: state that the drafter keeps of every row: none, the KV cache of a head or draft model, lookup paths.
         capturable: `propose` never reads a value back from the device, and of `sequences` only the longest length, so
             CUDA graphs can replay it.
         aux_layers: target layers whose hidden states the memory reads, ascending; empty: the final hidden state.
-        shape: shape of the next draft; None for a drafter with a `propose` of its own.
-        trained_length: longest context that it was trained on; None: not known, or it was not trained.
+        shape: the `Shape` of the next draft; None for a drafter with a `propose` of its own.
+        trained_length: longest context that the drafter was trained on; None: not known, or not trained.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Drafter:
     trained_length: int | None = None
 
     def choose(self, requests: Sequence[Request]) -> Any:
-        """Return the shape of the next step's draft, one for all rows, given their requests; None without shapes."""
+        """Return the `Shape` that all rows draft in the next step, given the decoding requests; None without shapes."""
         return self.shape
 
     def prepare(self) -> None:
-        """Do host work for later steps, while the device runs this one: the step's tokens are not known yet."""
+        """Do host work for later steps while the device runs the current step, whose tokens are not known yet."""
 
     def observe(self, seconds: float) -> None:
-        """Learn the wall-clock seconds of the last step, from before `choose` until its tokens were appended."""
+        """Record the wall-clock seconds of the last step, from before `choose` until its tokens were appended."""
 
     def forget(self) -> None:
         """Drop what was learned from earlier requests, such as their n-grams."""
@@ -69,7 +69,7 @@ class Drafter:
         self.capturable = shape.capturable and self.memory.capturable
 
     def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        """Draft continuations of the pending token of each row; at temperature 0 without sampling.
+        """Return a draft that continues each row's pending token; rows at temperature 0 are drafted without sampling.
 
         Args:
             pending: [R] newest token of each row, sampled but not yet processed by the target.
@@ -95,7 +95,7 @@ class LogitsSource(Memory):
     independent: bool = False
 
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:  # [B] -> [B, 1, V]
-        """Compute the logits of the token after the pending one."""
+        """Return the logits of the token after each row's pending token, given also all tokens of each row."""
         raise NotImplementedError
 
     def next(
@@ -104,7 +104,7 @@ class LogitsSource(Memory):
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
-        """Compute the logits of the children of the newest level."""
+        """Return the logits of the children of each token of the newest level."""
         raise NotImplementedError
 
     def confidence(
@@ -112,7 +112,7 @@ class LogitsSource(Memory):
         level: int,  # tokens of the chain so far
         tokens: Tensor,  # [B] the newest level of a chain
     ) -> Tensor | None:  # [B]
-        """Return the predicted chance that the token after each is accepted; None if the source predicts none."""
+        """Return the predicted chance that the next token of each chain is accepted; None if nothing predicts it."""
         return None
 
     def skip(self, pending: Tensor, sequences: Sequences) -> None:
@@ -140,5 +140,5 @@ class Shape(Protocol):
     capturable: bool
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
-        """Build a draft; see `Drafter.propose`."""
+        """Return a draft of this shape with logits from `source`; for the other arguments, see `Drafter.propose`."""
         ...

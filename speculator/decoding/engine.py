@@ -64,9 +64,9 @@ class Verified:
         accepted: [R] number of accepted draft tokens.
         counts: [R] number of `tokens` to keep: the pending one and the accepted; 0 for idle rows.
         next_token: [R] token after the accepted path.
-        report: [R, G+4] for the host: the G drafted columns of `tokens`, the draft's depth, `accepted`, 1 if the logits
-            are finite, `next_token`.
-        logits: [R, G+1, V] the target's after `tokens`, if a request asks for log-probabilities.
+        report: [R, G+4] for the host: the G drafted columns of `tokens`, the depth of the row's draft, `accepted`, 1 if
+            the logits are finite, `next_token`.
+        logits: [R, G+1, V] the target's logits after `tokens`; None unless a request asks for log-probabilities.
     """
 
     tokens: Tensor
@@ -136,7 +136,7 @@ class Engine:
     # ---- requests in
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **settings: Any) -> Request:
-        """Make a request and queue it; see `request` for the settings."""
+        """Make a request, queue it and return it; see `request` for the settings."""
         return self.enqueue(self.request(prompt, sampling, **settings))
 
     def request(
@@ -151,11 +151,13 @@ class Engine:
         min_tokens: int = 0,
         on_step: Callable[[list[int], int], None] | None = None,
     ) -> Request:
-        """Validate the settings (see `generate`) and make a `Request` for `enqueue`.
+        """Validate the settings and return a `Request` for `enqueue`; for settings not listed here, see `generate`.
 
         Args:
+            logprobs: likeliest tokens to report with each new token's log-probability; None: no log-probabilities.
             min_tokens: tokens before the completion may end; until then, no EOS token is sampled, and stop strings
                 do not count.
+            on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
         """
         (tokens,) = check_prompts(self.target, [prompt])
         text = self.target.text(tokens)
@@ -202,7 +204,7 @@ class Engine:
         on_step: Callable[[int, list[int], int], None] | None = None,
         **settings: Any,
     ) -> Generation:
-        """Submit all prompts and run; see the function `generate`, and `request` for the other settings."""
+        """Decode all prompts and return the completions; see the function `generate`, and `request` for `settings`."""
         prompts = check_prompts(self.target, prompts)
         samplings = sampling_per_row(sampling or Sampling(), len(prompts))
         limits = max_new_tokens_per_row(max_new_tokens, len(prompts))
@@ -239,7 +241,10 @@ class Engine:
             pass
 
     def forget(self) -> None:
-        """Drop the sequences of free slots and the drafter's history, as if nothing had been decoded."""
+        """Drop the sequences of free slots and the drafter's history, as if nothing had been decoded.
+
+        Raises a RuntimeError while a request is unfinished.
+        """
         self.scheduler.release()
         for request in [each for each in self.waiting if each.finish_reason]:  # cancelled
             self.waiting.remove(request)
@@ -285,7 +290,7 @@ class Engine:
         return self.busy
 
     def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4], see `Verified.report`
-        """Draft, verify, accept and commit for the rows of a batch: device work only.
+        """Run one step's device work (draft, verify, accept, commit) for a batch; return the report for the host.
 
         x_0 is the pending token, x_1 .. x_G are the draft. p[j] is the target's distribution after x_j, so p[j] tests
         x_{j+1}, and q is the distribution that x_{j+1} was drawn from (2211.17192). `speculator.reference` is the same
@@ -320,9 +325,10 @@ class Engine:
         return self.drafter.propose(batch.pending, noise, batch.sequences), noise
 
     def verify(self, batch: Batch, draft: Draft, noise: Noise) -> Verified:
-        """Run the target over x_0 .. x_n, the pending token and the draft, and accept a path.
+        """Run the target over x_0 .. x_n (the pending token and the draft), accept a path, and return the result.
 
         x_j has verify position j. The path ends at position `last`, and the target's p[last] gives the next token.
+        `noise` holds the step's random numbers.
         """
         tokens = torch.cat([batch.pending[:, None], draft.tokens], dim=1)  # [R, n + 1]
         computed = self.computed(batch, draft, noise)  # all of them, or those that exist
@@ -354,9 +360,9 @@ class Engine:
         )
 
     def computed(self, batch: Batch, draft: Draft, noise: Noise) -> Computed:
-        """Choose the tokens that a verification computes: on a CPU those that exist, else the whole rectangle.
+        """Choose the tokens that a verification computes: under `match` on a CPU no padding, else n + 1 in every row.
 
-        One row's long draft would otherwise cost as much as one in every row, most of it logits and noise over the
+        With padding, one row's long draft would cost as much as one in every row, most of it logits and noise over the
         whole vocabulary.
         """
         # Reading the lengths costs nothing on a CPU. Only `match` takes logits of single tokens: the other rules index
@@ -375,9 +381,9 @@ class Engine:
         logits: Tensor,  # [R, n + 1, V], or [T, V]
         draft: Draft,
         noise: Noise,
-        computed: Computed,
+        computed: Computed,  # which tokens the logits are for
     ) -> tuple[Tensor, Tensor, Tensor]:  # [R] each
-        """Return the position where the accepted path ends, the token after it, and whether its logits are finite."""
+        """Return the verify position where each row's path ends, the next token, and if the logits there are finite."""
         logits = batch.without_suppressed(logits, draft)
         if noise.coupled:
             last, next_token = match(noise.samples(logits, draft, computed.unpadded), draft)
@@ -396,7 +402,7 @@ class Engine:
         return last, next_token, logits[(*computed.index(last), next_token)].isfinite() & finite
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Keep the pending token and the accepted ones in the cache."""
+        """Keep the pending token and the accepted tokens in the cache; the step's next token becomes pending."""
         self.cache.commit(verified.counts)  # rejected positions become free; nothing is copied
         batch.pending.copy_(verified.next_token)
 
@@ -407,7 +413,7 @@ class Engine:
     # ---- host work around a step
 
     def prefill(self) -> None:
-        """Read a chunk of the prompts that are not in the cache yet, and sample the first token of complete ones."""
+        """Process one chunk of the prompts that are not in the cache yet; sample a first token after complete ones."""
         chunk = self.rows.next_chunk(self.chunk)
         if chunk is None:
             return
@@ -425,7 +431,10 @@ class Engine:
             self.start_decoding({chunk.start + i: request for i, request in complete.items()}, hidden[list(complete)])
 
     def start_decoding(self, requests: dict[int, Request], hidden: Tensor) -> None:
-        """Sample each row's next token from its last hidden state [R, D], and decode from now on; keys are rows."""
+        """Sample the first new token of requests, by row, whose prompts are complete, and mark the rows as decoding.
+
+        `hidden` [R, D] holds the hidden state of each prompt's last token, in the order of `requests`.
+        """
         first, logprobs = prefill.first_tokens(self.target, list(requests.values()), hidden)
         self.rows.pending[list(requests)] = first
         for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
@@ -435,7 +444,7 @@ class Engine:
                 request.append([token], drafted, None if logprobs is None else logprobs[i])
 
     def append_tokens(self, batch: Batch, report: list[list[int]]) -> None:
-        """Append a step's tokens to the requests, given the rows of `Verified.report`; a request may finish."""
+        """Append a step's tokens to the batch's requests, some of which may finish; `report` is `Verified.report`."""
         # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, batch.requests, report, strict=False)):
             *path, drafted, accepted, finite, next_token = row
@@ -449,7 +458,7 @@ class Engine:
 
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
-    """Raise a UserError if a drafter does not fit the accept rule."""
+    """Raise a UserError if the accept rule is unknown, or does not fit all drafts of the drafter."""
     allowed = drafter.rules if drafter else RULES
     if rule is not None and rule not in RULES:
         raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")
@@ -479,7 +488,7 @@ def generate(
     max_batch_size: int | None = None,
     **ends: Unpack[EndSettings],
 ) -> Generation:
-    """Generate completions whose distribution is exactly the target's, with any drafter.
+    """Return completions whose distribution is exactly the target's, with any drafter.
 
     Args:
         target: the model whose distribution is kept.
@@ -491,7 +500,7 @@ def generate(
         max_new_tokens: the most new tokens, one number for all prompts or one for each. The target's context length
             also ends a completion.
         max_batch_size: prompts that are decoded at a time; default: all.
-        ends: what ends a completion, and who is told of its tokens: `stop_strings`, `eos_token_ids` and `on_step`.
+        ends: what ends a completion, and a callback for its tokens: `stop_strings`, `eos_token_ids` and `on_step`.
         stop_strings: a completion ends with the token that completes one of them.
         eos_token_ids: tokens that end a completion; default: the target's own.
         on_step: called with (row, new tokens, how many of them were drafted) after every step, prefill included.

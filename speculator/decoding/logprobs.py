@@ -27,7 +27,7 @@ def token_logprobs(
     tokens: Tensor,  # [R, T]
     num_top: int,
 ) -> list[list[TokenLogprobs]]:
-    """Return the log-probabilities of `tokens` and of the `num_top` likeliest tokens at their positions, by row."""
+    """Return, by row, the log-probability of each token and of the `num_top` likeliest tokens at its position."""
     # In float32: of 49,152 tokens, bfloat16 would round the sum of the exponentials to two digits.
     logprobs = exact(logits).log_softmax(-1)
     chosen = logprobs.gather(-1, tokens[:, :, None])[:, :, 0].tolist()

@@ -22,7 +22,7 @@ Sequences = Sequence[Sequence[int]]
 
 
 class LookupPaths:
-    """Paths that n-gram lookup found for the rows of a step, in a device tensor that stays in place for captured steps.
+    """Paths that n-gram lookup found for the rows of a step, in a device tensor that captured steps can reread.
 
     Args:
         most: the most tokens of a path.
@@ -40,7 +40,7 @@ class LookupPaths:
         return opened
 
     def put(self, found: Sequence[Sequence[int]]) -> None:
-        """Set the paths of the first rows, each cut to `most` tokens; other rows get none."""
+        """Set the lookup paths of rows 0, 1, ... for the next step, each cut to `most` tokens; other rows get none."""
         paths = [*(list(path[: self.most]) for path in found), *([] for _ in range(len(self._table) - len(found)))]
         self._table.copy_(torch.tensor([[len(path), *path, *[0] * (self.most - len(path))] for path in paths]))
         # The form of a captured step can't depend on what was found.
@@ -48,13 +48,13 @@ class LookupPaths:
         self._longest = self.most if captured else max(map(len, paths))
 
     def first(self, rows: int, most: int) -> tuple[Tensor, Tensor]:  # [rows, W], [rows]
-        """Return the paths of the first `rows` rows, at most `most` tokens each, padded with 0, and their lengths."""
+        """Return the paths of the first `rows` rows, at most `most` tokens each and padded with 0, and path lengths."""
         width = min(most, self._longest)
         return self._table[:rows, 1 : 1 + width], self._table[:rows, 0].clamp(max=width)
 
 
 class Memory:
-    """What a drafter keeps of every row; this base class keeps nothing.
+    """State that a drafter keeps of every row, such as a head's KV cache; this base class keeps none.
 
     The engine calls `open` once, `prefill` for every chunk of a prompt, `commit` after every step, `move` when rows
     change places, and `grow` when they need more room.
@@ -74,12 +74,13 @@ class Memory:
     paths: LookupPaths = LookupPaths(0)
 
     def reserve(self, shape: Shape) -> None:
-        """Make room for drafts of this shape; raises a UserError if they can't be made."""
+        """Make room for drafts of this shape; raise a UserError if this memory can't draft it."""
 
     def open(self, cache: KVCache) -> Self:
-        """Return a copy that is empty, with the rows and the capacity of the target's cache.
+        """Return an empty copy with as many rows and positions as `cache`, the target's.
 
-        A draft may write that cache after each selected row's tokens (`scratch_positions`); verification overwrites it.
+        A draft may write into `cache` after each selected row's tokens (`scratch_positions`), where verification writes
+        later.
         """
         opened = copy(self)
         opened.paths = self.paths.open(len(cache.lengths), cache.lengths.device)
@@ -94,11 +95,11 @@ class Memory:
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
-        """Process a chunk of R prompts. A row's state after its first `begins` tokens belongs to an older sequence.
+        """Read a chunk of R prompts into the memory. State after a row's first `begins` tokens is an older sequence's.
 
         Args:
             start: the first of R neighbouring rows.
-            sequences: the prompts.
+            sequences: tokens of each row's prompt; of a preempted request, its completion too.
             begins: tokens of each prompt before the chunk.
             hidden: [R, W, D] target hidden states of the chunk, left-aligned, or [R, W, nD] auxiliary hidden states.
             counts: tokens of each prompt in the chunk.
@@ -115,5 +116,5 @@ class Memory:
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """Tensors, without keys and values, that persist between steps and are updated in place."""
+        """Tensors that steps update in place, keys and values aside: a trial step saves and restores them."""
         return ()

@@ -38,7 +38,7 @@ class Chunk:
 
 
 def process(chunk: Chunk, target: Target, cache: KVCache, drafter: Drafter | None) -> Tensor:  # [R, D]
-    """Run target and drafter over a chunk; return the hidden state of each row's last token."""
+    """Run the target over a chunk and pass its states to the drafter; return each row's last hidden state."""
     # Left-aligned, and padded on the right: rows [3 1 4] and [9] become [[3 1 4] [9 0 0]], with the counts 3 and 1.
     width, device = max(chunk.counts), target.device
     parts = [text[n : n + count] for text, n, count in zip(chunk.sequences, chunk.begins, chunk.counts, strict=True)]
@@ -62,7 +62,7 @@ def first_tokens(
     requests: Sequence[Request],
     hidden: Tensor,  # [R, D] of the last token of each request's sequence
 ) -> tuple[Tensor, list[list[TokenLogprobs]] | None]:  # [R]
-    """Sample the next token of each request, and return it with its log-probabilities, if one asks for them."""
+    """Sample and return each request's next token, and log-probabilities by row (None unless a request wants them)."""
     logits = target.logits(hidden)
     lengths = torch.tensor([len(request.sequence) for request in requests], device=hidden.device)
     # Coupled, whatever the rule: the token at position `lengths` has the noise of that position in a plain step too.

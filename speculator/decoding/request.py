@@ -37,7 +37,7 @@ class Step:
 
 
 def acceptance_length(steps: Iterable[Step]) -> float:
-    """Return the mean of accepted + 1 over the steps that were not cut; nan without any."""
+    """Return the mean of accepted + 1 over steps that the completion's end did not cut short; nan without any."""
     lengths = [step.accepted + 1 for step in steps if not step.cut]
     return sum(lengths) / len(lengths) if lengths else float("nan")
 
@@ -54,7 +54,9 @@ def rejection_marks(steps: Iterable[Step]) -> list[int]:
 
 
 class StopStrings:
-    """Tests whether a completion has just reached a stop string that ends after its first `min_tokens` tokens.
+    """Stop strings of a request; `ends` returns whether a completion's newest token has completed one of them.
+
+    A stop string counts only if it ends after the completion's first `min_tokens` tokens.
 
     Attributes:
         tokens: special tokens that spell a stop string; decoded text does not contain them.
@@ -84,7 +86,7 @@ class StopStrings:
 
 
 class EndSettings(TypedDict, total=False):
-    """What ends completions, and who is told of their tokens; see `speculator.decoding.engine.generate`."""
+    """What ends completions, and a callback for new tokens; see `speculator.decoding.engine.generate`."""
 
     stop_strings: Sequence[str]
     eos_token_ids: int | Collection[int] | None
@@ -142,7 +144,7 @@ class Request:
         self.finish_reason = self.finish_reason or "cancelled"
 
     def fail(self) -> None:
-        """End the request because the cache has no room for it."""
+        """End the request because the cache has no room for it, and call `on_step` with ([], 0)."""
         self.finish_reason = "memory"
         if self.on_step:
             self.on_step([], 0)
@@ -215,7 +217,10 @@ class Generation:
 
 
 def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
-    """Return (row, missing tokens, tokens not to be sampled yet) of each row with fewer than `min_tokens` tokens."""
+    """Return the rows with fewer than `min_tokens` new tokens, for masking tokens that would end them too early.
+
+    Each entry is (row, number of tokens that are missing, ids that may not be sampled among these).
+    """
     return [
         (row, missing, sorted(each.suppressed))
         for row, each in enumerate(requests)
@@ -224,12 +229,12 @@ def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
 
 
 def max_logprobs(requests: Iterable[Request]) -> int | None:
-    """Return the most alternatives that a request asks for; None if none asks for log-probabilities."""
+    """Return the largest `logprobs` of the requests, which is a number of likeliest tokens; None if all are None."""
     return max((request.logprobs for request in requests if request.logprobs is not None), default=None)
 
 
 def sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
-    """Return the settings of each row; with one for all, row r has the seed `seed + r`."""
+    """Return the sampling settings of each row; given one for all, row r gets the seed `seed + r`."""
     if isinstance(sampling, Sampling):
         return [replace(sampling, seed=sampling.seed + row) for row in range(rows)]
     if len(sampling) != rows:
@@ -238,7 +243,7 @@ def sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list
 
 
 def max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
-    """Return the limit of each row, given one for each or one for all; raise a UserError for anything else."""
+    """Return each row's limit of new tokens, given one per row or one for all; raise a UserError for anything else."""
     given: Any = max_new_tokens
     limits = list(given) if isinstance(given, list | tuple) else [given] * rows
     if len(limits) != rows:
@@ -247,7 +252,7 @@ def max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> li
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    """Return the prompts as lists. Raises UserError for a prompt that the target can't continue."""
+    """Return the prompts as lists; raise a UserError for one that is empty, too long or not of the target's tokens."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
         raise UserError(f"prompts must be lists of token ids, got {prompts!r:.40}")
     if not len(prompts):
@@ -272,7 +277,10 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
 
 
 def _as_list(number: int, prompt: Any) -> list[int]:
-    """Return a prompt (list, tuple, range, array or tensor of integers) as a list; raise a UserError for others."""
+    """Return a prompt (list, tuple, range, array or tensor of integers) as a list; raise a UserError for other types.
+
+    `number` is the prompt's in the error message, from 1.
+    """
     if isinstance(prompt, Text):
         return prompt
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt

@@ -42,17 +42,17 @@ _NO_MEMORY = Memory()
 
 @dataclass
 class Batch:
-    """The rows of a step: the first R of the cache.
+    """The R rows that one verification step decodes: the first rows of the cache.
 
     Attributes:
-        requests: those of the rows that decode. In a captured step more rows may follow, which are idle.
+        requests: requests of the decoding rows, in order. In a captured step, idle rows may follow the decoding ones.
         pending: [R] newest token of each row: sampled, not yet read by the target.
         active: [R] False for idle rows.
         sampling: temperature and filters of each row.
         num_logprobs: number of likeliest tokens to report with their log-probabilities; None: report none.
         sequences: tokens of each row, the pending one last; empty for idle rows.
         suppressed: tokens that may not be sampled yet, see `speculator.decoding.request.suppressed`.
-        token_logprobs: log-probabilities of the step's new tokens, by row.
+        token_logprobs: log-probabilities of the step's new tokens, by row; None before `note_logprobs`.
     """
 
     requests: list[Request]
@@ -70,7 +70,7 @@ class Batch:
         return self.num_logprobs is not None or bool(self.suppressed)
 
     def without_suppressed(self, logits: Tensor, draft: Draft) -> Tensor:  # [R, n + 1, V]
-        """Return the logits with tokens that may not be sampled yet made impossible."""
+        """Return the logits with -inf for tokens that may not be sampled yet, see `suppressed`."""
         # A depth is how far ahead the token is that the logits are for, 0 for the next one.
         return without_suppressed(logits, self.suppressed, draft.depths) if self.suppressed else logits
 
@@ -81,7 +81,7 @@ class Batch:
         accepted: Tensor,  # [R]
         next_token: Tensor,  # [R]
     ) -> None:
-        """Compute the log-probabilities of the step's new tokens."""
+        """Set `token_logprobs` for the step's new tokens: the accepted path and `next_token`."""
         assert self.num_logprobs is not None
         # Each logit is of the token after: [x5, x6, x7] with two accepted and x8 next gives [x6, x7, x8].
         new = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])
@@ -89,7 +89,7 @@ class Batch:
 
 
 class Rows:
-    """The rows of an engine.
+    """The rows of an engine, in the target's KV cache and in the drafter's memory: assigned, moved, grown, selected.
 
     Args:
         target: the model that verifies.
@@ -101,9 +101,9 @@ class Rows:
     Attributes:
         scheduler: the slots, in the order of the rows.
         cache: the target's keys and values, from the first admission on.
-        drafter: with the memory of these rows, from the first admission on.
+        drafter: the drafter; from the first admission on, a copy whose memory has these rows.
         pending: [slots] newest token of each decoding row.
-        capturing: whether steps are captured now.
+        capturing: whether steps are captured as CUDA graphs now.
     """
 
     cache: KVCache
@@ -143,7 +143,7 @@ class Rows:
             self.scheduler.admit(waiting, self.memory.overlap)
 
     def replace_drafter(self, drafter: Drafter) -> None:
-        """Draft with another drafter. Rows in use are prefilled again, for its memory."""
+        """Draft with another drafter. Rows in use are prefilled again, to fill the new drafter's memory."""
         if hasattr(self, "cache"):
             drafter = _opened(drafter, self.cache)
         self.scheduler.preempt()
@@ -152,7 +152,10 @@ class Rows:
         self._new_graphs()
 
     def forget(self) -> None:
-        """Drop the sequences of free slots and the drafter's history."""
+        """Empty all slots, so that no later prompt reuses an earlier one's prefix, and clear the drafter's history.
+
+        No request may be in a slot.
+        """
         self.scheduler = Scheduler(len(self.scheduler.slots), self.target.recurrent)
         if self.drafter:
             self.drafter.forget()
@@ -160,7 +163,7 @@ class Rows:
     # ---- room
 
     def grow(self, waiting: deque[Request]) -> None:
-        """Make room for the sequences in the slots and for the current shape of the drafts.
+        """Grow the cache and the drafter's memory if the sequences in the slots, or the drafts, need more positions.
 
         If memory runs out, the largest request fails, whether it is in a slot or `waiting`.
         """
@@ -186,7 +189,10 @@ class Rows:
             self._capacity = self.cache.capacity
 
     def _allocate(self, allocate: Callable[[], None], waiting: deque[Request]) -> None:
-        """Call `allocate` until there is enough memory: each time there is not, the request that needs most fails."""
+        """Call `allocate` until it succeeds. Whenever memory runs out, the request that needs the most tokens fails.
+
+        That request may be in a slot or `waiting`.
+        """
         while True:
             try:
                 return allocate()
@@ -209,38 +215,38 @@ class Rows:
 
     @property
     def _tokens_per_step(self) -> int:
-        """The most tokens of a row in a verification: the pending one and the draft."""
+        """The most tokens of one row in a verification: the pending token and the draft."""
         return 1 + (self.drafter.max_nodes if self.drafter else 0)
 
     @property
     def _spare_positions(self) -> int:
-        """Positions after a sequence that a step may write.
+        """Number of cache positions that steps may write after a sequence.
 
-        Those of two steps: a request may have ended inside its last draft, and a captured step goes on in its idle row.
+        There is room for two steps: after a request has ended inside a draft, a captured step still writes its row.
         """
         return max(2 * self._tokens_per_step, self.memory.scratch_positions)
 
     # ---- moves
 
     def _sort(self) -> None:
-        """Move decoding rows to the front, then those that are prefilled: a pass runs over neighbouring rows."""
+        """Move decoding rows to the front, followed by rows in prefill, because a pass runs over neighbouring rows."""
         source, destination = self.scheduler.sort_by_phase()
         if destination:
             self._move(source, destination, max(len(self.scheduler.slots[row].sequence) for row in destination))
             self.pending[destination] = self.pending[source]
 
     def _move(self, source: list[int], destination: list[int], longest: int) -> None:
-        """Copy the first `longest` tokens of rows to other rows."""
+        """Copy the first `longest` tokens of each source row to its destination row, in cache and drafter memory."""
         self.cache.move(source, destination, longest)
         self.memory.move(source, destination, longest)
 
     # ---- what the next pass reads
 
     def next_chunk(self, width: int) -> Chunk | None:
-        """Choose the prompt tokens that are read next, up to `width` of a row; None if all prompts are in the cache.
+        """Return the prompt tokens to process next, up to `width` of a row; None if all prompts are in the cache.
 
         While other rows decode, a chunk has at most max(width, tokens of the decoding rows in a step) tokens. Otherwise
-        nobody waits for it, and on a GPU it may have more than `width` of a row, see `PASS`.
+        no row waits for the chunk, and on a GPU it may have more than `width` tokens of a row, see `PASS`.
         """
         source, destination, longest = self.scheduler.share_prefixes()
         if destination:
@@ -269,7 +275,7 @@ class Rows:
         )
 
     def select(self) -> Batch | None:
-        """Select the decoding rows for the next step; None if there are none."""
+        """Select the decoding rows for the next step and return them as a batch; None if no row decodes."""
         self.scheduler.release()
         count = self.scheduler.count(DECODING)
         if not count:
@@ -326,7 +332,10 @@ class Rows:
     # ---- captured steps
 
     def replayed(self, owner: Any, method: str) -> Callable[..., Any]:
-        """Return a method of `owner`, which takes a batch first; if steps are captured, a CUDA graph replays it."""
+        """Return a function that calls a method of `owner` or, while steps are captured, replays it as a CUDA graph.
+
+        The function takes the method's arguments, the first of which is a `Batch`.
+        """
         work, reference = Captured(getattr(type(owner), method), self._pool), weakref.ref(owner)
         self._captured.append(work)
 
@@ -353,7 +362,10 @@ class Rows:
         return run
 
     def _saving(self) -> float:
-        """Return the share of a step that fine buckets save: bytes of keys and values over bytes of weights."""
+        """Return the share of a step's time that fine buckets of the cache length save in place of coarse ones.
+
+        It is estimated as the bytes of keys and values that fine buckets don't read, over the bytes of the weights.
+        """
         return self.cache.spared * self.cache.bytes_per_token / self._weight_bytes
 
     @cached_property
@@ -361,14 +373,17 @@ class Rows:
         return sum(parameter.nbytes for parameter in self.target.model.parameters())
 
     def _new_graphs(self) -> None:
-        """Drop the graphs, which read old buffers, and their pool: torch captures nothing into one without graphs."""
+        """Drop all CUDA graphs, which read old buffers, and use a new memory pool for the next ones.
+
+        torch can't capture into a pool whose graphs are all gone.
+        """
         self._pool = cuda_graphs.new_pool(self.target.device)
         for each in self._captured:
             each.clear(self._pool)
 
 
 def _opened(drafter: Drafter, cache: KVCache) -> Drafter:
-    """Return a copy of a drafter with an empty memory for the rows of a cache."""
+    """Return a copy of a drafter with an empty memory for the rows of a target's cache, and without history."""
     opened = copy(drafter)
     opened.memory = drafter.memory.open(cache)
     opened.forget()
@@ -376,5 +391,5 @@ def _opened(drafter: Drafter, cache: KVCache) -> Drafter:
 
 
 def _room(request: Request) -> int:
-    """Return the tokens that a request needs room for: what it has, or its prompt and up to 1,024 new ones if more."""
+    """Return how many tokens a request needs room for: its prompt and up to 1,024 new ones, or all it has if more."""
     return max(len(request.sequence), len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS))

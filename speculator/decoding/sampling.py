@@ -114,7 +114,7 @@ class RowSampling:
     def scaled(self, logits: Tensor) -> Tensor:  # [B, T, V] -> [B, T, V]
         """Return the logits divided by the temperature, with -inf for tokens that top-k, top-p or min-p remove.
 
-        The order is that of transformers, the dtype float32 or wider. Rows at temperature 0 keep their logits.
+        The filters run in transformers' order, in float32 or wider. Rows at temperature 0 keep their logits.
         """
         logits = logits / self.temperature.to(torch.promote_types(logits.dtype, torch.float32))
         size = logits.shape[-1]
@@ -180,7 +180,7 @@ class Noise:
         return self._levels[depth]
 
     def _of_rows(self, rows: Tensor, depth: int) -> Tensor:  # [b] -> [b, V]
-        """Return the noise of some rows at one depth; the draft may have made it already."""
+        """Return the Gumbel noise of some rows for the token `depth` after the next one, made now or by the draft."""
         if depth in self._levels:
             return self._levels[depth][rows]
         noise = gumbel(self._seeds[rows], self.positions[rows] + depth, self._size)
@@ -250,7 +250,7 @@ class Noise:
         return torch.cat(tokens)
 
     def uniforms(self, count: int) -> Tensor:  # [B, count]
-        """Return random numbers in [0, 1) for drafts and rules that are not coupled."""
+        """Return `count` random numbers in [0, 1) per row, for drafts and rules that are not coupled."""
         return uniforms(self.sampling.seeds, self.positions, count)
 
 
@@ -281,8 +281,8 @@ def _removed_by_top_p(
     """Return a mask of the tokens that top-p removes; `top_p` 1 removes none.
 
     Args:
-        first: number of likeliest tokens that are sorted at first; the whole vocabulary is if they don't suffice. None:
-            2,048 on a CPU, where sorting is slow; all on other devices, where the host would wait to learn it.
+        first: number of likeliest tokens that are sorted at first; if these don't reach `top_p`, the whole vocabulary
+            is. None: 2,048 on a CPU, where sorting is slow; all elsewhere, since testing makes the host wait.
     """
     size = probs.shape[-1]
     first = first or (_TOP_P_CANDIDATES if probs.device.type == "cpu" else size)
@@ -304,12 +304,12 @@ _GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone map
 
 
 def _shr(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
+    """Return x shifted right by `bits`, zeros shifted in (torch's own shift of int64 copies the sign bit)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Finaliser of splitmix64: every input bit affects every output bit."""
+    """Return a hash of each int64, by the finaliser of splitmix64: every input bit affects every output bit."""
     # The multipliers are 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, written as int64. Products wrap around modulo 2^64.
     x = (x ^ _shr(x, 30)) * -4658895280553007687
     x = (x ^ _shr(x, 27)) * -7723592293110705685
@@ -321,7 +321,7 @@ def uniforms(
     positions: Tensor,  # [B] sequence lengths at the start of the step
     count: int,
 ) -> Tensor:  # [B, count] float64 in [0, 1)
-    """Return random numbers that depend on seed, position and index only, so batch-mates do not affect them."""
+    """Return random numbers that depend on seed, position and index only, so other rows do not affect them."""
     index = torch.arange(count, device=seeds.device)
     # Nested, not added: seed 1 at position 2 must not have the numbers of seed 2 at position 1.
     bits = _mix(_mix(_mix(seeds + _GAMMA)[:, None] + positions[:, None] + _GAMMA) + index + _GAMMA)
@@ -336,8 +336,8 @@ def gumbel(
 ) -> Tensor:  # [..., V] float32
     """Return independent standard Gumbel numbers that depend on seed, position and token only.
 
-    The argmax of log p + gumbel is a sample from p. Two 32-bit keys of a row enter a 32-bit hash of the token, because
-    CPUs multiply 32-bit integers eight at a time.
+    The argmax of log p + gumbel is a sample from p. A 32-bit hash of the token takes two 32-bit keys of its row: CPUs
+    multiply eight 32-bit integers at a time.
     """
     key = _mix(_mix(seeds + _GUMBEL) + positions * _GAMMA)[..., None]
     first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
@@ -351,9 +351,9 @@ def gumbel(
 
 
 def _noise_of(seeds: Tensor, levels: Tensor, size: int) -> Tensor:  # [B], [B, n] -> [B, n, V]
-    """Return `gumbel` of every level, by the same compiled code for any number of rows and levels.
+    """Return the Gumbel noise of each row at its sequence positions `levels`, one compilation for all numbers of them.
 
-    torch compiles again for a dimension of size 1. A step would wait for it, so there is one dimension, of 2 or more.
+    torch compiles again for a dimension of size 1, and a step would wait: `gumbel` gets one dimension, of 2 or more.
     """
     count = levels.numel()
     given = seeds[:, None].expand_as(levels).reshape(-1).contiguous(), levels.reshape(-1)
@@ -364,13 +364,16 @@ def _noise_of(seeds: Tensor, levels: Tensor, size: int) -> Tensor:  # [B], [B, n
 
 @cache
 def _gumbel_on(kind: str) -> Callable[..., Tensor]:
-    """Return `gumbel` for a kind of device: one kernel instead of 25 passes over the noise, if it can be compiled."""
+    """Return `gumbel` for a device type: on CUDA compiled to one kernel in place of 25, if compiling is possible."""
     pays = kind == "cuda" and can_compile(torch.device(kind))
     return Compiled(gumbel, "the noise") if pays else gumbel
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
-    """Return the Gumbel number of 31 random bits. It is finite, and finest where it is large: rare tokens need that."""
+    """Return the Gumbel number of 31 random bits, always finite.
+
+    Large numbers have the finest steps, because they decide whether a rare token is sampled.
+    """
     # Halfway between the grid's points, so never 0, and below 1 in float32: log(0) would give an infinite score.
     uniform = (bits + 0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()

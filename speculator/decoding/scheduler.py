@@ -27,7 +27,7 @@ class Slot:
         request: the request that has the slot; None for a free one.
         phase: DECODING, PREFILLING, WAITING_FOR_PREFIX or FREE.
         last_used: logical time of the last admission, prefill, copy or release.
-        prefix_source: (slot, its sequence, n) from which the first n tokens are copied once they are computed.
+        prefix_source: (slot, its sequence, n) from which the first n tokens are copied once computed; None: no copy.
     """
 
     sequence: Sequence[int] = ()
@@ -80,7 +80,7 @@ class Scheduler:
                 slot.last_used, self._time = self._time, self._time + 1
 
     def preempt(self) -> None:
-        """Prefill all rows again, completions included; free slots keep nothing for later prompts."""
+        """Mark all rows for prefill from the start, completions included; free slots keep nothing for later prompts."""
         for slot in self.slots:
             slot.num_computed_tokens = 0
             if slot.phase == DECODING:
@@ -160,9 +160,9 @@ class Scheduler:
     def _find_prefix_source(
         self, request: Request, num_computed: int, hashes: list[int], overlap: int
     ) -> tuple[Slot, Sequence[int], int] | None:
-        """Find the prompt in flight that shares the longest prefix, if copying it saves enough.
+        """Find the prompt in flight that shares the longest prefix with the request, if copying it saves enough.
 
-        It does if the prefix is computed already, or if waiting for it saves more than half of the tokens left to
+        Copying does if the prefix is computed already, or if waiting for it saves more than half of the tokens left to
         compute.
 
         Args:
@@ -191,7 +191,7 @@ class Scheduler:
         return None
 
     def _register_prefixes(self, slot: Slot, request: Request, hashes: list[int]) -> None:
-        """Add a prompt's prefixes to the table; the first request with a prefix keeps it."""
+        """Add a prompt's prefix hashes to the table that finds prefixes; the first request with a prefix keeps it."""
         for prefix in hashes:
             entry = self._prefixes.get(prefix)
             if entry is None or entry[0].request is not entry[1]:
@@ -202,10 +202,11 @@ class Scheduler:
             self._prefixes, self._max_prefixes = valid, max(_MIN_TABLE_SIZE, 2 * len(valid))
 
     def share_prefixes(self) -> tuple[list[int], list[int], int]:
-        """Start the prefill of slots whose prefix source is computed, or gone.
+        """Move slots that wait for a prefix to prefill, once the prefix is computed in its source or is lost.
 
         Returns:
-            source rows, destination rows, and the tokens of the longest prefix, for the caller to copy in the caches.
+            source rows and destination rows of the copies that the caller makes in the caches, and the tokens of the
+            longest prefix.
         """
         source, destination, longest = [], [], 0
         rows = {slot: row for row, slot in enumerate(self.slots)}
@@ -231,8 +232,8 @@ class Scheduler:
     def sort_by_phase(self) -> tuple[list[int], list[int]]:
         """Move decoding slots to the first rows, then those being prefilled, then free ones.
 
-        A forward pass runs over neighbouring rows. Returns source and destination rows, for the caller to move in the
-        caches; the other rows stay.
+        A forward pass runs over neighbouring rows. Returns source and destination rows, which the caller moves in the
+        caches; all other rows stay.
         """
         phases = sorted(slot.phase for slot in self.slots)
         # Only rows on the wrong side of a border move. With the phases [D, P, D, F] (D decodes, P is prefilled) rows 1
@@ -266,7 +267,10 @@ class Scheduler:
         return rows[start:stop], widths[start:stop]
 
     def _end(self, slot: Slot) -> int:
-        """Position at which a slot's next chunk ends at the latest: the prompt's end, or where a state is copied."""
+        """Return the position where a slot's next chunk ends at the latest: its sequence's end.
+
+        With recurrent states it may be the end of a prefix that another slot copies.
+        """
         if not self.recurrent:
             return len(slot.sequence)
         copied = [each.prefix_source for each in self.slots if each.prefix_source]
@@ -275,13 +279,13 @@ class Scheduler:
 
 
 def _reusable(shared: int, prompt: Sequence[int], overlap: int) -> int:
-    """Number of tokens of a shared prefix that need not be computed again; for `overlap`, see `Scheduler.admit`."""
+    """Return how many tokens of a shared prefix need not be computed again; for `overlap`, see `Scheduler.admit`."""
     # A prompt of 10 tokens that is shared as a whole, with an overlap of 1: min(10, 9) - 1 = 8.
     return max(0, min(shared, len(prompt) - 1) - overlap)
 
 
 def _block_hashes(prompt: Sequence[int]) -> list[int]:
-    """Hashes of the first block, the first two blocks, ...; an incomplete last block has none."""
+    """Return hashes of the prompt's first block of tokens, first two blocks, ..., without an incomplete last block."""
     # Each hash contains the one before, so it stands for the whole prefix. `shared_prefix` compares the tokens later,
     # so a collision costs a comparison, nothing else. An encoder's source is part of all of them.
     hashes, last = [], hash(source_of(prompt))
@@ -292,13 +296,13 @@ def _block_hashes(prompt: Sequence[int]) -> list[int]:
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading tokens whose keys and values one sequence can copy from the other's row.
+    """Return the number of leading tokens whose keys and values one sequence can copy from the other's row.
 
-    It is 0 for sequences of an encoder-decoder model with different sources, whose decoder states differ everywhere.
+    The number is 0 for sequences of an encoder-decoder model with different sources, since all decoder states differ.
     """
     return common_prefix(a, b) if source_of(a) == source_of(b) else 0
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -19,7 +19,7 @@ _CONTINUATION_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")
 
 
 def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) -> Sequence[int]:
-    """Return the last `count` tokens, or up to three more so that the first does not start inside a UTF-8 character.
+    """Return the last `count` tokens, or up to three more so that the first token begins a UTF-8 character.
 
     Tokenizers decode nothing from byte tokens that start inside a character.
     """
@@ -40,8 +40,8 @@ def decode(
     Args:
         tokenizer: the target's tokenizer.
         tokens: the new tokens.
-        before: tokens before them. Some tokenizers drop a leading space, so " Paris" becomes "Paris" without them.
-        special: keep special tokens.
+        before: tokens before the new ones. Without these, some tokenizers drop a leading space: " Paris" is "Paris".
+        special: keep the text of special tokens.
     """
 
     before = last(tokenizer, before, _MAX_CONTEXT)
@@ -69,7 +69,7 @@ class Detokenizer:
         self._in_run = False
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes; empty while it may still change."""
+        """Return the text that this token completes; "" while later tokens may still change the text."""
         self._window.append(token)
         if token not in self._special:
             name = self.tokenizer.convert_ids_to_tokens(token)
@@ -84,7 +84,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the text that is still held back."""
+        """Return the text that is still held back, at the end of the tokens."""
         piece = self._held()
         self._window, self._shown = [], 0
         return piece
@@ -94,14 +94,14 @@ class Detokenizer:
 
 
 class TextStream:
-    """Prints a completion while it is generated: pass it to `generate` as `on_step`, then call `finish`.
+    """Prints a completion while it is generated: pass this object to `generate` as `on_step`, then call `finish`.
 
     On a terminal control characters are shown as escapes.
 
     Args:
         lead: text to print before the first token.
         show_drafts: print accepted draft tokens in green, or without colours in [[brackets]].
-        before: see `decode`.
+        before: tokens before the completion, see `decode`.
     """
 
     def __init__(
@@ -121,5 +121,5 @@ class TextStream:
         print(f"{safe(lead)}{before}{accepted}{after}{sampled}", end="", flush=True)
 
     def finish(self) -> None:
-        """Print the text held back, and end the line."""
+        """Print text that was held back for later tokens, and end the line."""
         show(self.detokenizer.finish())

@@ -46,14 +46,14 @@ def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:  # [B, V], [B, V] -> [B, V]
-    """Return (p - q)_+, not normalised; p if that is 0 everywhere, since then only rounding rejected the draft."""
+    """Return (p - q)_+, not normalised; p where that is 0 everywhere, as only rounding can have rejected the draft."""
     # Nothing to divide by: `draw` takes distributions that are not normalised.
     residual = (p - q).clamp_min(0)
     return torch.where(residual.sum(-1, keepdim=True) > _TINY, residual, p)
 
 
 def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
-    """Return q at every verify position: one-hot for a deterministic draft, 0 where nothing was drafted."""
+    """Return the draft's distribution q at every verify position: one-hot without `draft.probs`, 0 without a token."""
     # A deterministic draft is one whose law gives its token probability 1, so the same rules fit it.
     q = draft.probs
     if q is None:
@@ -67,10 +67,10 @@ def match(
     samples: Tensor,  # [B, n+1] the target's own token at every verify position
     draft: Draft,
 ) -> tuple[Tensor, Tensor]:  # [B], [B]
-    """Follow the draft while it contains the target's own tokens. Returns (last, next token).
+    """Follow the draft while it contains the target's own tokens; return where that ends, and the next token.
 
-    The output consists of the target's tokens, whatever the draft (SpecInfer, 2305.09781). At temperature 0 they are
-    the likeliest ones. Above it the draft is made of the same Gumbel noise (2408.07978): see `Noise`.
+    The output consists of the target's tokens, whatever the draft (SpecInfer, 2305.09781). At temperature 0 these are
+    the likeliest tokens. Above 0 the draft is made of the same Gumbel noise (2408.07978), see `Noise`.
     """
     if not draft.depth:  # a plain step
         return draft.lengths, samples[:, 0]
