@@ -468,6 +468,7 @@ def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) ->
 
 @cache  # once in a process
 def _warn_of_length(trained: int) -> None:
+    """Warn once that a prompt is far longer than `trained`, the tokens of the longest context in training."""
     _log.warning(
         "a prompt has more than %d times the %d tokens that the draft head was trained on: it may accept little there; "
         "train it on longer rows (data.seq_length)",

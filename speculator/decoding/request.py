@@ -33,6 +33,7 @@ class Step:
 
     @property
     def cut(self) -> bool:
+        """True if the completion ended among the accepted tokens, so that the sampled token was dropped."""
         return self.emitted <= self.accepted
 
 
@@ -76,6 +77,7 @@ class StopStrings:
         self.window = max(len(string.encode()) for string in strings) + 8
 
     def ends(self, tokens: Sequence[int], min_tokens: int = 0, prompt: Sequence[int] = ()) -> bool:
+        """Return whether a stop string is in the text of the completion's newest tokens; `tokens` are all of them."""
         recent = last(self.tokenizer, tokens, self.window)
         # The first token's leading space is part of the text.
         before = prompt if len(recent) == len(tokens) else ()
@@ -293,7 +295,7 @@ def _as_list(number: int, prompt: Any) -> list[int]:
 
 
 def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
-    """Return one EOS token id, or several, as a set. Raises a UserError for anything but integers."""
+    """Return one EOS token id, or several, as a set; raise a UserError for anything but integers."""
     try:
         return {index(token_ids)} if not isinstance(token_ids, Iterable) else set(map(index, token_ids))
     except TypeError:
@@ -301,7 +303,7 @@ def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
 
 
 def check_max_new_tokens(max_new_tokens: Any) -> int:
-    """Check that `max_new_tokens` is a positive integer, and return it."""
+    """Return `max_new_tokens`; raise a UserError unless it is an integer >= 1."""
     if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r:.40}")
     return max_new_tokens

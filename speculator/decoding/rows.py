@@ -126,6 +126,7 @@ class Rows:
 
     @property
     def memory(self) -> Memory:
+        """The drafter's memory of the rows; for plain decoding one that keeps nothing."""
         return self.drafter.memory if self.drafter else _NO_MEMORY
 
     # ---- slots
@@ -174,6 +175,7 @@ class Rows:
             self._allocate(self._grow, waiting)
 
     def _open(self) -> None:
+        """Allocate the target's cache, and replace the drafter by a copy with memory for its rows."""
         # The spare positions hold a draft that begins at the last token of the longest text.
         cache = self.target.cache(len(self.scheduler.slots), self._max_tokens + self._spare_positions)
         if self.drafter:
@@ -181,6 +183,7 @@ class Rows:
         self.cache, self._capacity = cache, cache.capacity
 
     def _grow(self) -> None:
+        """Grow the cache and the drafter's memory if `_max_tokens` and the spare positions don't fit."""
         needed = self._max_tokens + self._spare_positions
         if self.cache.room_for(needed) > self._capacity:
             self._new_graphs()  # first: there may be too little memory for the drafter's buffers, not for the cache's
@@ -300,6 +303,7 @@ class Rows:
         return batch
 
     def _new_batch(self, requests: list[Request], rows: int) -> Batch:
+        """Return a batch of the first `rows` rows: those of the requests, then idle ones."""
         samplings = [request.sampling for request in requests]
         sampling = RowSampling(samplings + samplings[:1] * (rows - len(requests)), self.target.device)
         # Views of the first rows. A captured step reads the same memory in every replay, so they are written in place.
@@ -362,7 +366,7 @@ class Rows:
         return run
 
     def _saving(self) -> float:
-        """Return the share of a step's time that fine buckets of the cache length save in place of coarse ones.
+        """Return the share of a step's time that fine buckets of the cache length save, compared with coarse ones.
 
         It is estimated as the bytes of keys and values that fine buckets don't read, over the bytes of the weights.
         """

@@ -172,6 +172,7 @@ class Noise:
             self._gumbel = _noise_of(self._seeds, levels, size).masked_fill_(sampling.at_zero, 0.0)
 
     def _level(self, depth: int) -> Tensor:  # [B, V]
+        """Return the Gumbel noise of all rows for the token `depth` after the next one; 0 in rows at temperature 0."""
         if self._gumbel is not None:
             return self._gumbel[:, depth]
         if depth not in self._levels:
@@ -229,6 +230,7 @@ class Noise:
         return most_likely(self.sampling.scaled(logits).add_(noise))
 
     def _samples_of(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:  # [T, V], [T], [T] -> [T]
+        """Return the target's own tokens as `_samples_at` does, for positions of several depths."""
         tokens = torch.empty_like(rows)
         for depth in depths.unique().tolist():
             own = depths == depth
@@ -259,7 +261,7 @@ def without_suppressed(
     suppressed: Iterable[tuple[int, int, list[int]]],  # see `speculator.decoding.request.suppressed`
     depths: Tensor,  # [B, T] 0: the next token
 ) -> Tensor:  # [B, T, V]
-    """Return a copy of the logits in which tokens that come too early in their row are impossible."""
+    """Return a copy of the logits with -inf for the ids that may not be sampled yet at their row and depth."""
     logits = logits.clone()
     for row, missing, tokens in suppressed:
         # Depth 0 is the next token: with 2 tokens missing, those at depths 0 and 1 are too early.

@@ -90,6 +90,7 @@ class Detokenizer:
         return piece
 
     def _held(self) -> str:
+        """Return the text after that of the last piece, which may still change."""
         return decode(self.tokenizer, self._window[self._shown :], self._window[: self._shown])
 
 

@@ -66,7 +66,7 @@ def _draft_probs(p: Tensor, draft: Draft) -> Tensor:  # [B, n + 1, V]
 def match(
     samples: Tensor,  # [B, n+1] the target's own token at every verify position
     draft: Draft,
-) -> tuple[Tensor, Tensor]:  # [B], [B]
+) -> tuple[Tensor, Tensor]:  # [B] verify position where the accepted path ends, [B] next token
     """Follow the draft while it contains the target's own tokens; return where that ends, and the next token.
 
     The output consists of the target's tokens, whatever the draft (SpecInfer, 2305.09781). At temperature 0 these are
@@ -81,10 +81,10 @@ def match(
 
 
 def rejection(
-    p: Tensor,  # [B, G+1, V]
+    p: Tensor,  # [B, G+1, V] the target's distribution of the next token at every verify position
     draft: Draft,  # a chain
-    u: Tensor,  # [B, G]
-) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    u: Tensor,  # [B, G] uniform in [0, 1)
+) -> tuple[Tensor, Tensor]:  # [B] verify position where the path ends, [B, V] next token's law, not normalised
     """Modified rejection sampling (2211.17192 algorithm 1, 2302.01318 algorithm 2).
 
     Accept x_i iff u_i q_i(x_i) < p_i(x_i), up to the first rejection, at n + 1.
@@ -98,10 +98,10 @@ def rejection(
 
 
 def block(
-    p: Tensor,  # [B, G+1, V]
+    p: Tensor,  # [B, G+1, V] the target's distribution of the next token at every verify position
     draft: Draft,  # a chain
-    u: Tensor,  # [B, G]
-) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    u: Tensor,  # [B, G] uniform in [0, 1)
+) -> tuple[Tensor, Tensor]:  # [B] verify position where the path ends, [B, V] next token's law, not normalised
     """Block verification (2403.10444 algorithm 2): accepts on average at least as many tokens as `rejection`.
 
     P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)).
@@ -136,10 +136,10 @@ def block(
 
 
 def multi_candidate(
-    p: Tensor,  # [B, n+1, V]
+    p: Tensor,  # [B, n+1, V] the target's distribution of the next token at every verify position
     draft: Draft,  # siblings sampled one after the other from their parent's distribution, without replacement
-    u: Tensor,  # [B, n]
-) -> tuple[Tensor, Tensor]:  # [B], [B, V]
+    u: Tensor,  # [B, n] uniform in [0, 1)
+) -> tuple[Tensor, Tensor]:  # [B] verify position where the path ends, [B, V] next token's law, not normalised
     """Recursive rejection sampling over siblings without replacement (2401.06706 algorithm 2, 2402.14160).
 
     At a node start with t = p, s = q. Accept child x iff u s(x) < t(x).

@@ -40,7 +40,7 @@ class AuxLayers:
         """Record the auxiliary hidden states `wanted` of the forward pass inside the block.
 
         Yields a function from the pass's last hidden state [..., D] to the n wanted states, concatenated to [..., nD].
-        The number of layers stands for the last hidden state, which is also the result if nothing is wanted.
+        In `wanted` the number of layers stands for the last hidden state. If `wanted` is empty, that is the result.
         """
         seen: dict[int, Tensor] = {}
 
@@ -75,14 +75,15 @@ class AuxLayers:
 
     @contextmanager
     def selecting(self, selection: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Apply a function to all states recorded inside the block, such as one that undoes the packing of rows."""
+        """Apply a function to each layer's states recorded inside the block, such as one that undoes a packing."""
         before, self._selection = self._selection, selection
         try:
             yield
         finally:
             self._selection = before
 
-    def _active(self, states: Tensor) -> Tensor:
+    def _active(self, states: Tensor) -> Tensor:  # [B, S, D] or [streams, B, S, D] -> [B, S, D]
+        """Return the stream that attention reads, in a model with several (Gemma 3n); else the states as they are."""
         return states if self._stream is None or states.ndim == 3 else states[self._stream]
 
     def prove(self, given: dict[str, Any]) -> Any:
@@ -104,7 +105,7 @@ class AuxLayers:
         return output
 
     def check(self, wanted: Sequence[int], name: str) -> None:
-        """Raise a UserError if the target of this name lacks one of the wanted layers."""
+        """Raise a UserError if hooks can't read this target's layers, or if it lacks one of the auxiliary layers."""
         why = f"{name}: its layers' inputs are not the hidden states that transformers reports"
         use = "use a head that reads the last hidden state, such as mlp or lstm"
         refuse((bool(wanted) and not self.layers, f"{why}; {use}"))
@@ -119,7 +120,7 @@ def check_layers(wanted: Sequence[int], count: int, name: str) -> None:
 
 
 def without_output_layer(model: PreTrainedModel, part: nn.Module) -> nn.Module:
-    """Return the part, or the model's body if transformers gave the whole model as that part (Llama 4)."""
+    """Return the part; if transformers gave the whole model as that part (Llama 4), its body without the lm_head."""
     bodies = (child for child in model.children() if isinstance(child, PreTrainedModel))
     return next(bodies, part) if part is model else part
 

@@ -23,7 +23,7 @@ class TrainingTarget(ABC):
         name: hub id or folder, with the revision and adapter, for messages and records.
         config: the model's text config.
         tokenizer: its tokenizer; None in tests.
-        fingerprint: see `speculator.target.fingerprint`.
+        fingerprint: string that identifies the model's weights, see `speculator.target.fingerprint`.
         context_length: longest row, in tokens.
         encoder: the encoder of an encoder-decoder model, whose decoder has the hidden states; else None.
     """
@@ -56,11 +56,11 @@ class TrainingTarget(ABC):
         tokens: Tensor,  # [B, S]
         documents: Tensor,  # [B, S] the same number throughout a document, see `speculator.target.packed`
         aux_layers: Sequence[int],  # ascending
-        sources: Sequence[Sequence[int]] = (),  # B of them, see `InProcessTarget.hidden`
+        sources: Sequence[Sequence[int]] = (),  # the encoder's token ids, by row; () without an encoder
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
-        """Return the hidden states after the final norm, and the auxiliary ones, concatenated.
+        """Return the hidden states after the final norm, and those of the n auxiliary layers, concatenated.
 
-        No document sees another one. Without `aux_layers` both are the same.
+        No document sees another one. Without `aux_layers` both results are the states after the final norm.
         """
 
     @abstractmethod
@@ -91,7 +91,7 @@ class TrainingTarget(ABC):
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """Tokens that end a generation, by generation config, tokenizer and chat template.
+        """Ids of the tokens that end a generation: those of generation config, tokenizer and chat template.
 
         Fine-tunes often keep the base model's generation config, whose EOS they never write.
         """
@@ -99,11 +99,13 @@ class TrainingTarget(ABC):
 
     @property
     def _configured_ends(self) -> set[int]:
+        """EOS token ids of the generation config."""
         ids = self.generation_config.eos_token_id if self.generation_config else None
         return set() if ids is None else set(ids) if isinstance(ids, list) else {ids}
 
     @cached_property
     def _written_ends(self) -> set[int]:
+        """EOS token ids of the tokenizer and the chat template, as far as the model's vocabulary has them."""
         if self.tokenizer is None:
             return set()
         ends = {self.tokenizer.eos_token_id, end_token(self.tokenizer)} - {None}

@@ -48,13 +48,14 @@ class ModelHere(TrainingTarget):
     """A training target that holds a transformers model, whole or without its layers: it computes the logits.
 
     Attributes:
-        output_matrix: the lm_head, if it alone gives the logits, bit for bit; else None.
+        output_matrix: the lm_head, if its output is the logits, bit for bit; None if the model changes it further.
     """
 
     model: Any
     output_matrix: nn.Module | None
 
     def _prepare_logits(self) -> None:
+        """Find the model's body, which `logits` replaces; `output_matrix` is None until a probe has set it."""
         self.output_matrix = None
         model = self.model
         decoder = model.config.is_encoder_decoder
@@ -84,7 +85,7 @@ class ModelHere(TrainingTarget):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]
-        """Compute the model's own logits of hidden states.
+        """Compute the model's own logits of hidden states after the final norm.
 
         Without an `output_matrix`, the model's forward pass runs with its body replaced by the hidden states, which
         keeps logit scaling and soft-capping.
@@ -121,7 +122,8 @@ class InProcessTarget(ModelHere):
 
     Attributes:
         original_attention: the attention implementation that the model came with, for `set_attn_implementation`.
-        document_attention: attention and layout that read several documents in a row exactly; None if none does.
+        document_attention: attention implementation and `Layout` that read several documents in a row exactly, as
+            `hidden_of_documents` takes them; None if none does.
         aux_layers: the auxiliary hidden states between its layers.
 
     Raises:
@@ -129,7 +131,7 @@ class InProcessTarget(ModelHere):
     """
 
     sharding: ClassVar[bool] = True
-    """Processes may share one model."""
+    """Whether several processes may share one model of this class."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, group: Group | None = None):
         self.model, self.tokenizer, self.group = model.eval().requires_grad_(False), tokenizer, group
@@ -165,7 +167,7 @@ class InProcessTarget(ModelHere):
         parallel: str = "none",
         parallel_size: int = 0,
     ) -> Self:
-        """Load a model; a quantised checkpoint needs the package that its config names.
+        """Load a model and return it as a target; a quantised checkpoint needs the package that its config names.
 
         Args:
             name: hub id, local folder, or GGUF file, whose weights are dequantised.
@@ -205,7 +207,7 @@ class InProcessTarget(ModelHere):
 
     @classmethod
     def of(cls, half: InProcessTarget) -> Self:
-        """Return a target of this class that shares the model of another one; nothing is copied."""
+        """Return a target of this class that shares the model and all attributes of `half`; nothing is copied."""
         target = cls.__new__(cls)
         vars(target).update(vars(half))
         return target
@@ -233,7 +235,8 @@ class InProcessTarget(ModelHere):
     ) -> Tensor:  # [B, S, D]
         """Compute the hidden states of whole rows for training, without a cache and with the model's own attention.
 
-        With an encoder, a row is one document of the decoder, and has a source.
+        `documents` None: each row is one document. With an encoder, a row is one document of the decoder, and `sources`
+        holds the encoder's token ids for each row. Raises a UserError if the model can't separate documents.
         """
         if self.encoder:
             given = self.encoder.arguments(tokens, sources)
@@ -252,7 +255,7 @@ class InProcessTarget(ModelHere):
         Args:
             tokens, documents: [B, S], see `speculator.target.packed`.
             attention: attention implementation, a name or a dict of names by sub-config.
-            layout: arranges the documents for it.
+            layout: arranges the documents for that attention, see `speculator.target.packed`.
         """
         (rows, length), own_rows = tokens.shape, slice(None)
         if self.group is not None and self.group.parallel == "tp":  # all processes must run the same rows

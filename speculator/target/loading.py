@@ -83,7 +83,7 @@ def read_target(
 
 
 def load_config(name: str, trust_remote_code: bool = False, revision: str | None = None) -> PreTrainedConfig:
-    """Read the config of a hub id, folder or GGUF file; a UserError says what loading the model would say."""
+    """Read the config of a hub id, folder or GGUF file; raise a UserError that names the target if that fails."""
     with _explained(name):
         config = read_config(name, trust_remote_code, revision)
         text_config(config)
@@ -91,13 +91,13 @@ def load_config(name: str, trust_remote_code: bool = False, revision: str | None
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the part of a target's config that is about the text that it writes."""
+    """Return a target's text config; of an encoder-decoder model, the decoder's."""
     return config.get_text_config(decoder=config.is_encoder_decoder or None)
 
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn every error of reading a target into a UserError with its name."""
+    """Turn every error inside the block into a UserError that names the target; a local folder is checked first."""
     refuse((not name or "\0" in name, f"{name!r} is neither a hub id nor a folder"))
     try:
         if not is_gguf(name) and (name.startswith((".", "/")) or Path(name).exists()):
@@ -114,7 +114,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that loads a checkpoint; most multimodal ones have no class for causal LMs.
+    """Return transformers' Auto class that loads a checkpoint with this config.
 
     Raises:
         UserError: an encoder-decoder model that does not read and write text, or T5Gemma 2.
@@ -140,7 +140,7 @@ def drop_vision_tower(model: Any) -> None:
 
 
 def add_adapter(model: Any, adapter: str) -> None:
-    """Load a PEFT adapter next to a model's weights, without merging it."""
+    """Load a PEFT adapter (hub id or folder) into a model, without merging it; raise a UserError if it does not fit."""
     local = adapter.startswith((".", "/")) or Path(adapter).exists()
     refuse(
         (local and not (Path(adapter) / ADAPTER).is_file(), f"no {ADAPTER} in {adapter}, so not an adapter's folder")
@@ -177,7 +177,10 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatched_keys: Any) -> None:
-    """Raise a UserError unless the files hold all weights of the model, in its shapes, and no others."""
+    """Raise a UserError unless the files hold all weights of the model, in its shapes, and no others.
+
+    `OTHER_PARTS` may be there. The keys come from `from_pretrained` with `output_loading_info`.
+    """
     text = model.config.get_text_config()
     mtp_layers = range(getattr(text, "num_nextn_predict_layers", 0) or 0)
     other_parts = [*OTHER_PARTS, *(rf"\blayers\.{text.num_hidden_layers + i}\." for i in mtp_layers)]
@@ -200,10 +203,12 @@ def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatch
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return the first name in alphabetical order, and the number of others, for a message."""
     first, *others = sorted(names)
     return f"{first} and {len(others)} more" if others else first
 
 
 def _check_shapes(mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """Raise a UserError if there is any (name of a weight, shape in its files, shape in the model)."""
     for name, stored, shape in sorted(mismatched):
         raise UserError(f"{name} has shape {list(stored)} in its files, but {list(shape)} by its {CONFIG}")

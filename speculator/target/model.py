@@ -29,7 +29,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv
 
 
 class Target(InProcessTarget):
-    """A target that is decoded: the training half, and passes that write a KV cache and can be rolled back.
+    """A target that can be decoded: an `InProcessTarget` with forward passes that write a KV cache it can roll back.
 
     The model's attention becomes `speculator.target.attention.attention`, which ignores padding. Run batches through
     this class.
@@ -61,6 +61,7 @@ class Target(InProcessTarget):
         return target
 
     def _prepare(self) -> None:
+        """Change the model so that its passes write a `KVCache`; raise a UserError if that can't be exact."""
         model = self.model
         if is_sharded(model):
             raise UserError(f"{self.name} is sharded over processes, for training only: {DECODE_INSTEAD}")
@@ -127,8 +128,8 @@ class Target(InProcessTarget):
         accepted, so their positions don't matter.
 
         Args:
-            tree: a draft's structure; None for a chain. `tokens` are T consecutive ones of it, from number `base` on
-                (number 0 is the pending token, i + 1 is draft token i).
+            tree: a draft's structure; None for a chain. `tokens` are T consecutive tokens of the draft, from number
+                `base` on (number 0 is the pending token, i + 1 is draft token i).
             base: tokens per row that earlier calls wrote and did not commit.
             counts: tokens of each row that will be committed: the others are padding. None if that is not known yet.
         """

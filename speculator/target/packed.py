@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 
 class Arguments(TypedDict, total=False):
-    """Arguments of the forward pass; `attention_mask` is a mask, or one by the type of the layer."""
+    """Keyword arguments of a model's forward pass over N rows of T tokens.
+
+    Attributes:
+        input_ids: [N, T] the tokens.
+        position_ids: [N, T] positions, from 0 in each document.
+        attention_mask: a mask, or a dict of masks by layer type.
+        cu_seq_lens_q, cu_seq_lens_k: [documents + 1] int32, where each document of a single row begins, and T.
+        max_length_q, max_length_k: upper bound of a document's length.
+    """
 
     input_ids: Required[Tensor]
     position_ids: Required[Tensor]
@@ -31,6 +39,7 @@ class Arguments(TypedDict, total=False):
 
 
 Layout = Callable[[PreTrainedModel, Tensor, Tensor], Arguments]
+"""Function from model, tokens [B, S] and document numbers [B, S] to arguments of the model's forward pass."""
 
 
 def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
@@ -42,8 +51,8 @@ def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
     return index.where(new, 0).cummax(1).values
 
 
-def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
-    """Layout whose positions start at 0 in each document: [0, 1, 2, 0, 1] for the documents [7, 7, 7, 8, 8].
+def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
+    """Return arguments whose positions start at 0 in each document: 0 1 2 0 1 for the documents 7 7 7 8 8.
 
     transformers' masks start a new document wherever positions restart at 0.
     """
@@ -51,22 +60,28 @@ def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Argumen
     return {"input_ids": tokens, "position_ids": index - document_starts(documents)}
 
 
-def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
-    """Layout with masks added to `packed`, for families whose own masks ignore positions (gpt-oss, AFMoE)."""
+def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
+    """Return the arguments of `packed` and attention masks in which no document sees another one of its row.
+
+    For model families that make their own masks without regard to positions (gpt-oss, AFMoE).
+    """
     given = packed(model, tokens, documents)
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
     masks = create_masks_for_generate(model.config, like, None, None, given["position_ids"])
     return {**given, "attention_mask": masks}
 
 
-def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
-    """Layout of all rows in one, because flash attention separates documents only in a single row."""
+def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
+    """Return the arguments of `packed` with all rows end to end in one, [1, B S].
+
+    Flash attention separates documents only in a single row.
+    """
     given = packed(model, tokens, documents)
     return {"input_ids": given["input_ids"].reshape(1, -1), "position_ids": given["position_ids"].reshape(1, -1)}
 
 
-def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
-    """Layout of all rows in one, with the bounds of the documents, which layers hand to `varlen_attention`."""
+def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
+    """Return the arguments of `in_one_row` and the bounds of the documents, which layers hand to `varlen_attention`."""
     given = in_one_row(model, tokens, documents)
     # For the positions 0 1 0 1 2 the documents begin at 0 and 2, and the bounds are 0 2 5.
     begins = (given["position_ids"][0] == 0).nonzero()[:, 0]
@@ -75,8 +90,8 @@ def in_one_row_with_bounds(model: PreTrainedModel, tokens: Tensor, documents: Te
     return {**given, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:
-    """Layout with a row for each document, padded on the right, for models whose state runs through the row."""
+def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
+    """Return arguments with a row for each document, padded on the right, for models with a state along the row."""
     indices, width = indices_by_document(documents)
     rows = tokens.new_zeros(int(indices.max()) // width + 1, width)
     # `indices` [B, S] are unique, so this scatters every token to its place; the rest is padding.
@@ -85,7 +100,7 @@ def one_per_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Ar
 
 
 def indices_by_document(documents: Tensor) -> tuple[Tensor, int]:  # [B, S] -> [B, S]
-    """Return the index of each token in the flattened rows of `one_per_row`, and their width."""
+    """Return the index of each token in the flattened rows of `one_per_row`, and the width of these rows."""
     # For the documents [7, 7, 8, 8, 8] the offsets are 0 1 0 1 2, and the width is 3: row 0 gets two tokens, at 0 and
     # 1, and row 1 three, at 3, 4 and 5.
     offset = torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)

@@ -173,6 +173,7 @@ def not_finite(target: TrainingTarget) -> str:
 
 
 def _texts(target: InProcessTarget) -> Tensor:  # [2, _LENGTH]
+    """Return the token ids of the probe's two texts; with an encoder, no token is the pad token."""
     texts = torch.arange(2 * _LENGTH, device=target.device).view(2, -1) * 7 % target.vocab_size
     if not target.encoder:
         return texts
@@ -199,7 +200,7 @@ def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
 def context_length(config: PreTrainedConfig, name: str) -> int:
     """Return the longest sequence, in tokens, whose logits are exact: the config's context, or 2**31 if it states none.
 
-    It is one chunk with chunked attention, and with longrope the original context, which a warning about `name` says.
+    With chunked attention it is one chunk. With longrope it is the original context, and a warning names the target.
     """
     length, original = getattr(config, "max_position_embeddings", None), original_context(config)
     # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
@@ -232,7 +233,7 @@ def read_windows(target: Target, length: int) -> dict[nn.Module, int | None]:
     """Return the sliding window of each attention layer, found by evaluating the model's masks over `length` positions.
 
     A window is in tokens; None: the layer attends to all. Layers whose mask is not made by transformers' mask functions
-    are left out. The model's attention is another one afterwards.
+    are left out. Afterwards the model has an attention of the probe's, so the caller must set it again.
     """
     windows: dict[nn.Module, int | None] = {}
 
@@ -275,7 +276,10 @@ def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3
 
 
 def _window(mask_function: Callable[..., Tensor], length: int) -> int:
-    """Count the tokens that a late token attends to, itself included; 0 if it attends to all."""
+    """Return how many of `length` positions late ones attend to, themselves included; 0 if to all before them.
+
+    Raises a ValueError if the mask is neither causal nor a sliding window. `mask_function` is one of transformers'.
+    """
     # A sliding window gives its size at both positions (0 at the first if that sees everything), full attention gives 0
     # twice, and chunked attention gives two different counts.
     slots, first = torch.arange(length), torch.tensor(0)
@@ -304,7 +308,8 @@ def _has_window(target: Target) -> bool:
 def neighbours_matter(target: Target, length: int) -> float:
     """Return how far a row's hidden states move, in standard deviations, when another row is at the context's end.
 
-    Rotary factors that follow the longest text of a batch move them. Only positions are far out; the text is short.
+    Rotary factors that follow the longest text of a batch move them. The text is short: only its positions are far,
+    up to `length`, the context in tokens.
     """
     near = torch.arange(4, device=target.device).expand(2, -1)
     far = torch.stack([near[0], near[0] + min(length, _FAR) - 4])

@@ -21,7 +21,7 @@ from speculator.target.attention.write import CacheWrite, current
 
 ATTENTION, VARLEN = "speculator", "speculator_varlen"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
-"""Sliding window of each attention layer; not all families pass it to `attention`."""
+"""Sliding window of each attention layer in tokens, None if it has none; not all families pass it to `attention`."""
 
 
 def avoid_cudnn(device: torch.device) -> None:
@@ -33,7 +33,7 @@ def avoid_cudnn(device: torch.device) -> None:
 
 
 def set_attention(model: PreTrainedModel, implementation: Any) -> None:
-    """Set a model's attention implementation, in all of its parts."""
+    """Set a model's attention implementation in all of its parts: a name, or a dict of names by sub-config."""
     model.set_attn_implementation(implementation)
     # transformers 5.17 leaves out parts that have a copy of the model's config: T5's encoder and decoder.
     for part in model.modules():
@@ -137,7 +137,8 @@ def mask(
     return bias
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:  # [...] bool -> [...]
+    """Return a bias on attention scores: 0 where a position is seen, -inf elsewhere."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
@@ -147,15 +148,15 @@ def attention(
     query: Tensor,  # [B, Hq, T, Dh]
     key: Tensor,  # [B, H, M, Dh]
     value: Tensor,  # [B, H, M, Dh]
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
+    attention_mask: Tensor | None,  # ignored
+    dropout: float = 0.0,  # ignored
+    scaling: float | None = None,  # None: Dh ** -0.5
+    sliding_window: int | None = None,  # in tokens; None: no limit. `WINDOWS` comes first
+    softcap: float | None = None,  # see `_explicit`
+    s_aux: Tensor | None = None,  # [Hq] attention sinks, see `_explicit`
+    position_bias: Tensor | None = None,  # [1, Hq, 1, n] by distance, see `mask`
     **kwargs,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # [B, T, Hq, Dh]
     """Compute scaled dot-product attention over the cache that is being written, or causal attention without one.
 
     Packed rows (`speculator.target.attention.write.Packing`) are unpacked here alone. On a CPU the tokens attend part
@@ -183,17 +184,17 @@ def attention(
 
 
 def _attend(
-    write: CacheWrite | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    write: CacheWrite | None,  # None: causal attention without a cache
+    query: Tensor,  # [B, Hq, T, Dh]
+    key: Tensor,  # [B, H, M, Dh]
+    value: Tensor,  # [B, H, M, Dh]
     sliding_window: int | None,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
     position_bias: Tensor | None,
 ) -> Tensor:  # [B, T, Hq, Dh]
-    """Return attention of unpacked rows, over the cache that is written, or causal without one."""
+    """Return attention of unpacked rows in one call; for the other arguments, see `attention`."""
     width, groups = query.shape[2], query.shape[1] // key.shape[1]
     if write is None:
         columns = torch.arange(key.shape[2], device=query.device)
@@ -210,10 +211,10 @@ def _attend(
 
 
 def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
+    query: Tensor,  # [B, Hq, T, Dh]
+    key: Tensor,  # [B, H, M, Dh]
+    value: Tensor,  # [B, H, M, Dh]
+    bias: Tensor | None,  # on the stacked scores, see `mask`; None: all positions are visible
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
@@ -272,12 +273,13 @@ def varlen_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,  # [documents + 1] int32, where each document begins, and N
-    max_length_q: int | None = None,
+    max_length_q: int | None = None,  # upper bound of a document's length
     **kwargs,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # [1, N, Hq, Dh]
     """Compute causal attention within each of many documents in a row, by torch's own flash attention on a GPU.
 
-    A dense mask would cost several times as much: most of it is hidden, and it needs repeated keys.
+    A dense mask would cost several times as much: most of it is hidden, and it needs repeated keys. Raises a ValueError
+    without `cu_seq_lens_q`, or with soft-capping or sinks.
     """
     if cu_seq_lens_q is None or softcap is not None or s_aux is not None:
         raise ValueError("flash attention needs the bounds of the documents, and has neither soft-capping nor sinks")

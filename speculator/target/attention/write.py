@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CALL = 2**15
 """Values of keys that attention on a CPU reads in the time of one more call; a position has heads times head size."""
 _BLOCK = 64
-"""Tokens of a row that attend together on a CPU. Fewer would take more calls, more read keys that most do not see."""
+"""Tokens of a row that attend together on a CPU: fewer take more calls, more read keys that most of them do not see."""
 
 
 @dataclass
@@ -54,10 +54,10 @@ class Packing:
 
 
 def _parts_of(lengths: Sequence[int], counts: Sequence[int], call: int) -> Iterator[tuple[int, int]]:
-    """Yield (first row, last row + 1) of neighbouring rows that attend together.
+    """Yield (first row, last row + 1) of neighbouring rows that attend together, until all rows are covered.
 
-    They have equally many new tokens (`counts`), and attending to all of them as far as the longest of `lengths` costs
-    less than another call, which takes as long as reading `call` positions.
+    They have equally many new tokens (`counts`). Reading all of them as far as the longest of `lengths` (committed
+    tokens) costs less than another call, which takes as long as reading `call` positions.
     """
     first, longest, total = 0, lengths[0], 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
@@ -74,10 +74,10 @@ class Part(NamedTuple):
     """Tokens that attend in one call: equally many of each of some neighbouring rows.
 
     Attributes:
-        rows: their rows.
-        tokens: their indices in each row.
+        rows: the rows.
+        tokens: indices of the part's tokens in each of these rows.
         packed: indices of all tokens of these rows in the packed row.
-        write: a `CacheWrite` of these tokens alone.
+        write: a `CacheWrite` for these tokens alone.
     """
 
     rows: slice
@@ -113,7 +113,7 @@ class CacheWrite:
         counts: tokens of each row, for attention in `parts`; None: in one part, whose shapes are few.
         position_size: values of a position's keys in a layer.
         cross: keys and values of the selected rows' sources; None without an encoder.
-        masks: attention masks, shared by all layers, and the biases by distance that are in them.
+        masks: attention masks that layers share, by (groups, window, dtype), and the bias by distance in each, if any.
     """
 
     lengths: Tensor
@@ -184,7 +184,7 @@ def current() -> CacheWrite | None:
 
 @contextmanager
 def in_progress(write: CacheWrite) -> Iterator[None]:
-    """Make this the write in progress inside the block."""
+    """Make this the write in progress inside the block; afterwards drop its masks and parts."""
     token = _current.set(write)
     try:
         yield

@@ -15,7 +15,7 @@ from speculator.target.encoder.encoder import Encoder, EncoderInput
 
 
 class CrossMemory:
-    """Keys and values of the sources of B rows.
+    """Cross-attention keys and values of B rows' sources, which are the inputs of an encoder.
 
     Args:
         encoder: encodes the sources.
@@ -102,7 +102,7 @@ class CrossMemory:
         self.bias = bias[:, None, None].to(self._device) if hidden.any() else None
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Copy row source[i] to row destination[i], all at once."""
+        """Copy row source[i] to row destination[i], with its source, all at once."""
         self._rows.move(source, destination, self._rows.capacity)
         sources = [self.sources[row] for row in source]
         for row, moved in zip(destination, sources, strict=True):

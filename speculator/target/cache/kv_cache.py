@@ -48,7 +48,7 @@ def forms(cache: Cache) -> list[tuple[Form, ...]]:
     return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
 
 
-def _form(buffer: Tensor) -> Form:
+def _form(buffer: Tensor) -> Form:  # [B, H, M, Dh]
     return buffer.shape[1], buffer.shape[3], buffer.dtype, buffer.device
 
 
@@ -103,11 +103,13 @@ class _CacheLayer(CacheLayerMixin):
             self.selected = self.keys[start:stop], self.values[start:stop]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of positions that attention reads, and 0, the first of them."""
         write = current()
         assert write is not None
         return write.extent, 0
 
     def get_seq_length(self) -> int:
+        """Return the number of positions that attention reads before the new ones; 0 while nothing is written."""
         write = current()
         return 0 if write is None else write.extent - write.width
 
@@ -218,6 +220,7 @@ class KVCache(Cache):
 
     @property
     def single_row(self) -> bool:
+        """True if one row is selected and the host knows its length exactly, see `select`."""
         return self.bucket == 1 and self.rows[1] - self.rows[0] == 1
 
     @property
@@ -232,15 +235,15 @@ class KVCache(Cache):
     def writing(
         self, width: int, tree: TokenTree | None = None, base: int = 0, counts: Sequence[int] | None = None
     ) -> Iterator[CacheWrite]:
-        """Write `width` tokens into each selected row inside the block.
+        """Let passes inside the block write `width` tokens into each selected row; yields the write.
 
         Args:
             width: tokens per row.
-            tree: a draft's structure; None for a chain. The tokens are consecutive ones of it, from number `base` on
-                (number 0 is the pending token, i + 1 is draft token i).
-            base: tokens that earlier passes wrote and did not commit.
-            counts: tokens of each row that will be committed, if known; the others are padding. The model reads them
-                as one row without padding, unless it has recurrent layers, whose state runs through a row.
+            tree: a draft's structure; None for a chain. The tokens are consecutive tokens of the draft, from number
+                `base` on (number 0 is the pending token, i + 1 is draft token i).
+            base: tokens per row that earlier passes wrote and did not commit.
+            counts: tokens of each row that will be committed; the others are padding, and the model reads all rows as
+                one without padding, unless it has recurrent layers, whose state runs through a row. None: not known.
 
         Raises:
             ValueError: the tokens do not fit.
@@ -293,14 +296,17 @@ class KVCache(Cache):
         """
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Return what the convolution reads, [R, C, K + T], given its new inputs [R, C, T]."""
         return self.recurrent[layer_idx].convolve(conv_states)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a copy of the state for a pass of one token, else None; see `RecurrentLayer.single_token_state`."""
         return self.recurrent[layer_idx].single_token_state()
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
+        """Keep the state [R, ...] after the pass's last token until `commit`, and return it."""
         self.recurrent[layer_idx].finish(recurrent_states)
         return recurrent_states
 
@@ -324,7 +330,10 @@ class KVCache(Cache):
             layer.clear(self.selected == 0)
 
     def gather(self, path: Tensor) -> None:  # [R, n]
-        """Move the tokens at the verify positions `path`, a tree's accepted path, to the front of the last write."""
+        """Move the keys, values and states at the verify positions `path` of a tree to the front of the last write.
+
+        `path` is the accepted path of each row; padding on its right fills positions that are not committed.
+        """
         # Verify position p of a row with n tokens is cache position n + p. An accepted path 0, 2, 5 of a row with 7
         # tokens moves from 7, 9, 12 to 7, 8, 9.
         source, count = self.selected[:, None] + path, path.shape[1]
@@ -353,7 +362,7 @@ class KVCache(Cache):
         return max(width, min(padded, self.capacity - self._used))
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Copy the first `longest` tokens of row source[i] to row destination[i]."""
+        """Copy the first `longest` tokens of row source[i] to row destination[i], with length, states and source."""
         old, new = (torch.tensor(rows, device=self.lengths.device) for rows in (source, destination))
         self.lengths[new] = self.lengths[old]
         for stack in self.stacks.values():
@@ -418,4 +427,5 @@ def aligned(count: int, device: torch.device) -> int:
 
 
 def _up(count: int, multiple: int) -> int:
+    """Return a number rounded up to a multiple."""
     return -(-count // multiple) * multiple

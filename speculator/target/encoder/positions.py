@@ -17,7 +17,7 @@ from speculator.target.attention.write import current
 
 
 class _SeenError(Exception):
-    pass
+    """Stops a decoder's pass once its table of positions has been read."""
 
 
 def install(decoder: Any, length: int, other_than: int | None) -> None:
@@ -47,6 +47,8 @@ def remove(decoder: nn.Module) -> None:
 
 
 def _by_distance(own: Any) -> Any:
+    """Return a `compute_bias` that during a write gives the bias of each distance [1, H, 1, n], 0 first; else `own`."""
+
     def compute_bias(query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0) -> Tensor:
         write = current()
         if write is None:
@@ -60,6 +62,10 @@ def _by_distance(own: Any) -> Any:
 
 
 def _by_row(table: nn.Module, decoder: Any, length: int, token: int) -> Any:
+    """Return a `forward` of the table that during a write gives each row its own positions; else the table's own.
+
+    The decoder reads positions 0..length - 1 once, with `token` at all of them.
+    """
     own, seen = table.forward, []
 
     def record(module: nn.Module, args: Any, output: Tensor) -> None:

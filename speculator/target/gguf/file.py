@@ -69,7 +69,7 @@ def is_gguf(name: str) -> bool:
 def read_config(
     name: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> PreTrainedConfig:
-    """Return the config of a hub id, folder or GGUF file; no weights are read."""
+    """Return the config of a hub id, folder or GGUF file, without weights; `AutoConfig` gets the `options`."""
     return AutoConfig.from_pretrained(**_located(name, revision), **options, trust_remote_code=trust_remote_code)
 
 
@@ -91,12 +91,13 @@ def load_model(kind: Any, name: str, revision: str | None = None, **options: Any
 
 
 def _located(name: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` finds a target's files; for a GGUF file, see `_settings`."""
     refuse((revision is not None and Path(name).exists(), f"revision {revision}: {name} is on this disk, so has none"))
     return {"pretrained_model_name_or_path": str(_settings(name)) if is_gguf(name) else name, "revision": revision}
 
 
 def metadata(name: str) -> Header:
-    """Return the header of a GGUF file; a UserError says what is wrong with it."""
+    """Return the header of a GGUF file; raise a UserError if the file is damaged, or a package for it is missing."""
     file = check_input(name)
     with file.open("rb") as stream:
         refuse((stream.read(len(MAGIC)) != MAGIC, f"{name} is not a GGUF file"))
@@ -117,7 +118,7 @@ def metadata(name: str) -> Header:
 
 
 def end_tokens(header: Header) -> list[int]:
-    """Return the tokens that end a completion: those that the file marks, and control tokens of certain names."""
+    """Return the ids of tokens that end a completion, ascending: those the file marks, and some of `NAMED_ENDS`."""
     names, types = header.fields[_TOKENS], header.fields.get(_TYPES, [])
     named = {name: token for token, (name, kind) in enumerate(zip(names, types, strict=False)) if kind == _CONTROL}
     not_ends = {name for marks, name in _NO_ENDS if marks <= named.keys()}
@@ -132,7 +133,7 @@ def complete(model: Any, name: str) -> None:
 
 
 def _settings(name: str) -> Path:
-    """Return a folder with config and tokenizer of a GGUF file, which is made once."""
+    """Return a folder with config and tokenizer of a GGUF file, made once; temporary if the cache can't be written."""
     header = metadata(name)
     kept = cache_folder() / "gguf" / f"{header.digest}-{transformers.__version__}-{_EDITION}"
     if kept.is_dir():
@@ -156,10 +157,12 @@ def _settings(name: str) -> Path:
 
 @cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """Return the process's temporary folder in place of a cache."""
     return tempfile.TemporaryDirectory()
 
 
 def _write_settings(name: str, header: Header, folder: Path) -> None:
+    """Save config and tokenizer of a GGUF file in a folder; warn if the way it splits text is unknown."""
     file = Path(name)
     with quick_loader():
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)

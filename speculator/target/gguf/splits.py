@@ -49,13 +49,14 @@ _NAMES = {
     _BAILING: "bailingmoe bailingmoe2 llada-moe",
 }
 SPLITS = {name: split for split, names in _NAMES.items() for name in names.split()}
+"""Regexes by the value of `tokenizer.ggml.pre`; each one splits the pieces of the one before."""
 _AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
 _WHOLE_WORDS = _AS_LLAMA3 | {"glm4", "glm5", "tekken"}
-"""Here a piece that is in the vocabulary is a token, whatever its merges give."""
+"""Names for which a piece that is in the vocabulary is a token, whatever its merges give."""
 
 
 def set_split(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Let a byte-level tokenizer split text as `tokenizer.ggml.pre` says, one of SPLITS."""
+    """Let a byte-level BPE tokenizer split text as `name` says, a value of `tokenizer.ggml.pre` that is in `SPLITS`."""
     # Each regex splits the pieces of the one before. What none of them matches stays a piece of its own.
     steps = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in SPLITS[name]]
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -45,7 +45,8 @@ class RecurrentLayer:
     """One layer's committed states of all rows, and the pass that is not committed yet.
 
     Attributes:
-        states: [B, ...] the last K inputs of the convolution, and the state of the recurrence, if it has one.
+        states: list of one or two tensors [B, ...]: the last K inputs of the convolution, and the state of the
+            recurrence, if the layer has one.
     """
 
     _inputs: Tensor  # [R, C, K + T] inputs of the convolution in the last pass
@@ -57,13 +58,14 @@ class RecurrentLayer:
         self.states = [torch.zeros(rows, *shape, dtype=dtype, device=device) for shape, dtype, device in forms]
 
     def select(self, start: int, stop: int) -> None:
+        """Select rows start..stop - 1 for the next passes."""
         self._committed = [state[start:stop] for state in self.states]
 
     def begin(self, width: int, counts: Sequence[int] | None, tree: TokenTree | None, again: bool) -> None:
         """Start a pass over `width` tokens of each selected row.
 
         Args:
-            counts: tokens of each row that are no padding; None if only `commit` will tell how many count.
+            counts: tokens of each row that are not padding; None if only `commit` will tell how many count.
             tree: structure of the tokens; None for a chain.
             again: start from the end of the last pass, which was not committed, instead of from the committed states.
         """
@@ -86,6 +88,7 @@ class RecurrentLayer:
         return self._inputs
 
     def run_convolution(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of the model's convolution `function`, of a tree's tokens along the path to each."""
         if self._paths is None:
             return function(*args, **kwargs)
         return convolution(function, *self._paths, *args, **kwargs)
@@ -103,6 +106,7 @@ class RecurrentLayer:
     def run(self, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the recurrence from the pass's start; return its outputs and last state.
 
+        `rule` is one of `RULES` with the model's function bound; it is called with a `RecurrencePass` and `args`.
         Also keeps a function with which `commit` replays the accepted tokens.
         """
         start, of_prompt = self._start[1], self._counts is not None
@@ -157,10 +161,12 @@ class RecurrentLayer:
             state.masked_fill_(like(rows.to(state.device), state), 0)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy the states of row source[i] to row destination[i]."""
         for state in self.states:
             state[destination.to(state.device)] = state[source.to(state.device)]
 
-    def _kept(self, counts: Tensor | None) -> Any:  # [R, T] bool
+    def _kept(self, counts: Tensor | None) -> Any:  # [R] -> [R, T] bool
+        """Return a mask of the first `counts` tokens of each row; None if all count."""
         if counts is None:
             return None
         counts = counts.to(self._inputs.device)

@@ -62,8 +62,9 @@ class RecurrencePass:
 def delta_rule(
     function: Callable[..., Any], how: RecurrencePass, *args: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the gated delta rule in chunks; return outputs and last state.
+    """Run the gated delta rule in chunks by transformers' `function`; return outputs and last state.
 
+    `args` are query, key and value [B, T, H, d]. `kwargs` hold g and beta [B, T, H] (Kimi's g: [B, T, H, d]).
     S <- exp(g) S, then S <- S + beta k (v - S^T k)^T. Identity step: g = beta = 0.
     """
     query, key, value = map(how.unrolled, args)
@@ -79,14 +80,14 @@ def delta_rule(
 def state_space(
     function: Callable[..., Any],
     how: RecurrencePass,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    x: Tensor,  # [B, T, H, d]
+    dt: Tensor,  # [B, T, H]
+    A: Tensor,  # [H]
+    B: Tensor,  # [B, T, groups, N]
+    C: Tensor,  # [B, T, groups, N]
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run Mamba 2 in chunks; return outputs and last state.
+    """Run Mamba 2 in chunks by transformers' `function`; return outputs and last state.
 
     S <- exp(dt A) S + dt x B^T. Identity step: dt = 0, which is the softplus of -inf.
 
@@ -109,7 +110,7 @@ def selective_scan(
     how: RecurrencePass,
     x: Tensor,  # [B, I, T]
     dt: Tensor,  # [B, I, T]
-    A: Tensor,
+    A: Tensor,  # [I, N]
     B: Tensor,  # [B, N, T]
     C: Tensor,  # [B, N, T]
     **kwargs: Any,
@@ -173,6 +174,8 @@ def intercept(model: nn.Module) -> None:
 
 
 def _intercepted(function: Callable[..., Any], rule: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return `function`, or inside a pass the running layer's call of `rule` with it; `rule` None: a convolution."""
+
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         layer = running.get()
@@ -206,5 +209,5 @@ def like(mask: Tensor, other: Tensor) -> Tensor:
 
 
 def _chunk(x: Tensor, size: int) -> int:
-    """Return the tokens per chunk of x [B, T, ...]: torch pads the last chunk, so short passes need short ones."""
+    """Return the tokens per chunk of x [B, T, ...], `size` or on a CPU at most T, because torch pads the last chunk."""
     return min(size, x.shape[1]) if x.device.type == "cpu" else size

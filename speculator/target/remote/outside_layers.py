@@ -103,7 +103,10 @@ def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 def _read(
     name: str, revision: str | None, wanted: list[str], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Read tensors by the names of the text model; those that the checkpoint lacks are left out."""
+    """Return the wanted tensors by their names in the text model; tensors that the checkpoint lacks are left out.
+
+    Raises a UserError for a quantised tensor.
+    """
 
     def file(part: str, required: bool = True) -> str | None:
         return cached_file(name, part, revision=revision, _raise_exceptions_for_missing_entries=required)
@@ -129,7 +132,7 @@ def _read(
 
 
 def _stored_name(weight: str, names: list[str]) -> str | None:
-    """Return the name in the checkpoint of a tensor of the text model; None unless exactly one name fits.
+    """Return which of the checkpoint's names is that of a tensor of the text model; None unless exactly one fits.
 
     Names in a multimodal checkpoint have other prefixes.
     """

@@ -76,7 +76,7 @@ class ServerTarget(ModelHere):
         return cls(*parts, urls)
 
     def check(self, aux_layers: Sequence[int], longest: int, processes: int = 1) -> None:
-        """Connect the servers, and check the hidden states that each gives for a short document.
+        """Connect to the servers, and check the hidden states that each gives for a short document.
 
         Args:
             aux_layers: auxiliary layers of the head.
@@ -146,7 +146,13 @@ def split(tokens: list[int], documents: list[int]) -> list[list[int]]:
 
 
 class PendingStates:
-    """The hidden states of a batch that the servers are computing."""
+    """The hidden states of a batch that the servers are computing.
+
+    Args:
+        target: the target, whose final norm and device `result` uses.
+        states: [B, S, n + 1, D] zeros, into which the answers are copied: n auxiliary states, and the last layer's.
+        futures: one for each document, done when its states are copied.
+    """
 
     def __init__(self, target: ServerTarget, states: Tensor, futures: list[Future]):
         self._target, self._states, self._futures = target, states, futures
@@ -155,6 +161,7 @@ class PendingStates:
             future.add_done_callback(self._note)
 
     def _note(self, _: Future) -> None:
+        """Record the time of an answer."""
         self._ended = time.perf_counter()
 
     @property
