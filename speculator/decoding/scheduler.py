@@ -90,9 +90,9 @@ class Scheduler:
         """Give waiting requests the free slots.
 
         A request gets the free slot that shares the longest prefix with it, if the prefix is nearly all of that slot or
-        half of it while no slot is unused. Otherwise it gets an unused or the least recently used slot, into which the
-        prefix is copied. If another prompt in flight shares more, the request waits for that prefix, provided that the
-        wait saves half of its prefill.
+        half of it while no slot is unused. Otherwise it gets an unused or the least recently used slot, into which a
+        prefix of 8 tokens or more is copied. If a prompt in flight shares more, its prefix is copied instead; the
+        request waits until that is computed, provided that the wait saves more than half of the rest of its prefill.
 
         Args:
             waiting: requests in the order submitted; admitted and cancelled ones are removed.

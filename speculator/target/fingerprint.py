@@ -48,7 +48,7 @@ def sample_indices(rows: int, columns: int) -> tuple[Tensor, Tensor]:  # [8], [8
     return indices // columns, indices % columns
 
 
-def _bits(values: Tensor) -> list[int]:  # [n] -> the n bit patterns
+def _bits(values: Tensor) -> list[int]:  # [n] -> the bits of n bfloat16 numbers, as int16
     # The 16 bits of each bfloat16 number, as a signed integer; `fingerprint` writes them as 4 hexadecimal digits.
     return values.to(torch.bfloat16).view(torch.int16).tolist()
 

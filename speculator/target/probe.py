@@ -276,7 +276,7 @@ def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3
 
 
 def _window(mask_function: Callable[..., Tensor], length: int) -> int:
-    """Return how many of `length` positions late ones attend to, themselves included; 0 if to all before them.
+    """Return how many of `length` positions a late one attends to, itself included; 0 if to all before it.
 
     Raises a ValueError if the mask is neither causal nor a sliding window. `mask_function` is one of transformers'.
     """

@@ -103,7 +103,7 @@ def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 def _read(
     name: str, revision: str | None, wanted: list[str], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the wanted tensors by their names in the text model; tensors that the checkpoint lacks are left out.
+    """Return the wanted tensors by name, on the device; `wanted` are names in the text model, missing ones left out.
 
     Raises a UserError for a quantised tensor.
     """
