@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from speculator.decoding.sampling import gumbel
 
 Document = tuple[Tensor, Tensor]
-"""Tokens [L] of a document, and which of them the target would have generated, [L]."""
+"""Tokens [L] of a document, and which of them the target would have generated, [L] bool."""
 
 
 @torch.no_grad()
@@ -83,8 +83,8 @@ def read_by_head(hidden_states: Sequence[Tensor], head: Any) -> Tensor:  # n + 1
     return torch.cat([hidden_states[k][0] for k in head.aux_layers or [-1]], -1)
 
 
-def labels(has_loss: Tensor, t: int, steps: int) -> Iterator[tuple[int, int]]:  # [L]
-    """Give each step i at position t its label's position, t + 2 + i.
+def labels(has_loss: Tensor, t: int, steps: int) -> Iterator[tuple[int, int]]:  # [L] bool
+    """Yield (i, t + 2 + i) for each step i at position t that has a label: the step, and the label's position.
 
     Step i reads the target's state at t and the tokens x[t+1] to x[t+1+i]. A decoder drafts after tokens of the target
     alone, so x[t+1] to the label must all have loss: a draft ends before the first token without loss, and at the
@@ -97,7 +97,10 @@ def labels(has_loss: Tensor, t: int, steps: int) -> Iterator[tuple[int, int]]:  
 
 
 def loss_of(logits: Tensor, teacher: Tensor, label: Tensor, cross_entropy: float) -> Tensor:  # [V], [V], [] -> []
-    """KL(p || q) between the target's distribution p and the head's q; optionally with the label's cross-entropy."""
+    """Return KL(p || q) plus `cross_entropy` times the label's cross-entropy under q.
+
+    p is the softmax of `teacher`, the target's logits, and q that of `logits`, the head's.
+    """
     log_q, log_p = logits.log_softmax(-1), teacher.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum() - cross_entropy * log_q[label]
 
@@ -105,7 +108,8 @@ def loss_of(logits: Tensor, teacher: Tensor, label: Tensor, cross_entropy: float
 def update(head: Any, optimizer: torch.optim.Optimizer, losses: list[Tensor], max_norm: float) -> float:
     """Take an optimiser step, and return the loss: the mean over all labels, times the number of draft positions.
 
-    If the draft positions have equally many labels, this is the sum of their mean losses.
+    `losses` has a scalar for each label; gradients are clipped to the norm `max_norm`. If the draft positions have
+    equally many labels, the result is the sum of their mean losses.
     """
     loss = head.n_predict * torch.stack(losses).mean()
     optimizer.zero_grad()
@@ -123,7 +127,7 @@ def mlp_step(
     max_norm: float = 1.0,
     cross_entropy: float = 0.0,
 ) -> float:
-    """Train an MLP head for one step, and return the loss."""
+    """Train an MLP head with the default options for one step, and return the loss."""
     losses = []
     for tokens, has_loss in documents:
         with torch.no_grad():  # the target is frozen

@@ -75,7 +75,8 @@ class AdaptiveDrafter(HeadDrafter):
 
     Args:
         head: the trained head.
-        choices: shapes that the head can draft, with their acceptance rates.
+        choices: shapes of which the head drafts one in a step, or none, for all rows that draft no lookup path; each
+            with its measured acceptance rates.
         lookup, cost: see `Chooser`. A `CostTable` is corrected by the time of the steps.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
         packed: see `Chooser` and `speculator.drafters.measure.packs_rows`.

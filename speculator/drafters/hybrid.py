@@ -27,7 +27,7 @@ class Hybrid:
 
     Args:
         inner: shape of the draft.
-        length: the most tokens of the path.
+        length: the most tokens that the path adds; the part that it shares with the draft does not count.
     """
 
     rules: tuple[str, ...] = ("match",)
@@ -53,11 +53,14 @@ class Hybrid:
 
 def joined(
     draft: Draft,
-    path: Tensor,  # [B, draft.depth + length] tokens after the pending one
+    path: Tensor,  # [B, draft.depth + length] lookup path: tokens after the pending one
     counts: Tensor,  # [B] number of the path's tokens; the rest is padding
     length: int,
 ) -> Draft:
-    """Return a draft with up to `length` more tokens: those of the path that the draft does not have."""
+    """Return the draft with up to `length` more tokens: those of the path after the part that both share.
+
+    In `tokens` they come after each row's own draft tokens. The result is a tree without `probs`, with `draft` as base.
+    """
     # Follow the path in the draft to the verify position `at`, `same` tokens deep.
     depths = draft.depths[:, 1:]
     # A draft token at depth d agrees if it is token d - 1 of the path, and the path has that many.
@@ -84,8 +87,8 @@ class HybridDrafter(Drafter):
     """Combines n-gram lookup with a head, a draft model or early exit: one tree holds both drafts.
 
     Args:
-        drafter: proposes the draft to which the lookup path is added.
-        lookup: its `num_speculative_tokens` limits the length of the lookup path.
+        drafter: proposes the draft to which the lookup path is added; copied.
+        lookup: finds the path, and is copied. Its `num_speculative_tokens` is the most tokens that the path adds.
 
     Raises:
         UserError: the draft would be too large.

@@ -28,7 +28,7 @@ def check_length(length: int) -> None:
 
 
 def check_nodes(nodes: int, offered: int = 0) -> None:
-    """Raise a UserError for a draft of more tokens, or chosen from more tokens, than are ever useful."""
+    """Raise a UserError for a draft of more than `_MOST` nodes, or one chosen from more than `_MOST_OFFERED` tokens."""
     if nodes > _MOST:
         raise UserError(f"a draft of {nodes:,} tokens: at most {_MOST:,} can be verified in a step")
     if offered > _MOST_OFFERED:
@@ -99,8 +99,8 @@ class Chain:
 def grown(
     tree: Draft,
     tokens: Tensor,  # [B, n]
-    parents: Tensor,  # [B, n] among the last `width` tokens of the tree
-    width: int,
+    parents: Tensor,  # [B, n] index of each token's parent in the tree's last level
+    width: int,  # tokens of that level; 1 for an empty tree, whose last level is the pending token
 ) -> Draft:
     """Return a tree with one more level. The result has no probabilities and no padding."""
     before = tree.tokens.shape[1]
@@ -119,7 +119,8 @@ class Tree:
     """A tree of the `nodes` likeliest tokens by joint probability (EAGLE-2, 2406.16858); its form changes every step.
 
     Args:
-        branches: children that each expanded token offers, level by level.
+        branches: children that each expanded token offers, level by level; the first level is the pending token's.
+            Of a level, the 10 likeliest tokens are expanded.
         nodes: number of tokens that are kept, and verified.
 
     Raises:
@@ -161,9 +162,12 @@ class Tree:
 def _expand(
     source: LogitsSource, pending: Tensor, branches: Sequence[int], noise: Noise, sequences: Sequences
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all tokens that are offered, their parents' indices among them, and their joint log-probabilities: [B, n].
+    """Expand the `_BEAM` best tokens of each level; return the n = `Tree.offered` tokens that they offer as children.
 
-    A root's parent is -1. A child comes after its parent and never scores above it, so the best `nodes` form a tree.
+    Returns, [B, n] each and level by level: the tokens, their parents' indices among the n (-1: the pending token), and
+    scores. A score is the joint log-probability of the path, less 1e-4 per token; under `match` above temperature 0
+    the probabilities are those of the logits plus noise. A child comes after its parent and never scores above it, so
+    the best `nodes` form a tree.
     """
     count = len(pending)
     logits = source.first(pending, sequences)
@@ -194,7 +198,7 @@ def _expand(
 
 
 def check_branches(branches: Sequence[int]) -> tuple[int, ...]:
-    """Raise a UserError unless every level has a child, and return the branches."""
+    """Return the branches (see `Tree`); raise a UserError if there is no level, one without a child, or too many."""
     if not branches or min(branches) < 1:
         raise UserError(f"branches {tuple(branches)}: give at least one level, and at least one child on each")
     check_nodes(len(branches))

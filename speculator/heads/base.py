@@ -79,7 +79,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @classmethod
     def shrunk(cls, options: Mapping[str, Any], emb_dim: int, vocab_size: int) -> dict[str, Any]:
-        """Return options of a head as they fit a target of this small size: without `target_options`."""
+        """Return a head's options as they fit a small target with these sizes; `target_options` are left out."""
         return {name: value for name, value in options.items() if name not in cls.target_options}
 
     @property
@@ -89,7 +89,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @property
     def candidates(self) -> int:
-        """Number of tokens that can follow any token of a draft."""
+        """Number of tokens of nonzero probability after any token of a draft: the most children that it can have."""
         return self.output_size
 
     @property
@@ -113,28 +113,31 @@ class SpeculatorConfig(PreTrainedConfig):
     def training_targets(
         self,
         input_ids: Tensor,  # [B, L]
-        document_ids: Tensor,  # [B, L]
-        loss_mask: Tensor,  # [B, L]
-        seeds: Sequence[int],
+        document_ids: Tensor,  # [B, L] the same number throughout a document
+        loss_mask: Tensor,  # [B, L] 1 for tokens that the target would generate
+        seeds: Sequence[int],  # B random seeds, one per row, other ones in every epoch
     ) -> dict[str, Any]:
-        """Choose the training positions of a batch of rows; `seeds` has a number for each row, a new one every epoch.
+        """Choose the training positions of a batch of rows.
 
-        Returns "labels" in the shape that `forward` expects, IGNORE where there is nothing to predict; their number
-        normalises the loss. Whatever else is in the dict reaches `forward` in `TrainingBatch.targets`: tensors are
-        moved to the device, other objects stay as they are.
+        Returns "labels", token ids in the shape that `forward` expects, IGNORE where there is nothing to predict; the
+        number of other labels normalises the loss. Further entries of the dict reach `forward` in
+        `TrainingBatch.targets`: tensors are moved to the device, other objects stay as they are.
         """
         raise NotImplementedError
 
     @classmethod
     def method(cls, options: Mapping[str, Any]) -> str:
-        """Return the method of a head with these options; recipes of one method have one loss."""
+        """Return the name of the method, such as "dflash", of a head with these `speculator.options`.
+
+        Recipes of one method have one loss.
+        """
         return cls.model_type
 
     def starts_from_target(self, requested: bool) -> bool:
         """Return whether a new head copies the target's matrices; override it together with `initialise_from`.
 
         Args:
-            requested: the user asked for it.
+            requested: the user asked for it. Raises a UserError if the head can't.
         """
         if requested:
             raise UserError(f"speculator.initialise target: a {self.model_type} copies nothing from the target")
@@ -185,8 +188,8 @@ class Speculator(PreTrainedModel, ABC):
 
         "objective" is the weighted loss summed over the labels of all N draft positions, and the number of labels, both
         scalars; the trainer minimises N times their ratio. "loss", "accuracy", "prefix_accuracy" and any other metric
-        have one entry per draft position. The head computes its losses here because a data-parallel wrapper sees this
-        module's output only.
+        but "rows" (see `step_metrics`) have one entry per draft position. The head computes its losses here because a
+        data-parallel wrapper sees this module's output only.
         """
 
     @abstractmethod
@@ -195,7 +198,7 @@ class Speculator(PreTrainedModel, ABC):
 
     @abstractmethod
     def logits(self, *inputs: Any, **options: Any) -> Tensor:
-        """Compute the logits of `probe`'s inputs, to compare an exported head with this one."""
+        """Compute teacher-forced logits; they take `probe`'s inputs, to compare an exported head with this one."""
 
     def probe(self) -> tuple[Tensor, ...]:
         """Return fixed inputs of `logits`: hidden states [1, 4, D] and tokens [1, 3 + N]."""
@@ -245,7 +248,7 @@ class Speculator(PreTrainedModel, ABC):
         return self.config.n_predict
 
     def token_matrices(self) -> list[Tensor]:
-        """Return its own matrices with a row for each token: embeddings and output matrices."""
+        """Return its own matrices with a row for each token (V or V_d rows): embeddings and output matrices."""
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
     def weights_per_token(self, length: int) -> int:

@@ -34,8 +34,8 @@ class HostIndices:
     """What the indices of a batch follow from, on the CPU: on a GPU their number would have to be waited for.
 
     Attributes:
-        labels: [B, N, S]
-        documents: [B, L]
+        labels: [B, N, S] as of `align`.
+        documents: [B, L] the same number throughout a document.
     """
 
     labels: Tensor
@@ -64,12 +64,15 @@ class UnrolledHead(Speculator):
     @abstractmethod
     def unrolled(
         self,
-        states: Tensor,  # [B, S, nD]
-        tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
+        states: Tensor,  # [B, S, nD] the states that the head reads
+        tokens: Tensor,  # [B, S+N-1] x[1], x[2], ..: step i of position t reads tokens[:, t + i]
         documents: Tensor | None = None,  # [B, S] document of each position, on the CPU; None: one document a row
         loss_mask: Tensor | None = None,  # [B, S] positions where features are needed, on the CPU; None: all
     ) -> list[Tensor]:  # N x [B, S, I]
-        """Compute what the output matrix reads at each step, teacher-forced: steps read the text's tokens."""
+        """Compute the features that the output matrix reads at each step, teacher-forced: steps read the text's tokens.
+
+        Entry [i][b, t] belongs to step i at position t, whose logits predict tokens[b, t + i + 1].
+        """
 
     @abstractmethod
     def output(self, index: int) -> nn.Linear:  # I -> V_d
@@ -161,10 +164,13 @@ class UnrolledHead(Speculator):
 
     def logits(
         self,
-        hidden: Tensor,  # [B, S, nD]
-        tokens: Tensor,  # [B, S+N-1]
+        hidden: Tensor,  # [B, S, nD] the states that the head reads
+        tokens: Tensor,  # [B, S+N-1] x[1], x[2], ..
     ) -> Tensor:  # [N, B, S, V]
-        """Compute every step's logits, teacher-forced; all of them are in memory at once."""
+        """Compute the logits of every step i at every position t, teacher-forced; all of them are in memory at once.
+
+        Entry [i, b, t] has read the states up to t and tokens[b, : t + i + 1], and predicts tokens[b, t + i + 1].
+        """
         features = self.unrolled(hidden, tokens)
         return torch.stack([self.to_full_vocabulary(self.output(i)(x)) for i, x in enumerate(features)])
 

@@ -112,6 +112,8 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
+    """Projection of a slot's final state and, if there is a Markov head, its embedding of the token before: a logit."""
+
     def __init__(self, config: DSparkSpeculatorConfig):
         super().__init__()
         self.proj = nn.Linear(config.emb_dim + config.markov_rank, 1)
@@ -182,8 +184,11 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         self.share(embedding, output)
 
     @torch.no_grad()
-    def draft_from(self, tokens: Tensor) -> None:  # [V_d] ascending, among those that it drafts from
-        """Draft from these tokens only, such as the most frequent ones (2502.14856); the head must be bound again."""
+    def draft_from(self, tokens: Tensor) -> None:  # [V_d] ids, ascending, among those that it drafts from
+        """Make these tokens the draft vocabulary, such as the most frequent ones (2502.14856).
+
+        The target's matrices are dropped, so call `bind` before the head drafts again. Raises a UserError for DFlash 2.
+        """
         refuse((self.config.is_dflash2, "a DFlash 2 head drafts from the whole vocabulary"))
         if self.markov_head is not None:
             drafted = tokens if self.draft_tokens is None else draft_ids(tokens, self.draft_tokens)
@@ -196,13 +201,13 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         """Compute c (see the module): the states of the text that every layer attends to."""
         return self.hidden_norm(self.fc(aux_hidden))
 
-    def key_values(self, context: Tensor, positions: Tensor) -> list[KeyValue]:  # [..., D], [...] -> N x [..., K, d]
-        """Compute each layer's keys and values of the text."""
+    def key_values(self, context: Tensor, positions: Tensor) -> list[KeyValue]:  # [..., D], [...]
+        """Compute each layer's keys, with rope, and values of the text, [..., K, d] both; `context` is c."""
         rope = self.rope(positions, context.dtype)
         return [layer.self_attn.key_value(context, rope) for layer in self.layers]
 
-    def block(self, anchors: Tensor) -> Tensor:  # [...] -> [..., block_size, D]
-        """Embed the slots of blocks that begin with these tokens."""
+    def block(self, anchors: Tensor) -> Tensor:  # [...] token ids -> [..., block_size, D]
+        """Embed the slots of blocks that begin with these tokens: each anchor, then masks."""
         # x[a] MASK MASK .., as in the table of the module; cloned, since an expanded tensor can't be written to.
         slots = anchors[..., None].expand(*anchors.shape, self.config.block_size).clone()
         slots[..., 1:].fill_(self.config.mask_token_id)
@@ -289,7 +294,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     def _chunk(
         self,
         tokens: Tensor,  # [S]
-        text: list[KeyValue],  # N x [S, K, d]
+        text: list[KeyValue],  # of each layer, [S, K, d] both
         span: slice,  # positions of the text that the blocks read
         starts: Tensor,  # [C]
         anchors: Tensor,  # [C]

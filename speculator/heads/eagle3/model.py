@@ -146,12 +146,13 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         self,
         states: Tensor,  # [B, S, nD] auxiliary hidden states
         tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
-        documents: Tensor | None = None,  # [B, S]
-        loss_mask: Tensor | None = None,  # [B, S]
+        documents: Tensor | None = None,  # [B, S] document of each position, on the CPU; None: one document a row
+        loss_mask: Tensor | None = None,  # [B, S] positions where features are needed, on the CPU; None: all
     ) -> list[Tensor]:  # N x [B, S, D]
-        """See `UnrolledHead`. Features are 0 outside the loss mask; such positions have keys and values only.
+        """Compute what `lm_head` reads at each of the N steps, see `UnrolledHead.unrolled`.
 
-        The backward pass recomputes projections, MLP and attention scores; a few states per step are kept for it.
+        Features are 0 outside the loss mask, where only the keys and values of step 0 are computed. The backward pass
+        recomputes projections, MLP and attention scores; a few states per step are kept for it.
         """
         length, layer = states.shape[1], self.layer
         if documents is None:
@@ -199,12 +200,14 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
             features.append(rows.whole(feature).view(*documents.shape, -1))
         return features
 
-    def _enter(self, g: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def _enter(self, g: Tensor, tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:  # [R, D], [R], [R]
+        """Return a step's query [R, H, d], key and value [R, K, d], and residual [R, D]."""
         u, residual = self.layer.enter(self.embed(tokens), g)
         rope = self.rope(positions, self.fc.weight.dtype)
         return self.layer.self_attn.query(u, rope), *self.layer.self_attn.key_value(u, rope), residual
 
-    def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+    def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, ...]:  # [R, D], [R, H, d]
+        """Return what lm_head reads, and g of the next step, [R, D] both."""
         return self.finish(self.layer.leave(residual, attended))
 
     # --- export

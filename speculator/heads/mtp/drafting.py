@@ -28,7 +28,8 @@ class MTPCache(LevelCache):
         text: [B, capacity, D] and [B, capacity]: the target's state at each position, and the token after it; None
             without a chain of layers, which has no `before` and `path` either.
         before: [B, 1, D] for each level l >= 1: the state that layer l reads at its first drafted position.
-        path: at level l, states [B, f, l, D] and tokens [B, f, l] of the paths to the f newest tokens.
+        path: at level l, for the paths to the f newest tokens: the states [B, f, l, D] of layer l at the last l text
+            positions, and the tokens [B, f, l].
     """
 
     text: tuple[Tensor, Tensor] | None = None
@@ -54,7 +55,7 @@ class MTPCache(LevelCache):
 
 
 class PassAttention:
-    """Attention of one pass: it writes its keys and values, and attends to those that a token sees.
+    """Attention of one pass, an `Attend`: it writes its keys and values, and attends to those that a token sees.
 
     Args:
         cache: the rows' keys and values.
@@ -169,8 +170,11 @@ class MTPForm:
         feature, cache.states = self.head.run(0, self.head.embed(tokens), state, position, attend)
         return self.head.draft_logits(feature)
 
-    def _next_of_chain(self, cache: MTPCache, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Draft with layer l = `level`, counted from 0: it runs at the l last positions of the text, for each path."""
+    def _next_of_chain(self, cache: MTPCache, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f] twice -> [B, f, V]
+        """Do what `next` does, for a chain of layers: raise `cache.level` to l, and run layer l (counted from 0).
+
+        For each of the f newest tokens, layer l runs at the last l text positions, on the path to that token.
+        """
         cache.level += 1
         head, level, count = self.head, cache.level, tokens.shape[1]
         # Layer l reads the state of layer l - 1 at the same position. After a text of T positions and the path d1 d2,
