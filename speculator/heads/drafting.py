@@ -114,6 +114,7 @@ class WholeTextSource(LogitsSource):
         return torch.stack([self._logits_of(row, text, paths) for row, (text, paths) in rows])
 
     def _logits_of(self, row: int, text: Sequence[int], paths: Tensor) -> Tensor:  # [f, level] -> [f, V]
+        """Return the logits of the token after each of f paths of a row, whose text ends with the pending token."""
         count, level = paths.shape
         # Position t reads h_t and x[t+1], the pending token at last: with x0 to x5 those are h0 to h4, and x1 to x5.
         # Step `level` of the last position reads the path too; later tokens are padding.

@@ -27,7 +27,10 @@ class HeadOnTargetMatrices(Speculator):
         embedding: Tensor,  # [V, D]
         output: nn.Linear,  # D -> V
     ) -> None:
-        """Use these matrices, without the bias. They are copied only if a draft vocabulary selects rows."""
+        """Use the target's matrices, without a bias.
+
+        The output matrix is copied only if a draft vocabulary selects rows of it, or if it is sharded or quantised.
+        """
         # Another address means that rows were selected, or that a sharded or quantised matrix was made whole.
         rows = self.draft_rows(whole(output.weight))
         if rows.data_ptr() != output.weight.data_ptr() or output.bias is not None:
@@ -40,7 +43,7 @@ class HeadOnTargetMatrices(Speculator):
 
     @contextmanager
     def sharing(self, embedding: Tensor, output: Tensor) -> Iterator[None]:  # [V, D] both
-        """Use other matrices inside the block, then those from before again."""
+        """Use these matrices in place of the target's inside a `with` block, then those from before again."""
         shared = self._shared
         self.share(embedding, _linear(output))
         try:
@@ -49,6 +52,10 @@ class HeadOnTargetMatrices(Speculator):
             self._shared = shared
 
     def _of_target(self, index: int) -> Any:
+        """Return the target's embedding [V, D] (index 0) or its output matrix D -> V_d (1), on the head's device.
+
+        Raises a UserError if the head has none.
+        """
         if not self._shared:
             raise UserError(
                 "the head has none of its target's embedding and output matrix: call bind(head, target) of "
@@ -77,7 +84,8 @@ class HeadOnTargetMatrices(Speculator):
         return output(features.to(output.weight.dtype)).to(features.dtype)
 
 
-def _linear(weight: Tensor) -> nn.Linear:
+def _linear(weight: Tensor) -> nn.Linear:  # [out, in]
+    """Return a frozen layer without bias around a weight, which is not copied."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 IGNORE = -100
+"""The label where there is nothing to predict."""
 Metric = tuple[Tensor, Tensor]
 """A sum and the count to divide it by, after both are added up over batches and processes."""
 Term = tuple[Tensor, Tensor]
@@ -55,7 +56,7 @@ class TokenLosses(NamedTuple):
 def step_metrics(
     loss: Tensor,  # [N, ...]
     hits: Tensor,  # [N, ...] 1 where the likeliest token is the label
-    overlap: Tensor | None,  # [N, ...]
+    overlap: Tensor | None,  # [N, ...] chance that a sampled draft token is accepted
     count: Tensor,  # [N] labels of each draft position
     drafts: Tensor,  # [...] 1 for a draft with labels, else 0
     by_row: Callable[[Tensor], Tensor],  # [...] -> [B] sums of a batch's rows
@@ -67,7 +68,7 @@ def step_metrics(
     - "prefix_overlap": sum of the chances that this and all earlier tokens of the draft are accepted.
     - "rows": six sums [6] over rows, from which `forecast_error` computes a standard error.
 
-    The training log calls the others `position{i}/NAME`. All inputs must be 0 where there is no label. Without
+    The training log calls all but "rows" `position{i}/NAME`. All inputs must be 0 where there is no label. Without
     `overlap` its two metrics are left out.
     """
 
@@ -104,7 +105,7 @@ class Drafts(NamedTuple):
     Attributes:
         slots: [N, K] index of each label in `shape`, flattened.
         shape: drafts, tokens of a draft.
-        reach: columns between the first and the last label of a draft, at the most.
+        reach: largest distance, in columns of K, between the first and the last label of a draft.
     """
 
     slots: Tensor
@@ -123,10 +124,12 @@ class TokenLoss(Protocol):
         self,
         logits: Sequence[Sequence[Term]],  # terms of each of N steps
         labels: Tensor,  # [N, K] rows of the matrices; IGNORE where there is none, negative where no row has it
-        hidden: Tensor,  # [K, D] target states that predict the labels
+        hidden: Tensor,  # [K, D] target states that predict the labels; any number of them with `predictors`
         weights: Tensor,  # [N, 1] or [N, K] how many times each label counts in the objective
         draft_tokens: Tensor | None = None,  # [V_d] token of each row; None: the whole vocabulary
         # [K] on the CPU: row of `hidden` that predicts each label, equal ones side by side
         predictors: Tensor | None = None,
         drafts: Drafts | None = None,  # what `loss.d_pace` weighs together
-    ) -> TokenLosses: ...
+    ) -> TokenLosses:
+        """Compute loss and hits of every label, for N steps of K rows."""
+        ...

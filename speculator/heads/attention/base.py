@@ -141,7 +141,7 @@ class AttentionHead(Speculator):
         return tuple(self.config.aux_layers or ())
 
     def probe(self) -> tuple[Tensor, ...]:
-        """Return auxiliary hidden states, tokens, and a matrix in place of the target's."""
+        """Return auxiliary hidden states [1, 4, nD], tokens [1, 3 + N], and a matrix [V, D] for the target's."""
         hidden, tokens = super().probe()
         aux_hidden = torch.cat([hidden.roll(i, -1) for i in range(self.config.num_aux_layers)], -1)
         return aux_hidden, tokens, self.probe_matrix()
@@ -185,7 +185,7 @@ class Norm(nn.RMSNorm):
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """Return x in the dtype of products, once for several; autocast would cast it again for each of them."""
+    """Return x in the dtype of products: that of autocast, which would cast x again for each product, or its own."""
     return x.to(compute_dtype(x))
 
 

@@ -19,6 +19,9 @@ class HeadCache:
     Positions from a row's length on belong to a draft or are free: the next write overwrites them. To remove tokens,
     lower `lengths`.
 
+    Args:
+        like: a tensor of the dtype and on the device that the cache is to have.
+
     Attributes:
         keys, values: [layers, B, K, capacity, d]; values may have a size of their own, `value_dim`.
         lengths: [B] number of text positions in each row, updated in place.
@@ -47,6 +50,7 @@ class HeadCache:
         values: Tensor,  # [B, T, K, d]
         positions: Tensor,  # [B, T]
     ) -> None:
+        """Write a layer's keys and values at these positions of each row; `lengths` do not change."""
         # An index on either side of the slice: the result is [B, T, K, d], as keys and values come. Rows write at
         # positions of their own: lengths [5, 2] and T = 2 give 5, 6 and 2, 3.
         row = torch.arange(len(positions), device=positions.device)[:, None]

@@ -90,6 +90,7 @@ class QueryRows:
 
     @cached_property
     def blocks(self) -> list[Block]:
+        """All query rows in order, in blocks of one sequence each with at most `limit` scores per head (or one row)."""
         batch, length = self.begins.shape
         positions, sequences, starts = self._on_host
         at, first = positions.tolist(), starts.tolist()
@@ -227,7 +228,7 @@ def _flash(rows: QueryRows, step: int, query: Tensor) -> tuple[tuple[Any, ...], 
 
 
 def _pieces(query: Tensor) -> list[slice]:
-    """Split the rows, so that the float32 copies of own keys stay small."""
+    """Split the rows of a query [R, H, d] into ranges, so that the float32 copies of own keys stay small."""
     # Rows whose queries have `_NUMBERS` elements together: H * d each.
     size = max(1, _NUMBERS // query[0].numel())
     return [slice(start, start + size) for start in range(0, len(query), size)]

@@ -49,13 +49,16 @@ class LevelCache(HeadCache):
         self.level += 1
         return self.lengths[:, None] + drafted + torch.arange(count, device=parents.device)
 
-    def columns(self, more: int) -> Tensor:
+    def columns(self, more: int) -> Tensor:  # [M]
         """Return the cache positions 0, 1, ... that a pass reads, if it writes `more` tokens after the text."""
         extent = min(aligned(self.longest + more, self.lengths.device), self.keys.shape[3])
         return torch.arange(extent, device=self.lengths.device)
 
     def visible(self, window: int | None) -> Tensor:  # [B, f, M]
-        """Return a mask of the cache's positions that each token of the newest level attends to."""
+        """Return a mask of the cache's positions that each token of the newest level attends to.
+
+        Of the text, these are the last `window` positions, counted from the token's own; None: all.
+        """
         drafted = self.seen.shape[2]
         columns = self.columns(drafted)
         # The text is at 0 .. length - 1, and the draft's tokens follow it in the order in which they were drafted.
@@ -106,6 +109,7 @@ class LevelSource(CachedSource):
         self._reserve(shape.depth, shape.offered)
 
     def _reserve(self, depth: int, offered: int) -> None:
+        """Make room for drafts of this depth, in which the head processes at most `offered` tokens."""
         # A row holds its text, the draft, and the positions that are read for an idle row: `_read` writes all of its
         # columns in every row, valid or not.
         spare = max(self._spare, offered + depth + 2 + MAX_UNREAD)
@@ -188,6 +192,7 @@ class LevelSource(CachedSource):
         return self._read(self.form.first, pending, sequences)
 
     def _read(self, read: Callable[..., Any], pending: Tensor, sequences: Sequences) -> Any:
+        """Process all unread positions by `read`, the form's `read` or `first`, and return its result."""
         rows, width = slice(0, len(pending)), self._unread if self._max_unread else self._width
         counts = self._counts[rows]
         longest = bucketed(max(map(len, sequences)) - 1, pending.device) + 1  # as the target's cache has it
@@ -200,7 +205,7 @@ class LevelSource(CachedSource):
         return result
 
     def _fill_in(self, following: Tensor, start: int = 0) -> None:
-        """Write the token after each row's last unread position."""
+        """Set the token after the last unread position of each row from `start` on, [R]."""
         # With 3 unread positions the last is column 2. A row without any gets it in column 0, which its count excludes.
         rows = slice(start, start + len(following))
         self._next[rows].scatter_(1, (self._counts[rows] - 1).clamp_min(0)[:, None], following[:, None])

@@ -47,7 +47,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
         selector_rank: rank of the selector of DFlash 2; 0 for no selector.
         selector_top_k: candidates of each slot among which the selector chooses.
         mask_token_id: a token that text never contains; -1 for the last one of the vocabulary.
-        anchors: blocks that are trained in each row, drawn anew in every epoch.
+        anchors: the most blocks that are trained in each row; every epoch draws other ones.
     """
 
     model_type = "dspark_speculator"
@@ -83,7 +83,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
         super().__post_init__(**kwargs)
 
     def _check_dflash2(self) -> None:
-        """Raise a ValueError unless all else is as DFlash 2 has it."""
+        """Raise a ValueError unless the other fields have the values that a DFlash 2 head needs."""
         if self.conv_group_size and self.emb_dim % self.conv_group_size:
             raise ValueError(f"conv_group_size {self.conv_group_size} does not divide the hidden size {self.emb_dim}")
         if self.selector_rank and self.selector_top_k > self.vocab_size:
@@ -163,7 +163,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
     def training_targets(
         self, input_ids: Tensor, document_ids: Tensor, loss_mask: Tensor, seeds: Sequence[int]
     ) -> dict[str, Any]:
-        """Draw anchors a; slot k = 1..G of a block predicts x[a+k].
+        """Draw anchors a, by the row's seed; token k = 1..G of the block at a is x[a+k].
 
         Returns "labels" [B, A, G], IGNORE from the first token on that is not in the loss mask or belongs to another
         document, and "on_host", see `AnchorTargets`.

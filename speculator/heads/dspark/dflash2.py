@@ -42,10 +42,12 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(config.emb_dim, 4 * self.groups, bias=False)
 
     def forward(self, y: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:  # [..., block_size, D]
+        """Return the convolved output [..., block_size, D] of a sublayer that reads the convolved y."""
         kernels = self.kernel_projection(y).unflatten(-1, (2, 2, self.groups, 1))
         return self._mixed(sublayer(self._mixed(y, kernels, 0)), kernels, 1)
 
     def _mixed(self, x: Tensor, kernels: Tensor, side: int) -> Tensor:  # [..., D], [..., 2, 2, groups, 1] -> [..., D]
+        """Convolve over slots with the kernels of a side: 0 for the sublayer's input, 1 for its output."""
         x = x.unflatten(-1, (self.groups, -1))  # [..., block_size, groups, D / groups]
         base = self.base_kernel[side].unflatten(-1, (self.groups, -1)).to(x.dtype)
         # The slots 0 1 2 have - 0 1 before them.
@@ -62,7 +64,7 @@ class LikeliestTokens(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What the selector makes of K labels."""
+    """The selector's results on K labels."""
 
     loss: Tensor  # [K] cross-entropy among the candidates; 0 where the label is none of them
     hits: Tensor  # [K] 1 where the best candidate is the label

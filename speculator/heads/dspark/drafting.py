@@ -48,7 +48,7 @@ class DSparkSource(CachedSource):
 
     @torch.no_grad()
     def _read(self, cache: HeadCache, hidden: Tensor, counts: Tensor) -> None:  # [B, T, nD], [B]
-        """Write the keys and values of text with these auxiliary hidden states; the first `counts` of each row stay."""
+        """Append text with these auxiliary hidden states to the cache: the first `counts` positions of each row."""
         positions = cache.lengths[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
         context = self.head.context(hidden.to(self.head.dtype))
         for index, (keys, values) in enumerate(self.head.key_values(context, positions)):

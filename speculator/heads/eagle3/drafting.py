@@ -35,7 +35,7 @@ class Eagle3Form:
         tokens: Tensor,  # [B, T] token after each
         counts: Tensor,  # [B] number of valid positions of each row, from the left
     ) -> tuple[Tensor, Tensor]:  # [B, T, 2D], [B, T, D]
-        """Process text without drafting from it; returns the layer's input u and residual."""
+        """Append text to the cache without drafting from it; return the layer's input u and residual."""
         head, layer = self.head, self.head.layer
         positions = cache.lengths[:, None] + torch.arange(aux_hidden.shape[1], device=aux_hidden.device)
         u, residual = layer.enter(head.embed(tokens), head.fuse(aux_hidden))

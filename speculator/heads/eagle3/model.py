@@ -218,6 +218,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         tokens: Tensor,  # [B, S+N-1]
         embedding: Tensor | None = None,  # [V, D] replaces the embedding in use
     ) -> Tensor:  # [N, B, S, V]
+        """See `UnrolledHead.logits`."""
         shared = self._shared_embedding
         if embedding is not None:
             self._shared_embedding = [embedding]

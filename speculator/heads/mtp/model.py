@@ -45,7 +45,7 @@ _SCORES_ON_GPU = 2**25
 
 
 class Joint:
-    """Attention of one step of training: to the text's keys of step 0, and to the row's own of later steps.
+    """The `Attend` of one step of training: to the text's keys of step 0, and to the row's own of later steps.
 
     Args:
         rows: the positions whose features are computed.
@@ -140,6 +140,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
 
     @property
     def is_chain(self) -> bool:
+        """Whether it has several layers, each of which drafts one token; a single layer drafts any number."""
         return len(self.layers) > 1
 
     def run(
@@ -178,10 +179,10 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         self,
         states: Tensor,  # [B, S, D]
         tokens: Tensor,  # [B, S+N-1] step i of position t reads tokens[:, t + i]
-        documents: Tensor | None = None,  # [B, S]
-        loss_mask: Tensor | None = None,  # [B, S]
+        documents: Tensor | None = None,  # [B, S] document of each position, on the CPU; None: one document a row
+        loss_mask: Tensor | None = None,  # [B, S] positions where features are needed, on the CPU; None: all
     ) -> list[Tensor]:  # N x [B, S, D]
-        """See `UnrolledHead`. The backward pass recomputes each step; a few states per step are kept for it."""
+        """See `UnrolledHead.unrolled`. The backward pass recomputes each step, from a few states that are kept."""
         length = states.shape[1]
         if documents is None:
             documents = torch.zeros(len(tokens), length, dtype=torch.long)
@@ -224,7 +225,10 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     def _step(
         self, index: int, step: int, rows: QueryRows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a layer, to be recomputed in the backward pass; return features, next state, keys and values."""
+        """Run layer `index`, to be recomputed in the backward pass; return features, next state, keys and values.
+
+        `step`, `rows` and `kept` are those of `Joint`; the others are those of `run`.
+        """
 
         def work(embedded: Tensor, state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
             attend = Joint(rows, step, kept)
@@ -236,7 +240,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     # --- export
 
     def probe(self) -> tuple[Tensor, ...]:
-        """Return states, tokens, and a matrix in place of the target's."""
+        """Return states [1, 4, D], tokens [1, 3 + N], and a matrix [V, D] in place of the target's two."""
         hidden, tokens = super().probe()
         return hidden, tokens, self.probe_matrix()
 
@@ -247,5 +251,6 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         tokens: Tensor,  # [B, S+N-1]
         matrix: Tensor | None = None,  # [V, D] replaces the target's embedding and output matrix
     ) -> Tensor:  # [N, B, S, V]
+        """See `UnrolledHead.logits`."""
         with nullcontext() if matrix is None else self.sharing(matrix, matrix):
             return super().logits(hidden, tokens)
