@@ -27,7 +27,7 @@ class DraftModelDrafter(Drafter):
         shape: form of the draft; a number n stands for a chain of n tokens.
 
     Raises:
-        UserError: the tokenizers differ.
+        UserError: the tokenizers or the encoders differ, or the draft model has recurrent layers.
     """
 
     name = "model"

@@ -26,7 +26,8 @@ class EarlyExitDrafter(Drafter):
         shape: form of the draft; a number n stands for a chain of n tokens.
 
     Raises:
-        UserError: the target's layers can't be run one by one, or it has no more than `layers`.
+        UserError: the target's layers can't be run one by one, `layers` is not at least 1 and below their number, or a
+            target with recurrent layers is to draft a tree.
     """
 
     name = "early_exit"

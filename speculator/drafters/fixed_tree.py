@@ -27,7 +27,7 @@ class FixedTree:
             each from what its elders left.
 
     Raises:
-        UserError: no node, or one whose parent or elder sibling is missing.
+        UserError: there is no node, one whose parent or elder sibling is missing, or too many.
     """
 
     capturable = True
@@ -101,7 +101,7 @@ class FixedTree:
         return form.filled(torch.cat(all_tokens, 1), torch.cat(all_probs, 1) if all_probs else None)
 
     def _indices(self, pending: Tensor) -> tuple[Draft, list[list[Tensor]]]:
-        """Return a draft of this form without its tokens, and the indices of its levels, on the device of `pending`."""
+        """Return a draft of this form with placeholder tokens, and `_levels` as tensors, on the device of `pending`."""
         key = (len(pending), pending.device)
         if key not in self._on_device:
             index = partial(torch.tensor, dtype=torch.long, device=pending.device)
@@ -115,7 +115,7 @@ class FixedTree:
 
 
 class Candidates(FixedTree):
-    """Multi-candidate drafts (2401.06706): every token of level i has `branches[i]` children."""
+    """Multi-candidate drafts (2401.06706): a token at depth i has `branches[i]` children, the pending one is at 0."""
 
     def __init__(self, branches: Sequence[int]):
         children = [range(count) for count in check_branches(branches)]
@@ -124,7 +124,7 @@ class Candidates(FixedTree):
 
 
 def siblings(probs: Tensor, u: Tensor) -> Tensor:  # [R, V], [R, k] -> [R, k]
-    """Draw k tokens from each of R distributions, one after the other and without replacement, by the numbers u."""
+    """Draw k different tokens from each of R distributions, one after the other, by uniform numbers u in [0, 1)."""
     tokens: list[Tensor] = []
     for i in range(u.shape[1]):
         tokens.append(draw(probs, u[:, i]))

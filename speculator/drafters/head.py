@@ -15,6 +15,9 @@ class HeadDrafter(Drafter):
         head: the trained head.
         shape: shape of the draft; a number is the length of a chain, None a chain of n_predict. Tuned settings are
             ignored: see `adaptive_drafter`.
+
+    Raises:
+        UserError: the shape is deeper, or has more children of a token, than the head can draft.
     """
 
     name = "head"

@@ -97,8 +97,9 @@ def timed_steps(
     """Decode `count` drafted steps after `prompts`; yield each one's draft and result, and add the seconds to `costs`.
 
     With `costs`, every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed
-    after the same sequence. The first step of a block, and blocks that captured a graph, don't count. Sequences may run
-    past the end of the context, where positions are clamped: the tokens are then meaningless, but their time is not.
+    after the same sequence; None: no plain steps, and nothing is timed. The first step of a block, and blocks that
+    captured a graph, don't count. Sequences may run past the end of the context, where positions are clamped: the
+    tokens are then meaningless, but their time is not.
     """
     # Room for every draft accepted as a whole, and for the plain steps that are undone.
     limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2

@@ -82,7 +82,7 @@ class History:
         self._size = 0
 
     def read(self, sequences: Sequences) -> None:
-        """Read the new tokens of these sequences, and forget the oldest others."""
+        """Read the new tokens of these growing sequences; of others, forget the oldest beyond `tokens` tokens."""
         for text in sequences:
             _, known = self._known.pop(id(text), (text, 0))
             for end in range(max(known, self.ngram), len(text)):
@@ -95,6 +95,7 @@ class History:
             self._forget(next(iter(self._known)))
 
     def _forget(self, name: int) -> None:
+        """Drop the n-grams of the sequence whose `id` is `name`."""
         text, known = self._known.pop(name)
         self._size -= known
         for end in range(self.ngram, known):
@@ -104,7 +105,7 @@ class History:
                 self._ends[gram] = left
 
     def occurrences(self, text: Sequence[int]) -> tuple[Occurrence, ...]:
-        """Return where the last n-gram of `text` occurred, in any sequence that was read, the newest first."""
+        """Return where the last n-gram of `text` occurred in the sequences read: its 4 newest places, newest first."""
         return self._ends.get(tuple(text[-self.ngram :]), ())
 
 
@@ -143,7 +144,7 @@ class NgramDrafter(Drafter):
         self.memory.paths.put(self.paths(requests))
 
     def paths(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Return the tokens that followed the best match of each request's sequence."""
+        """Return the tokens that followed the best match of each request's sequence; none without a match."""
         return [tokens for _, tokens in self.look([request.sequence for request in requests])]
 
     def prepare(self) -> None:
@@ -157,9 +158,10 @@ class NgramDrafter(Drafter):
             self.history = History(self.history.tokens, self.max_ngram)
 
     def look(self, sequences: Sequences) -> list[tuple[int, list[int]]]:
-        """Find the longest match of each sequence's end: the number of matching tokens, and those that followed it.
+        """Return the best match of each sequence's end: its number of tokens, and the tokens that followed it.
 
-        A match in another sequence counts as two tokens shorter; at a tie the sequence's own match wins, and before it
+        Without a match these are 0 and []. A match in another sequence counts as two tokens shorter, also in the number
+        returned, but as at least one; at a tie the sequence's own match wins, and before it
         that in its source. At most `LONGEST` matched tokens count. New tokens are compared one by one until `prepare`
         has added them to the index.
         """
@@ -171,6 +173,7 @@ class NgramDrafter(Drafter):
         return [self._best(index) for index in self._indices.values()]
 
     def _best(self, index: _Index) -> tuple[int, list[int]]:
+        """Return what `look` returns for one sequence, that of the index."""
         text, last = index.text, index.last(index.text)
         matches = [] if last is None else [(text, last)]
         if index.source and (end := index.source.last(text)):  # first: it wins a tie, since an answer is short

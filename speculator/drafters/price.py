@@ -79,6 +79,7 @@ class Shift:
 
     @property
     def optimistic(self) -> float:
+        """The estimate plus a quarter of a standard error, by which drafts of the head are chosen."""
         return self.value + _OPTIMISM * sqrt(self._variance)
 
 
@@ -90,6 +91,7 @@ class Choice:
         shape: shape of the draft.
         acceptance: measured acceptance rates by depth, each conditional on the parent, for greedy (True) and sampled
             (False) rows. Rows of a missing kind never get this draft.
+        logits: `acceptance` as log-odds, of rates between 0.01 and 0.99.
     """
 
     shape: Shape
@@ -106,6 +108,7 @@ class Choice:
 
 @lru_cache(4096)
 def _accepted(logits: tuple[float, ...], shift: int) -> float:
+    """Return the expected accepted tokens by log-odds of acceptance, all moved by `shift` steps of `_GRID`."""
     return sum(accumulate((_chance(logit + shift * _GRID) for logit in logits), mul))
 
 
@@ -226,6 +229,7 @@ class Chooser:
         return step
 
     def _shift(self, request: Request) -> Shift:
+        """Return a request's own estimate for the head; a new request gets one that starts from that of all."""
         row = self._rows.get(request)
         return row.shift if row else Shift(_REQUEST_VARIANCE, _REQUEST_FORGETS, self._head[request.sampling.greedy])
 
@@ -236,6 +240,13 @@ class Chooser:
         logits: Sequence[float],
         shifts: Sequence[Shift],
     ) -> PricedDraft:
+        """Return the plan of the next step.
+
+        Args:
+            requests, found: see `choose`.
+            logits: measured log-odds that a token of each request's path is accepted.
+            shifts: each request's estimate for the head.
+        """
         kinds, rows = [request.sampling.greedy for request in requests], len(requests)
         greedy, none = all(kinds), [0] * rows
         choices = [choice for choice in self._choices if all(kind in choice.logits for kind in kinds)]

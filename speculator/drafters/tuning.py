@@ -52,7 +52,7 @@ class Tuning:
 
     Attributes:
         ranks: acceptance by depth and rank.
-        trees: trees worth drafting, each as its nodes' paths of ranks.
+        trees: trees worth drafting, each as the `paths` of a `FixedTree`.
         lookup: acceptance rates of a looked-up token after a match of 1, 2, ... tokens.
         costs: step costs, as measured on `machine`.
         machine: see `measured_on`.
@@ -73,7 +73,7 @@ def untuned(head: Speculator) -> Tuning:
 
 
 def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
-    """Read the `decoding.json` of a head's folder; None if there is none."""
+    """Read the `decoding.json` of a head's folder; None if there is none. Raises a UserError if it does not fit."""
     file = Path(folder) / TUNED
     if not file.is_file():
         return None
@@ -182,7 +182,10 @@ def _is_tree(choice: Choice) -> bool:
 def _costs_here(
     head: Speculator, target: Target, shapes: Sequence[Shape], temperatures: Sequence[float], batch_size: int
 ) -> list[CostEntry]:
-    """Measure step costs, or read those that an earlier process on this machine measured with the same code."""
+    """Measure step costs, or read those that an earlier process on this machine measured with the same code.
+
+    Returns an entry for each number of rows and kind of temperature that was measured in time; maybe none.
+    """
     kinds = sorted({temperature == 0 for temperature in temperatures})
     sizes = [(rows, greedy) for rows in sizes_to_measure(batch_size) for greedy in kinds]
     machine = measured_on(target)

@@ -91,9 +91,13 @@ class Captured(Generic[Result]):
     def __call__(
         self,
         key: Hashable,
-        state: Sequence[Tensor],  # updated in place by the function
+        state: Sequence[Tensor],  # all tensors that the function updates in place
         *arguments: Any,
     ) -> Result:
+        """Return the function's result, by a replay if the key has a graph; see the class for the first calls.
+
+        Calls with the same key must launch the same kernels on the same addresses.
+        """
         if not enabled or self._waits(key):
             return self.work(*arguments)
         entry = self._entries.setdefault(key, _Entry())
@@ -112,9 +116,9 @@ class Captured(Generic[Result]):
         return result
 
     def pays(self, key: Hashable, saving: Callable[[], float]) -> bool:
-        """Return whether a key should be called in place of a coarser one, whose graph does more work.
+        """Return whether to call this key in place of a coarser one, whose graph does more work for the same result.
 
-        It should once it would have saved as much as its capture costs, so at worst twice the least is paid.
+        True once its calls would have saved what a capture costs, and from then on; False after a failed capture.
 
         Args:
             saving: gives the share of a step's time that a call saves.

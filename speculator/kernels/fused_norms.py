@@ -18,7 +18,7 @@ _FUSED = "_fused_by_speculator"
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace the norms that prove to be plain RMS norms, and return their number."""
+    """Replace, in place, the modules that prove to be plain RMS norms; return their number."""
     known: dict[tuple[type, float], type | None] = {}
     fused = 0
     for module in model.modules():
@@ -57,7 +57,7 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
 
 
 def _fused(kind: type, eps: float) -> type:
-    """Return a subclass of a family's norm that calls the kernel."""
+    """Return a subclass of the norm class `kind` that calls the kernel where input and weight have one dtype."""
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != self.weight.dtype:

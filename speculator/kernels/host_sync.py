@@ -48,6 +48,7 @@ class HostSyncs(TorchDispatchMode):
         return result
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add an operation's name to `names` if the host waits in it."""
         name = func.name().split("::")[-1].split(".")[0]
         # An index by booleans has as many results as there are True ones: the host must count them.
         index = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ()

@@ -69,7 +69,7 @@ def bfloat16_pays() -> bool:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the shortest of several times that a product takes."""
+    """Return the seconds of a product of the sizes `_TIMED`, the shortest of four measurements."""
     rows, inputs, outputs = _TIMED
     x, weight, times = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype), []
     for _ in range(4):
@@ -108,7 +108,7 @@ def _widens(x: Tensor) -> bool:
 
 
 def _widened(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply bfloat16 in float32; the matrix may be packed already."""
+    """Return the bfloat16 product of `product`, computed in float32; the matrix may be a packed float32 copy."""
     wide = matrix.float() if matrix.dtype is torch.bfloat16 else matrix
     return _onednn(x.float(), wide, None if bias is None else bias.float()).to(torch.bfloat16)
 
