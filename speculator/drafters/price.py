@@ -204,8 +204,9 @@ class Chooser:
         """Return the plan of the next step.
 
         Args:
-            requests: the decoding requests; their last steps tell what became of the last choice.
-            found: matched tokens (0: none) and path of the n-gram lookup of each request.
+            requests: the decoding requests; their last steps show how much of the last choice was accepted.
+            found: number of matched tokens (0: none) and path of the n-gram lookup of each request, see
+                `NgramDrafter.look`.
         """
         self._learn()
         by_size = [self._logits[request.sampling.greedy] for request in requests]

@@ -31,7 +31,7 @@ from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, Trainin
 
 @dataclass
 class HostIndices:
-    """What the indices of a batch follow from, on the CPU: on a GPU their number would have to be waited for.
+    """Labels and documents of a batch on the CPU. Indices are computed from them there, so the host need not wait.
 
     Attributes:
         labels: [B, N, S] as of `align`.
@@ -176,7 +176,7 @@ class UnrolledHead(Speculator):
 
 
 def on_host(batch: TrainingBatch) -> HostIndices:
-    """Return what a batch's indices follow from; a batch that no collator made is copied to the CPU."""
+    """Return a batch's labels and documents on the CPU, copied there if `targets` has no "on_host"."""
     return batch.targets.get("on_host") or HostIndices(batch.labels.cpu(), batch.document_ids.cpu())
 
 

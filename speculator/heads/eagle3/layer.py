@@ -10,7 +10,7 @@ from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 
 
 class Eagle3Layer(nn.Module):
-    """The layer: `enter` gives what attention projects, and the residual; `leave` adds attention and the MLP."""
+    """The layer: `enter` returns u, which attention projects, and the residual; `leave` adds attention and the MLP."""
 
     def __init__(self, config: Eagle3SpeculatorConfig):
         super().__init__()
@@ -21,7 +21,7 @@ class Eagle3Layer(nn.Module):
         self.mlp = MLP(config)
         self.norm_before_residual = config.norm_before_residual
 
-    def enter(self, embedded: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:  # [..., D] twice -> u, residual
+    def enter(self, embedded: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:  # [..., D] twice -> [..., 2D], [..., D]
         normed = self.hidden_norm(g)
         u = torch.cat([narrowed(self.input_layernorm(embedded)), narrowed(normed)], -1)
         return u, normed if self.norm_before_residual else g
