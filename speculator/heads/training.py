@@ -90,7 +90,7 @@ def forecast_error(sums: Sequence[float]) -> float | None:
     """Return the standard error of the tokens accepted per draft, from `step_metrics`' "rows".
 
     The tokens of a row are not independent, so rows are the sample: with a accepted tokens of n drafts in each of R
-    rows and r = sum a / sum n, it is sqrt(R / (R - 1) sum (a - r n)^2) / sum n. None for a single row.
+    rows and r = sum a / sum n, it is sqrt(R / (R - 1) sum (a - r n)^2) / sum n. None for fewer than two rows.
     """
     aa, an, nn, a, n, rows = sums
     if rows < 2:
