@@ -219,13 +219,15 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Gated MLP with SiLU, as in Llama, of inner size `config.inner_dim`."""
+
     def __init__(self, config: AttentionConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.emb_dim, config.inner_dim, bias=False)
         self.up_proj = nn.Linear(config.emb_dim, config.inner_dim, bias=False)
         self.down_proj = nn.Linear(config.inner_dim, config.emb_dim, bias=False)
 
-    def forward(self, y: Tensor) -> Tensor:
+    def forward(self, y: Tensor) -> Tensor:  # [..., D] -> [..., D]
         y = narrowed(y)
         return self.down_proj(nn.functional.silu(self.gate_proj(y)) * self.up_proj(y))
 

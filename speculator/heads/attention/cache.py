@@ -21,6 +21,7 @@ class HeadCache:
 
     Args:
         like: a tensor of the dtype and on the device that the cache is to have.
+        value_dim: size of a value; None: d.
 
     Attributes:
         keys, values: [layers, B, K, capacity, d]; values may have a size of their own, `value_dim`.
@@ -47,7 +48,7 @@ class HeadCache:
         self,
         layer: int,
         keys: Tensor,  # [B, T, K, d]
-        values: Tensor,  # [B, T, K, d]
+        values: Tensor,  # [B, T, K, value_dim]
         positions: Tensor,  # [B, T]
     ) -> None:
         """Write a layer's keys and values at these positions of each row; `lengths` do not change."""

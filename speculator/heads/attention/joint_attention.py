@@ -74,7 +74,7 @@ class QueryRows:
         return x if x.device == self._device else send(x, self._device)
 
     def whole(self, x: Tensor, dim: int = 0) -> Tensor:  # [R, ...] -> [B * S, ...]
-        """Scatter the rows to all positions of the batch, 0 elsewhere."""
+        """Scatter the rows, which are dimension `dim` of x, to all positions of the batch; the others are 0."""
         # With the rows 1 and 3 of 4 positions, [a b] becomes [0 a 0 b].
         shape = list(x.shape)
         shape[dim] = self.begins.numel()

@@ -40,7 +40,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
         markov_rank: r, rank of the bias by the token before; 0 for none, as in DFlash.
         sample_from_anchor: the anchor's slot predicts the first token, as in DSpark; else the first mask's, as in
             DFlash, and a block has G + 1 slots.
-        is_causal: a slot attends to the slots before it only; else to all.
+        is_causal: of its block, a slot attends to itself and the slots before it only; else to all slots.
         sliding_window: number of positions up to its own that a slot attends to, in every layer; None for all.
         confidence_head: predict the chance that each drafted token is accepted.
         conv_group_size: channels that share a dynamic kernel of the convolutions of DFlash 2; 0 for no convolutions.

@@ -446,5 +446,6 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
             return logits.unflatten(0, (count, length))
 
     def probe(self) -> tuple[Tensor, ...]:
+        """Return auxiliary hidden states [1, 4, nD], tokens [1, 4 + G], and a matrix [V, D] for the target's, twice."""
         aux_hidden, tokens, matrix = super().probe()
         return aux_hidden, nn.functional.pad(tokens, (0, 1)), matrix, matrix  # also the last state has a block after it

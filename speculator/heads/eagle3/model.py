@@ -79,7 +79,10 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
     # --- what it shares with its target
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Fill in the default auxiliary layers, and share the target's embedding if the head has none of its own."""
+        """Fill in the default auxiliary layers, and share the target's embedding (see `share_embedding`).
+
+        Raises a UserError if the target's hidden size is not the head's.
+        """
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         width = embedding.shape[1]
         if width != self.config.emb_dim:
@@ -121,6 +124,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         return self.lm_head
 
     def embed(self, tokens: Tensor) -> Tensor:  # [...] -> [..., D]
+        """Embed token ids by `embedding_weight`, in the dtype of `fc`; raises a UserError if it is None."""
         weight = self.embedding_weight
         if weight is None:
             raise UserError("the head reads its target's embedding, and was given none")

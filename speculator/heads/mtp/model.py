@@ -53,7 +53,7 @@ class Joint:
         kept: keys and values of the text [B, S, K, d], and of the steps 1..step-1 [step - 1, R, K, d]; none at step 0.
 
     Attributes:
-        made: keys and values that this pass computed, for the `kept` of the next step.
+        made: keys and values [B, T, K, d] that this pass computed, for the `kept` of the next step.
     """
 
     made: tuple[Tensor, Tensor]
@@ -182,7 +182,10 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         documents: Tensor | None = None,  # [B, S] document of each position, on the CPU; None: one document a row
         loss_mask: Tensor | None = None,  # [B, S] positions where features are needed, on the CPU; None: all
     ) -> list[Tensor]:  # N x [B, S, D]
-        """See `UnrolledHead.unrolled`. The backward pass recomputes each step, from a few states that are kept."""
+        """See `UnrolledHead.unrolled`. The backward pass recomputes each step, from a few states that are kept.
+
+        A single layer's features are 0 outside the loss mask from step 1 on; a chain of layers ignores the mask.
+        """
         length = states.shape[1]
         if documents is None:
             documents = torch.zeros(len(tokens), length, dtype=torch.long)
