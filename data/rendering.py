@@ -237,7 +237,7 @@ def _check_wanted(document: Document) -> None:
 def _pair(document: Document, tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> TokenDocument:
     """Return the row of a prompt and its completion: "source_ids" for the encoder, and "input_ids" of the decoder.
 
-    The decoder's tokens begin with its start tokens, which have no loss. A document may already consist of tokens.
+    The decoder's tokens begin with those of `pairs.start`, which have no loss. A document may consist of tokens.
     """
     start, where = list(pairs.start), document["where"]
     if "completion" in document:

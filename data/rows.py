@@ -221,7 +221,10 @@ def _is_alpaca(given: dict[str, Json]) -> bool:
 
 
 def _from_alpaca(given: dict[str, Json], where: str) -> Content:
-    """Return the chat of "instruction", "input" and "output" (Alpaca), or of messages in "input" and "output"."""
+    """Return the chat of "instruction", "input" and "output" (Alpaca), or of messages in "input" and "output".
+
+    Raises a RowError with the place `where` for a malformed row.
+    """
     if isinstance(asked := given.get("input"), list):
         output = given["output"]
         answer = output if isinstance(output, list) else [{"role": "assistant", "content": output}]
@@ -244,7 +247,10 @@ def _from_text(given: dict[str, Json], where: str) -> Content:
 
 
 def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
-    """Return the values of some keys, which must be valid texts, of at most `MAX_CHARACTERS` together."""
+    """Return the values of some keys, which must exist.
+
+    Raises a RowError with the place `where` unless all are valid texts, of at most `MAX_CHARACTERS` together.
+    """
     texts = [_text(given[key], where, f'"{key}"') for key in keys]
     _check_size(where, sum(map(len, texts)))
     return texts

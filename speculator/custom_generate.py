@@ -107,10 +107,13 @@ def speculative(
 
 
 class _BorrowedModel:
-    """The user's model as a `Target`, created once and in use during calls only.
+    """The user's model as a `Target`, created in the first call of `target` and in use during calls only.
 
     Between calls the model is as the user left it, and no copy of its weights is kept: nothing would tell that an
     optimizer or a merged adapter has changed them.
+
+    Args:
+        tokenizer: the target's tokenizer; None: what needs one is refused.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None):

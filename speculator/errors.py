@@ -43,7 +43,7 @@ def refuse(*faults: tuple[Any, str]) -> None:
 
 
 def refuse_below(arguments: argparse.Namespace, **least: int) -> None:
-    """Raise a UserError for the first flag whose value is below its minimum; `least` maps flags' names to minima."""
+    """Raise a UserError for the first flag whose number is below its minimum; `least` maps names to minima."""
     refuse(*((getattr(arguments, name) < n, f"--{name} must be at least {n}") for name, n in least.items()))
 
 

@@ -152,7 +152,7 @@ class LookAhead:
         return self._batches
 
     def take(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Wait for a batch's hidden states, and update `depth`.
+        """Wait for a batch's hidden states, and set `depth` by how long the servers took.
 
         Returns the final ones [B, L, D] and those of the n auxiliary layers, concatenated, [B, L, nD].
         """
@@ -176,7 +176,10 @@ class LookAhead:
 
 
 class LookAheadLoader:
-    """A data loader whose batches have what `LookAhead.take` needs."""
+    """A data loader that yields another's batches, each with its request of hidden states for `LookAhead.take`.
+
+    Iterating it also sends the requests of the next batches, see `LookAhead`; for all else it is the other loader.
+    """
 
     def __init__(self, loader: Any, look_ahead: LookAhead):
         self._loader, self._look_ahead = loader, look_ahead

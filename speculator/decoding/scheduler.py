@@ -162,8 +162,8 @@ class Scheduler:
     ) -> tuple[Slot, Sequence[int], int] | None:
         """Find the prompt in flight that shares the longest prefix with the request, if copying it saves enough.
 
-        Copying does if the prefix is computed already, or if waiting for it saves more than half of the tokens left to
-        compute.
+        Copying saves enough if the prefix is computed already, or if waiting for it saves more than half of the tokens
+        left to compute.
 
         Args:
             num_computed: tokens that the request can take from a free slot instead.

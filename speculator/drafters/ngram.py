@@ -161,9 +161,8 @@ class NgramDrafter(Drafter):
         """Return the best match of each sequence's end: its number of tokens, and the tokens that followed it.
 
         Without a match these are 0 and []. A match in another sequence counts as two tokens shorter, also in the number
-        returned, but as at least one; at a tie the sequence's own match wins, and before it
-        that in its source. At most `LONGEST` matched tokens count. New tokens are compared one by one until `prepare`
-        has added them to the index.
+        returned, but as at least one; at a tie the sequence's own match wins, and before it that in its source. At most
+        `LONGEST` matched tokens count. New tokens are compared one by one until `prepare` has added them to the index.
         """
         # By identity: a request's sequence stays one list while it grows. An index holds its text, so no other text can
         # have that id.

@@ -186,9 +186,10 @@ def align(
     loss_mask: Tensor,  # [B, L] 1 for tokens that the target would generate
     steps: int,
 ) -> Tensor:  # [B, N, S]
-    """Return the labels of every step: IGNORE unless x[t+1 .. t+2+i] are all in the loss mask and in h_t's document.
+    """Return the labels of every step: x[t+2+i] for step i at position t, with N = `steps` and S = L - 2 positions.
 
-    A decoder drafts only there: x[t+1] is a token that the target just sampled.
+    IGNORE stands there instead unless x[t+1 .. t+2+i] are all in the loss mask and in h_t's document. A decoder drafts
+    only there: x[t+1] is a token that the target just sampled.
     """
     length = input_ids.shape[1] - 2
     # N - 1 tokens without loss after the row, so that its last positions have labels at the first steps.

@@ -255,7 +255,10 @@ class CompletionWriter:
         return choice
 
     def choice_event(self, choice: ResponseChoice, more: Body) -> str:
-        """Return the event with one choice, with the fields `more` and the usage if the client asks for it."""
+        """Return the server-sent event with one choice.
+
+        `more` has further fields of the event, beside "choices". The usage is included if the client asked for it.
+        """
         usage: Body = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
         return self._event({"choices": [choice], **usage, **more})
 

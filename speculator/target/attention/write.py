@@ -74,9 +74,10 @@ class Part(NamedTuple):
     """Tokens that attend in one call: equally many of each of some neighbouring rows.
 
     Attributes:
-        rows: the rows.
-        tokens: indices of the part's tokens in each of these rows.
-        packed: indices of all tokens of these rows in the packed row.
+        rows: these rows, among the R of the pass.
+        tokens: the part's tokens, counted within each of these rows.
+        packed: all tokens of these rows, also those of other parts, where the pass's rows are joined to one of N
+            tokens; these rows then have equally many.
         write: a `CacheWrite` for these tokens alone.
     """
 

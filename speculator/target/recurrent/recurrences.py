@@ -54,8 +54,11 @@ class RecurrencePass:
         """Return x, whose dimension `dim` is the tokens, with each path as a row of its own; see `unroll`."""
         return x if self.paths is None else unroll(x.movedim(dim, 1), self.paths).movedim(1, dim)
 
-    def rolled(self, y: Tensor, dim: int = 1) -> Tensor:
-        """Return the output at each path's last token; see `roll`."""
+    def rolled(self, y: Tensor, dim: int = 1) -> Tensor:  # [R P, n, ...] -> [R, P, ...] for dim 1
+        """Return the output at the last token of each of a row's P paths, of at most n tokens; see `roll`.
+
+        Without paths y is returned as it is. `dim` is the dimension of the tokens, before and after.
+        """
         return y if self.ends is None else roll(y.movedim(dim, 1), self.ends).movedim(1, dim)
 
 
