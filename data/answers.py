@@ -198,7 +198,9 @@ class _Chat:
             return None
 
     def answer(self, number: int) -> tuple[str, int, int]:
-        """Render the messages up to an answer; return the text, and start and end of the answer in it.
+        """Render the messages up to an answer, the message `number`, counted from 0, and including it.
+
+        Returns the text, and the answer's start and end in it, in characters.
 
         Raises:
             RefusedError: the template rejects these messages, or writes the answer where we can't find it.

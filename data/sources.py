@@ -32,7 +32,7 @@ def name_of(row: Document) -> str:
 
 
 def split_of(name: str) -> str:
-    """Return the split of a document, which depends on its name alone."""
+    """Return the split of a document, a key of `SPLITS`: by a hash of its name, so it is the same in every run."""
     bucket = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
     return next(split for split, buckets in SPLITS.items() if bucket in buckets)
 

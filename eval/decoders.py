@@ -121,7 +121,7 @@ def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engin
 
 
 def _transformers_decoder(target: Target, key: str, kwargs: dict) -> Decoder:
-    """Return a decoder that runs transformers' `generate` with the further arguments `kwargs`."""
+    """Return a decoder, `key` in reports, that runs transformers' `generate` with the further arguments `kwargs`."""
 
     def run(prompts, sampling, count, out, stop_at) -> None:
         time_transformers(target, prompts, sampling, count, out, stop_at, **kwargs)
@@ -148,7 +148,7 @@ def assisted_settings(length: int) -> JsonObject:
 
 
 def _assistant(draft_model: Target, length: int) -> PreTrainedModel:
-    """Load a draft model again, with its own attention, for assisted generation."""
+    """Load a draft model again, with its own attention, for assisted generation with drafts of `length` tokens."""
     kind = auto_class(draft_model.model.config)
     assistant = load_model(kind, draft_model.name, dtype=draft_model.dtype, trust_remote_code=False)
     assistant = assistant.to(draft_model.device)

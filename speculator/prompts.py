@@ -105,7 +105,7 @@ class Prompt:
 
 
 def continued(text: str, chat: bool = False, where: str = "the prompt") -> Prompt:
-    """Create a prompt from text to continue, or with `chat` from a user message."""
+    """Create a prompt from text to continue, or with `chat` from a user message; errors about it call it `where`."""
     return Prompt([_user(text)], chat=chat, where=where)
 
 

@@ -129,9 +129,10 @@ def _paced(z: Tensor, labels: Tensor, weights: LossConfig) -> Tensor:  # [C, V_d
 def replace_by_gradient(
     logits: Tensor, labels: Tensor, token_weights: Tensor, target: TargetProbs | None, weights: LossConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [C, V_d], [C] twice -> [C] each
-    """Return what `measure` does, and overwrite the logits with the gradient of the sum of loss times `token_weights`.
+    """Return loss, hits, overlap and label probability of each token, as `measure` does.
 
-    The overlap is computed only if a loss needs it; otherwise it is 0.
+    The logits are overwritten with the gradient of the sum of loss times `token_weights`. The overlap is computed only
+    if a loss needs it; otherwise it is 0.
     """
     counted = labels != IGNORE
 

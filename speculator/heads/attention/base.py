@@ -178,7 +178,7 @@ class Rope:
 
 
 class Norm(nn.RMSNorm):
-    """RMS norm computed in the weight's dtype, which differs from the input's under autocast."""
+    """RMS norm computed in the weight's dtype, and returned in the input's; they differ under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)

@@ -111,7 +111,10 @@ class CandidateSelector(nn.Module):
         before: Tensor,  # [K] the token of the text before each label
         labels: Tensor,  # [K]
     ) -> Selected:
-        """Compare the selector's choice with the labels. No gradient flows into the logits of the slots."""
+        """Compare the selector's choice with the labels, for its own loss: no gradient flows into the slots' logits.
+
+        `features` are of the slots that predict the labels. Logits exist for C of the K labels at a time.
+        """
         with torch.no_grad():
             parts = [
                 self.candidates(output(x)) for x in features.split(max(1, _LOGITS // len(self.successor_codebook)))

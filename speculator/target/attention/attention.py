@@ -276,10 +276,10 @@ def varlen_attention(
     max_length_q: int | None = None,  # upper bound of a document's length
     **kwargs,
 ) -> tuple[Tensor, None]:  # [1, N, Hq, Dh]
-    """Compute causal attention within each of many documents in a row, by torch's own flash attention on a GPU.
+    """Compute causal attention within each of many documents in a row, by torch's own flash attention: GPUs only.
 
-    A dense mask would cost several times as much: most of it is hidden, and it needs repeated keys. Raises a ValueError
-    without `cu_seq_lens_q`, or with soft-capping or sinks.
+    `attention_mask` and `dropout` are ignored. A dense mask would cost several times as much: most of it is hidden, and
+    it needs repeated keys. Raises a ValueError without `cu_seq_lens_q`, or with soft-capping or sinks.
     """
     if cu_seq_lens_q is None or softcap is not None or s_aux is not None:
         raise ValueError("flash attention needs the bounds of the documents, and has neither soft-capping nor sinks")
