@@ -17,22 +17,22 @@ HEAD, CODER = Path("examples/smollm2_135m_instruct"), Path("examples/qwen2.5_cod
 
 
 @pytest.mark.parametrize(
-    ("folder", "target", "size"),
+    ("folder", "target", "size", "depth"),
     [
-        (HEAD, "HuggingFaceTB/SmolLM2-135M-Instruct", 26e6),
-        (CODER, "Qwen/Qwen2.5-Coder-0.5B-Instruct", 42e6),
+        (HEAD, "HuggingFaceTB/SmolLM2-135M-Instruct", 26e6, 5),
+        (CODER, "Qwen/Qwen2.5-Coder-0.5B-Instruct", 42e6, 3),
     ],
 )
-def test_the_head_of_a_chat_model_loads_and_drafts(folder, target, size):
+def test_the_head_of_a_chat_model_loads_and_drafts(folder, target, size, depth):
     head = load_any(folder)
     assert isinstance(head, Eagle3Speculator)
     assert head.config.base_model_name_or_path == target
     assert sum(file.stat().st_size for file in folder.iterdir()) < size
     assert read_tuning(folder, head) is not None
     head.share_embedding(torch.randn(head.config.vocab_size, head.config.emb_dim))
-    aux_hidden, tokens = torch.randn(1, 5, 3 * head.config.emb_dim), torch.arange(5 + head.n_predict - 1)[None]
+    aux_hidden, tokens = torch.randn(1, 5, 3 * head.config.emb_dim), torch.arange(5 + depth - 1)[None]
     logits = head.float().logits(aux_hidden, tokens)
-    assert logits.shape == (head.n_predict, 1, 5, head.config.vocab_size)
+    assert logits.shape == (depth, 1, 5, head.config.vocab_size)
     assert logits[..., head.draft_tokens].isfinite().all()
 
 

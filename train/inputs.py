@@ -197,7 +197,7 @@ def prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, split: str, c
 def own_prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, length: int) -> list[Conversation]:
     """Return the prompts and chats of the training split that the target will answer for stage 2.
 
-    Prompts of more than `length` tokens, the row length of stage 1, are left out. A UserError is raised without any.
+    Prompts of more than `length` tokens, the row length of stage 1, are left out. Raises a UserError if none is left.
     """
     config, settings = run.config, run.config.stage2.generate
     tally = Tally(max_share=1.0 if config.data.max_bad_rows else 0.0)

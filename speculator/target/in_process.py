@@ -45,7 +45,7 @@ class _GivenHidden(nn.Module):
 
 
 class ModelHere(TrainingTarget):
-    """A training target that holds a transformers model, whole or without its layers: it computes the logits.
+    """A training target whose transformers model is here, whole or, if servers run its layers, without them.
 
     Attributes:
         output_matrix: the lm_head, if its output is the logits, bit for bit; None if the model changes it further.
