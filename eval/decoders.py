@@ -15,6 +15,7 @@ from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridDrafter, NgramDrafter
 from speculator.drafters.measure import StepSeconds, measure
+from speculator.drafters.price import LONGEST_PATH
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.heads import Speculator
@@ -63,7 +64,8 @@ def decoders(
 
     Args:
         head: the draft head; None: no decoder uses one.
-        lengths: numbers of speculative tokens of the head's chains; the other drafters use the first.
+        lengths: numbers of speculative tokens of the head's chains; a draft model uses the first, and lookup copies as
+            many tokens as it may in adaptive drafting.
         draft_model: another model that drafts; None: there is none.
         baselines: names from `speculator.tables.OPTIONAL`.
         batch_size: prompts decoded together; some baselines can't run above 1.
@@ -77,7 +79,7 @@ def decoders(
         drafters |= {
             f"head {each}" if number else "head": HeadDrafter(head, each) for number, each in enumerate(lengths)
         }
-    drafters["ngram"] = NgramDrafter(length)
+    drafters["ngram"] = NgramDrafter(LONGEST_PATH)
     if hybrid and head is not None:
         drafters["hybrid"] = HybridDrafter(HeadDrafter(head, length), NgramDrafter(length))
     if draft_model is not None:
@@ -88,7 +90,7 @@ def decoders(
     options: dict[str, dict] = {
         "hf_generate": {},
         "hf_compiled": {"cache_implementation": "static", "compile_config": _compile_config()},
-        "hf_prompt_lookup": {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": 3},
+        "hf_prompt_lookup": {"prompt_lookup_num_tokens": LONGEST_PATH, "max_matching_ngram_size": 3},
     }
     not_run: dict[str, str] = {}
     if "hf_assisted" in baselines and draft_model is not None:

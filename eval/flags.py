@@ -60,7 +60,7 @@ def run(parser: OneLineParser) -> None:
         type=int,
         action="append",
         metavar="G",
-        help="tokens to draft per step, as a chain; repeatable (default: as tuned, else all the head's)",
+        help="tokens that the head drafts per step, as a chain; repeatable (default: as tuned, else all it can)",
     )
     parser.add_argument(
         "--as",
