@@ -81,7 +81,7 @@ def decoders(
         }
     drafters["ngram"] = NgramDrafter(LONGEST_PATH)
     if hybrid and head is not None:
-        drafters["hybrid"] = HybridDrafter(HeadDrafter(head, length), NgramDrafter(length))
+        drafters["hybrid"] = HybridDrafter(HeadDrafter(head, length), NgramDrafter(LONGEST_PATH))
     if draft_model is not None:
         drafters["draft_model"] = DraftModelDrafter(draft_model, target, length)
     engines = {} if engines is None else engines

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from eval.as_server import default_lengths
 from eval.metrics import paired_bootstrap
-from eval.suites import Suite, check_flags, suite_of
+from eval.suites import Suite, check_flags, first_turns
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints import head_folder
@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     target, sampling = model_flags.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
     folders = head_folder(arguments.old, arguments.speculator_revision), head_folder(arguments.new)
     heads = [load_head(folder, target) for folder in folders]
-    suite = suite_of(arguments, arguments.suite, target)
-    guard = suite_of(arguments, arguments.guard, target) if arguments.guard else None
+    suite = first_turns(arguments, arguments.suite, target)
+    guard = first_turns(arguments, arguments.guard, target) if arguments.guard else None
     drafters: list[HeadDrafter]
     if arguments.server == "ours":
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]

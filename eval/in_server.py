@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, TypedDict
-from urllib.request import urlopen
 
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
-from eval.suites import Suite, suite_of
+from eval.suites import Suite, check_names, first_turns
 from speculator.checkpoints import head_folder
 from speculator.clients.vllm_counters import read_counters
 from speculator.decoding.sampling import Sampling
@@ -28,6 +27,11 @@ FORECAST_FILE = "forecast.json"
 _REQUESTS = 8  # at a time
 _LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
 """Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
+
+
+_OWN_DECODING: dict[str, Any] = {"num_speculative_tokens": None, "rule": None, "batch_size": None, "repeats": 1}
+_OWN_DECODING |= {"report_to": "none", "baseline": None, "hybrid": False, "draft_model": None, "adapter": None}
+"""Flags that a measurement in a server has no use for, with their defaults."""
 
 
 class Served(TypedDict, total=False):
@@ -52,6 +56,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     from speculator.clients.connection import Connection, base_urls
 
+    for flag, default in _OWN_DECODING.items():
+        given = getattr(arguments, flag) != default
+        refuse((given, f"--server measures the server as it was started: --{flag} is for decoding in this process"))
     (base,) = base_urls([arguments.server_url], "--server")
     server = Connection(base, "--server", openai.OpenAI)
     head = head_folder(arguments.speculator, arguments.speculator_revision)
@@ -67,7 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
                 tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None
             )
             sources = arguments.suite or [PYTHON_SOURCES]
-            suites = [suite_of(arguments, source, known, arguments.raw) for source in sources]
+            suites = [first_turns(arguments, source, known, arguments.raw) for source in sources]
+            check_names(suites)
             rows: list[Served] = []
             for suite, temperature in product(suites, arguments.temperature or [0.0, 1.0]):
                 before = None if llama_cpp else _counters(base, server.url)
@@ -120,10 +128,11 @@ def _counters(base: str, shown: str) -> Counter[str]:
         base: URL of the server without /v1.
         shown: the server's address in a UserError, which is raised without a page or counters.
     """
+    import httpx
+
     try:
-        with urlopen(f"{base}/metrics", timeout=60) as page:
-            text = page.read().decode()
-    except OSError as error:
+        text = httpx.get(f"{base}/metrics", timeout=60).text
+    except httpx.HTTPError as error:
         raise UserError(f"{shown}/metrics: {first_line(error)}") from None
     found = read_counters(text)
     refuse((not found, f"{shown}/metrics has no counters of drafts: the server does not draft, or logs no statistics"))

@@ -14,7 +14,7 @@ from datetime import timedelta
 from eval.checks import Check
 from eval.greedy_check import greedy_checks
 from eval.sampled_check import batch_size, coupled_checks, sampled_checks
-from eval.suites import Suite, check_flags, suite_of
+from eval.suites import Suite, check_flags, first_turns
 from eval.timing import step_seconds
 from speculator import Drafter, Target
 from speculator.checkpoints import head_folder
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     model_flags.check(arguments, required=True)
     check_output_file("--output", arguments.output)
     target = model_flags.load_target(arguments)
-    suite = suite_of(arguments, arguments.suite, target)
+    suite = first_turns(arguments, arguments.suite, target)
     drafter = model_flags.drafter(arguments, target)
     assert drafter is not None  # `check` requires one
     adaptive = _adaptive(arguments, target, drafter)

@@ -29,7 +29,7 @@ from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
 from eval.report import markdown, warnings
-from eval.suites import Suite, check_flags, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_names, check_rows, suite_of
 from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
 from speculator import HeadDrafter, Sampling, Target, load_head
@@ -60,7 +60,12 @@ def run(arguments: argparse.Namespace) -> None:
         (
             arguments.server != "ours" and others,
             "--as measures the head: no --hybrid, --draft_model or --baseline with it",
-        )
+        ),
+        (
+            arguments.server != "ours" and arguments.rule == "match",
+            "--as: a server's drafts are greedy without --rule, and sampled with rejection or block",
+        ),
+        (arguments.server != "ours" and arguments.server_url, "--as predicts a server and --server measures one"),
     )
     check_output_folder("--output", arguments.output)
     if arguments.server_url:
@@ -71,9 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     head = load_head(folder, target)
     draft_model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     suites = [suite_of(arguments, source, target, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]
-    names = [suite.name for suite in suites]
-    for name in names:
-        refuse((names.count(name) > 1, f"two suites are called {name}; rename a file"))
+    check_names(suites)
     check_batches(suites, arguments.batch_size or [1])
     lengths = arguments.num_speculative_tokens or default_lengths(arguments.server, head)
     default = ["hf_compiled"] * (target.device.type == "cuda") + ["hf_assisted"] * (draft_model is not None)
@@ -215,7 +218,7 @@ def evaluate(
             "threads": torch.get_num_threads(),
             "seed": measuring.seed,
             "repeats": measuring.repeats,
-            "num_speculative_tokens": chains[0],
+            "num_speculative_tokens": list(compared.lengths) or None,  # None: as tuned, or all the head's
             "draft_model": draft_model.name if draft_model else None,
             "hf_assisted": assisted_settings(chains[0]) if assisted else None,
             "as": server,

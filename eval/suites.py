@@ -6,7 +6,8 @@ import argparse
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -24,6 +25,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Prompt, prompt_of
 from speculator.target.model import Target
+from speculator.terminal import log
 
 _SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
 
@@ -90,8 +92,16 @@ def load_suite(
             f"{target.context_length}"
         )
     tokenizer, limits = target.tokenizer, PromptLimits.of(target, max_new_tokens)
+    if (raw or target.encoder) and tokenizer.chat_template is not None:
+        tokenizer = copy(tokenizer)
+        tokenizer.chat_template = None
+
+    def of_documents() -> Suite:
+        suite = held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
+        return replace(suite, ends=suite.ends or target.encoder is not None)
+
     if source == PYTHON_SOURCES or _is_document(source):
-        return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
+        return of_documents()
     rows, first = raw_rows(source), []
     for row in rows:  # up to the first row that can be parsed
         first.append(row)
@@ -99,8 +109,8 @@ def load_suite(
             break
     refuse((not first, f"--suite {source}: no rows in it"))
     if _is_text(first[-1][1]):
-        return held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
-    chat, tally = not raw and tokenizer.chat_template is not None and not target.encoder, Tally(max_share=1.0)
+        return of_documents()
+    chat, tally = tokenizer.chat_template is not None, Tally(max_share=1.0)
     wanted = _wanted(chain(first, rows), tokenizer, chat, max_prompts, limits, tally)
     taken, left_out = limits.take(source, _interleave(wanted), max_prompts)
     tally.take(len(taken), left_out, "--max_prompts")
@@ -255,6 +265,14 @@ def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bo
     return load_suite(source, target, **sizes, raw=raw)
 
 
+def first_turns(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:
+    """Return a suite as `suite_of` does, for a command that asks first turns only, and say how many it leaves out."""
+    suite = suite_of(arguments, source, target, raw)
+    if later := sum(len(conversation.later) for conversation in suite.conversations):
+        log(f"{suite.name}: first turns only, {later} later turns are not asked (speculator eval asks them)")
+    return suite
+
+
 def check_flags(arguments: argparse.Namespace) -> None:
     """Raise a UserError for a wrong count or temperature in the shared flags, or a value that is given twice."""
     refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2)
@@ -268,6 +286,13 @@ def check_flags(arguments: argparse.Namespace) -> None:
     for name in ("temperature", "batch_size", "num_speculative_tokens"):
         value = given.get(name)
         refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: a value is given twice"))
+
+
+def check_names(suites: Sequence[Suite]) -> None:
+    """Raise a UserError if two suites have the same name."""
+    names = [suite.name for suite in suites]
+    for name in names:
+        refuse((names.count(name) > 1, f"two suites are called {name}; rename a file"))
 
 
 def check_rows(rows: int, count: int) -> None:

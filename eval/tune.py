@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from eval.suites import Suite, check_flags, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_rows, first_turns
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints.hub import is_hub_id
 from speculator.cli import model_flags
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_output_file("--output", output)
     target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target, arguments.speculator_revision)
-    suite = suite_of(arguments, arguments.suite, target)
+    suite = first_turns(arguments, arguments.suite, target)
     rows = write_tuning(target, head, suite, output, arguments.max_new_tokens, arguments.seed)
     print(f"\n{table(rows)}\n\nWritten to {output}")
 

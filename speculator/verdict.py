@@ -87,7 +87,9 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
     else:
         tokens = head["num_speculative_tokens"]
-        advice = f"worth serving: {tokens} token{'s' * (tokens != 1)} per draft"
+        nodes = head.get("nodes", tokens)  # not in reports of older versions
+        tree = f", a tree {tokens} deep" if nodes > tokens else ""
+        advice = f"worth serving: {nodes} token{'s' * (nodes != 1)} per draft{tree}"
         slower = ", ".join(f"{row['temperature']:g}" for row in heads if _speedup(row) < 1)
         if slower:
             advice += f" at temperature {head['temperature']:g}, but slower than plain decoding at {slower}"

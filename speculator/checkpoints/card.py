@@ -173,6 +173,8 @@ def _drafter(row: ReportRow) -> str:
         return name
     if row.get("nodes", 0) > row.get("num_speculative_tokens", 0):
         name += f", tree of {row['nodes']}"
+    elif row["drafter"] == "head":
+        name += f", chain of {row['num_speculative_tokens']}"
     return name if row.get("rule") in (None, "greedy") else f"{name}, rule {row['rule']}"
 
 
@@ -185,8 +187,9 @@ def _with_interval(ratio: Interval | None) -> str:
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    """Join names and values: "batch size 1, ..."."""
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+    """Join names and values: "batch size 1, ..."; None has no place."""
+    given = {name.replace("_", " "): value for name, value in values.items() if value is not None}
+    return ", ".join(f"{name} {value}" for name, value in given.items())
 
 
 def _license(base: str | None) -> dict[str, str]:

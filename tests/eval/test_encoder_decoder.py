@@ -42,6 +42,11 @@ def test_a_suite_whose_answers_exceed_the_decoders_context_is_refused(target, su
         suite_of(target, *_ROWS, max_new_tokens=most + 1)
 
 
+def test_answers_to_prompts_that_are_cut_from_text_end_at_eos_too(target, tmp_path):
+    (tmp_path / "text.txt").write_text("def main(self, name):\n" * 30)
+    assert load_suite(str(tmp_path / "text.txt"), target, **_SIZES).chat
+
+
 def test_all_drafters_are_measured_and_texts_are_those_of_transformers(target, suite_of, tmp_path, figures_only):
     suite = suite_of(target, *_ROWS)
     assert suite.chat  # answers end at EOS

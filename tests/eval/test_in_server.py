@@ -53,6 +53,14 @@ def test_a_llama_server_is_measured_by_the_numbers_in_its_answers(server, target
     assert "the server drafted nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--rule block", "--batch_size 2", "--hybrid", "--repeats 2", "--as vllm"])
+def test_flags_of_decoding_in_this_process_are_refused(target_folder, tmp_path, capsys, flag):
+    assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9", *flag.split())) == 2
+    said = capsys.readouterr().err
+    assert "no server at" not in said
+    assert said.count("\n") == 1
+
+
 def test_a_server_that_is_not_there_fails_in_one_line(target_folder, tmp_path, capsys):
     assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9")) == 2
     assert capsys.readouterr().err.count("\n") == 1

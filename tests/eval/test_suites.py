@@ -2,12 +2,13 @@
 
 import gzip
 import json
+from argparse import Namespace
 
 import pytest
 from conftest import tiny_tokenizer
 
 from data.readers import hub_dataset
-from eval.suites import held_out, load_suite
+from eval.suites import first_turns, held_out, load_suite
 from speculator import UserError
 
 TEMPLATE = (
@@ -131,6 +132,23 @@ def test_chats_in_a_json_file_give_the_same_prompts_as_in_a_suite(tmp_path):
     assert documents.chat
     assert rows.chat
     assert not load(write(tmp_path / "t.json", {"text": "a = 1\n" * 30}), model).chat
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_raw_prompts_have_no_template_in_any_file(tmp_path, ending):
+    file, model = tmp_path / f"q.{ending}", Model(chat=True)
+    file.write_text(json.dumps({"prompt": "def f():", "completion": "return 1"}))
+    assert model.tokenizer.decode(load(file, model).prompts[0]) == "<user>def f():<assistant>"
+    assert model.tokenizer.decode(load(file, model, raw=True).prompts[0]) == "def f():"
+
+
+def test_a_command_that_asks_first_turns_only_says_so(tmp_path, capsys):
+    file = write(tmp_path / "q.jsonl", PUBLISHED["mt_bench"], PUBLISHED["spec_bench"])
+    sizes = Namespace(prompt_tokens=8, max_prompts=4, max_new_tokens=16)
+    assert len(first_turns(sizes, str(file), Model()).prompts) == 2
+    assert "q.jsonl: first turns only, 2 later turns are not asked" in capsys.readouterr().err
+    load(file)
+    assert "later turns" not in capsys.readouterr().err
 
 
 def test_gzipped_rows_are_read_and_texts_are_cut_into_prompts(tmp_path):

@@ -58,6 +58,7 @@ def test_the_verdict_says_where_adaptive_drafting_is_off():
             "3 tokens per draft at temperature 1, but slower than plain decoding at 0",
         ),
         ([row("head", 1.5)], "worth serving: 3 tokens per draft"),
+        ([row("head", 1.5, nodes=5)], "worth serving: 5 tokens per draft, a tree 3 deep"),
         ([row("head", 1.3), row("head", 1.5, num_speculative_tokens=5)], "worth serving: 5 tokens per draft"),
         ([row("head", 1.5), row("ngram", 1.8)], "3 tokens per draft; n-gram lookup alone is faster"),
         ([row("head", 1.5), row("ngram", 1.2)], "3 tokens per draft"),

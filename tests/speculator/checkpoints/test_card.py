@@ -118,7 +118,7 @@ def test_results_hold_every_drafter_and_baseline(run):
     assert "acceptance length | acceptance by position | tokens/s | speedup over plain decoding |" in text
     assert "| 7 of chat | 0 | plain decoding | 1.00 |  | 41.0 |  |  |" in text
     ratios = "1.50 (1.25-1.75) | 2.05 (1.25-1.75)"
-    assert f"| 7 of chat | 0 | draft head | 2.25 | 0.75 0.50 | 61.5 | {ratios} |" in text
+    assert f"| 7 of chat | 0 | draft head, chain of 2 | 2.25 | 0.75 0.50 | 61.5 | {ratios} |" in text
     assert f"| 7 of chat | 0 | n-gram lookup | 1.50 | 0.75 0.50 | 61.5 | {ratios} |" in text
     assert "| 7 of chat | 0 | adaptive |" in text
     assert "| 7 of chat | 1 | draft head, tree of 16, rule block | 2.25 | 0.75 0.50 | 61.5 | 1.50 | 2.05 |" in text
