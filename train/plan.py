@@ -21,6 +21,7 @@ from data.mixture import SELF
 from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
+from speculator.kernels.linear import packed_bytes
 from speculator.tables import gigabytes, markdown_table
 from speculator.target.cache.kv_cache import BUCKETS
 from speculator.target.loading import auto_class, drop_vision_tower
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _USUAL_MFU = 0.33
 """Share of the peak that recipes reached on an H100: 29 to 38%."""
 _TIMES = "(a third of the GPU's peak, as measured on an H100 for training; generation is not measured)"
+_COPIES = "copies of weights, for products of few rows"
 _GUESSED = (
     "stage2: the prompts are not known yet; figures for stage2.generate.prompt_tokens, and chats are taken whole. The "
     "run counts them before it trains"
@@ -130,6 +132,7 @@ class Plan:
 
     Attributes:
         weights, active: number of the target's weights, and of those that a token is multiplied by.
+        multiplied: number of the weights in the target's linear layers, its output matrix among them.
         trained: number of the head's trainable weights.
         size: bytes of a target's weight.
         generated, stages: text to generate and settings of training, by phase.
@@ -164,6 +167,7 @@ class Plan:
         self.table = self.text.vocab_size * self.text.hidden_size
         self.active = self.weights - self.table - _idle_experts(model, self.text)
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
+        self.multiplied = sum(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
@@ -222,6 +226,10 @@ class Plan:
             target -= self.table * self.size // self.shards if self.config.target.parallel == "tp" else 0
         shared = self.place.processes if self.config.shard_optimizer else 1
         always = Counter({"target's weights": target})
+        frozen = Counter({"head's weights and gradients": self.size * self.trained})
+        if self.place.memory is None:  # a CPU keeps a copy of each frozen weight, see `speculator.kernels.linear`
+            always[_COPIES] = 0 if self.served else packed_bytes(self.multiplied // self.shards, self.dtype)
+            frozen[_COPIES] = packed_bytes(self.trained, self.dtype)
         trained = [weight for weight in self.head_module.parameters() if weight.requires_grad]
         # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more. Muon has one moment.
         moments = 8 * largest_share([weight.numel() for weight in trained], shared)  # whole tensors
@@ -231,7 +239,6 @@ class Plan:
             held = moments - saved if stage.optimizer == "muon" else moments
             training = Counter({"head's weights and gradients": 8 * self.trained, "moments": held})
             needs[name] = always + training + self._micro_batch(name)
-        frozen = Counter({"head's weights and gradients": self.size * self.trained})
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own
             needs[name] = always + (frozen if own.depth else Counter()) + self._decoding(own, caches)

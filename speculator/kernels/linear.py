@@ -117,6 +117,13 @@ def _onednn(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, matrix, bias, "none", [], "")
 
 
+def packed_bytes(weights: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the copies that `PackedLinear` makes of so many weights on this machine."""
+    if not HAS_ONEDNN or dtype not in (torch.float32, torch.bfloat16):
+        return 0
+    return weights * (dtype.itemsize if dtype is torch.bfloat16 and bfloat16_pays() else 4)
+
+
 class _Copy:
     """A weight in oneDNN's layout, in float32 where bfloat16 is slower."""
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES
+from speculator.kernels.linear import HAS_ONEDNN
 from speculator.target.in_process import InProcessTarget
 from train import run
 from train import settle as settling
@@ -68,6 +69,17 @@ def test_mfu_is_close_to_that_of_counted_operations():
     target = 2 * (made.weights - made.table) + attention
     head = 6 * made.head_module.weights_per_token(made.length("stage1"))
     assert made.seconds_per_token("stage1") == pytest.approx((target + head) / 989e12, rel=1e-3)
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="without oneDNN there are no copies")
+def test_a_cpu_keeps_a_copy_of_every_matrix_that_multiplies():
+    """30 layers of SmolLM2, and its output matrix, which is the embedding too (docs/lab/training.md)."""
+    made = Plan(settled(parse(["--config", "configs/smollm2-135m-eagle3.yaml", "--target.dtype", "float32"]), SMOLLM))
+    layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
+    copied = 4 * (30 * layer + 49_152 * 576)
+    for name, parts in made.memory().items():
+        head = 4 * made.trained if name == "generating" else 0
+        assert parts["copies of weights, for products of few rows"] == copied + head
 
 
 @pytest.mark.parametrize("family", CONFIGS | RECURRENT)
