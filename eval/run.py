@@ -36,7 +36,8 @@ from speculator import HeadDrafter, Sampling, Target, load_head
 from speculator.checkpoints import head_folder
 from speculator.cli import model_flags
 from speculator.device import dtype_name, hardware
-from speculator.drafters.tuning import adaptive_drafter, read_tuning
+from speculator.drafters.price import fastest_shape
+from speculator.drafters.tuning import adaptive_drafter, choices_of, read_tuning
 from speculator.errors import refuse
 from speculator.files import check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
@@ -280,8 +281,9 @@ def _tuned_tables(
         adaptive = adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size)
         tables[temperature] = list(fixed)
         if tuning:
-            fastest = HeadDrafter(head, adaptive.fastest(temperature == 0, batch_size))
-            tuned = decoder_of(target, "head", fastest, engines, rule)
+            # Of all chains: adaptive drafting on a GPU has few, because each is a graph.
+            shape = fastest_shape(choices_of(head, tuning), adaptive.cost, temperature == 0, batch_size)
+            tuned = decoder_of(target, "head", HeadDrafter(head, shape), engines, rule)
             tables[temperature] = [tuned if decoder.key == "head" else decoder for decoder in fixed]
         if not rule:
             tables[temperature].append(decoder_of(target, "adaptive", adaptive, engines))

@@ -1,6 +1,7 @@
 """`python -m eval`: report files, what the head drafts, and measurements that notice slow or wrong decoding."""
 
 import json
+from types import SimpleNamespace
 import time
 
 import pytest
@@ -65,6 +66,15 @@ def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick):
     assert "| draft head, tree of 3 |" in text
     assert not (tmp_path / "draft_lengths.png").exists(), "the depths are not side by side"
     assert drafted(lengths=[1]) == {0.0: (1, 1), 1.0: (1, 1)}
+
+
+def test_the_head_drafts_a_chain_that_adaptive_drafting_on_a_gpu_lacks(tmp_path, figures_only, monkeypatch):
+    """Chains of 1 to 5 yield 1.57, 1.83, 1.91, 1.91 and 1.90 tokens per plain step; a GPU has graphs of 1, 2 and 5."""
+    monkeypatch.setattr("speculator.drafters.tuning.cuda_graphs", SimpleNamespace(DEVICES=("cpu",)))
+    costs = [{"rows": 1, "greedy": True, "head": 0.0, "path": 0.0, "level": 0.02, "token": 0.0}]
+    write_tuning(tmp_path, n_predict=5, costs=costs)
+    rows = report_of(tmp_path, head=tiny_head(5), tuned_in=tmp_path, temperatures=[0.0], max_new_tokens=8)["suites"]
+    assert [row["nodes"] for row in rows if row["drafter"] == "head"] == [4]
 
 
 def test_an_attention_head_drafts_deeper_than_it_was_trained(tmp_path, figures_only):
