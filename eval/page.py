@@ -43,7 +43,7 @@ COLUMNS = {
     "end-to-end tokens/s": "New tokens per second, with the prefill.",
     "first token, ms": "Time to the first token, which the prefill gives.",
     "peak memory, MB": "Peak memory while decoding.",
-    "draft cost c": "Cost of a drafted token, in plain decoding steps.",
+    "draft cost c": "Cost of a drafted token in plain steps; of adaptive drafting and lookup, over the longest draft.",
     "verify cost v": "Cost of a verification, in plain decoding steps.",
     "turns": "Answers in this category.",
 }
