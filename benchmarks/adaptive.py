@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
-from eval.suites import Suite, check_flags, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_rows, first_turns
 from speculator import Engine, HeadDrafter, Sampling, Target, load_head
 from speculator.cli import model_flags
 from speculator.drafters import Drafter
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_rows(2 * max(sizes), arguments.max_prompts)
     target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target)
-    suite = suite_of(arguments, arguments.suite, target)
+    suite = first_turns(arguments, arguments.suite, target)
     tuning = read_tuning(arguments.speculator, head)
     table = []
     for rows, temperature in product(sizes, temperatures):

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
 from eval.metrics import paired_bootstrap, speedup
-from eval.suites import Suite, check_flags, check_rows, suite_of
+from eval.suites import Suite, check_flags, check_rows, first_turns
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
     Candidates,
@@ -38,6 +38,7 @@ from speculator import (
 from speculator.cli import model_flags
 from speculator.decoding.request import acceptance_length
 from speculator.device import dtype_name, hardware
+from speculator.drafters.price import LONGEST_PATH
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import OneLineParser, run_command
 from speculator.files import make_folder, write_json, write_text
@@ -78,7 +79,7 @@ def decoders(target: Target, head: Speculator, model: Target | None) -> list[Dec
         ),
         Decoder("head candidates", HeadDrafter(head, Candidates(wide))),
         Decoder("head candidates, multi_candidate rule", HeadDrafter(head, Candidates(wide)), "multi_candidate"),
-        Decoder("n-gram", NgramDrafter(n)),
+        Decoder("n-gram", NgramDrafter(LONGEST_PATH)),
     ]
     if model is not None:
         table += [
@@ -179,7 +180,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
-    suite = suite_of(arguments, arguments.suite, target)
+    suite = first_turns(arguments, arguments.suite, target)
     table, tuning = decoders(target, head, model), read_tuning(arguments.speculator, head)
     rows = []
     for temperature in arguments.temperature or [0.0, 0.7, 1.0]:

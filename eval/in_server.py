@@ -29,9 +29,11 @@ _LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
 """Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
 
 
-_OWN_DECODING: dict[str, Any] = {"num_speculative_tokens": None, "rule": None, "batch_size": None, "repeats": 1}
-_OWN_DECODING |= {"report_to": "none", "baseline": None, "hybrid": False, "draft_model": None, "adapter": None}
-"""Flags that a measurement in a server has no use for, with their defaults."""
+_OWN_DECODING: dict[str, tuple] = dict.fromkeys(
+    ("num_speculative_tokens", "rule", "baseline", "draft_model", "adapter", "hybrid"), (None, False)
+)
+_OWN_DECODING |= {"batch_size": (None, [1]), "repeats": (1,), "report_to": ("none",), "dtype": ("auto",)}
+"""Flags that a measurement in a server has no use for, with the values that change nothing."""
 
 
 class Served(TypedDict, total=False):
@@ -56,8 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     from speculator.clients.connection import Connection, base_urls
 
-    for flag, default in _OWN_DECODING.items():
-        given = getattr(arguments, flag) != default
+    for flag, idle in _OWN_DECODING.items():
+        given = getattr(arguments, flag) not in idle
         refuse((given, f"--server measures the server as it was started: --{flag} is for decoding in this process"))
     (base,) = base_urls([arguments.server_url], "--server")
     server = Connection(base, "--server", openai.OpenAI)
@@ -131,7 +133,7 @@ def _counters(base: str, shown: str) -> Counter[str]:
     import httpx
 
     try:
-        text = httpx.get(f"{base}/metrics", timeout=60).text
+        text = httpx.get(f"{base}/metrics", timeout=60, follow_redirects=True).raise_for_status().text
     except httpx.HTTPError as error:
         raise UserError(f"{shown}/metrics: {first_line(error)}") from None
     found = read_counters(text)

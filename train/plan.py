@@ -74,6 +74,11 @@ class GeneratedText:
         return ceil(self.rows * self.mean / length)
 
 
+def _in_linear_layers(module: nn.Module) -> int:
+    """Return the number of weights in a module's linear layers."""
+    return sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear)
+
+
 def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> dict[str, GeneratedText]:
     """Return the text that the target generates in a run, by phase; a phase without such text is left out.
 
@@ -132,7 +137,7 @@ class Plan:
 
     Attributes:
         weights, active: number of the target's weights, and of those that a token is multiplied by.
-        multiplied: number of the weights in the target's linear layers, its output matrix among them.
+        copied, copied_of_head: number of the weights in linear layers, which a CPU copies while they are frozen.
         trained: number of the head's trainable weights.
         size: bytes of a target's weight.
         generated, stages: text to generate and settings of training, by phase.
@@ -167,7 +172,7 @@ class Plan:
         self.table = self.text.vocab_size * self.text.hidden_size
         self.active = self.weights - self.table - _idle_experts(model, self.text)
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
-        self.multiplied = sum(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
+        self.copied, self.copied_of_head = map(_in_linear_layers, (model, head))
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
@@ -227,9 +232,10 @@ class Plan:
         shared = self.place.processes if self.config.shard_optimizer else 1
         always = Counter({"target's weights": target})
         frozen = Counter({"head's weights and gradients": self.size * self.trained})
-        if self.place.memory is None:  # a CPU keeps a copy of each frozen weight, see `speculator.kernels.linear`
-            always[_COPIES] = 0 if self.served else packed_bytes(self.multiplied // self.shards, self.dtype)
-            frozen[_COPIES] = packed_bytes(self.trained, self.dtype)
+        if self.place.memory is None:  # see `speculator.kernels.linear`; sharded weights have no copy
+            whole = not self.served and self.shards == 1
+            always[_COPIES] = packed_bytes(self.copied, self.dtype) if whole else 0
+            frozen[_COPIES] = packed_bytes(self.copied_of_head, self.dtype)
         trained = [weight for weight in self.head_module.parameters() if weight.requires_grad]
         # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more. Muon has one moment.
         moments = 8 * largest_share([weight.numel() for weight in trained], shared)  # whole tensors

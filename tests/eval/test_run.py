@@ -1,8 +1,8 @@
 """`python -m eval`: report files, what the head drafts, and measurements that notice slow or wrong decoding."""
 
 import json
-from types import SimpleNamespace
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import VOCAB, exit_code, measured, tiny_head, tiny_model, write_tuning

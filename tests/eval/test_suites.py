@@ -134,12 +134,15 @@ def test_chats_in_a_json_file_give_the_same_prompts_as_in_a_suite(tmp_path):
     assert not load(write(tmp_path / "t.json", {"text": "a = 1\n" * 30}), model).chat
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json"])
-def test_raw_prompts_have_no_template_in_any_file(tmp_path, ending):
-    file, model = tmp_path / f"q.{ending}", Model(chat=True)
+def test_raw_prompts_have_no_template_and_files_of_chats_are_refused(tmp_path):
+    file, model = tmp_path / "q.jsonl", Model(chat=True)
     file.write_text(json.dumps({"prompt": "def f():", "completion": "return 1"}))
     assert model.tokenizer.decode(load(file, model).prompts[0]) == "<user>def f():<assistant>"
-    assert model.tokenizer.decode(load(file, model, raw=True).prompts[0]) == "def f():"
+    raw = load(file, model, raw=True)
+    assert model.tokenizer.decode(raw.prompts[0]) == "def f():"
+    assert not raw.chat, "its answer runs to the full length"
+    with pytest.raises(UserError, match=r"--raw reads prompts from \.jsonl files"):
+        load(file.rename(tmp_path / "q.json"), model, raw=True)
 
 
 def test_a_command_that_asks_first_turns_only_says_so(tmp_path, capsys):
