@@ -166,7 +166,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
     assert json.loads((finished / "speculator" / "config.json").read_text())["trained_length"] == longest
     assert "| stage1 | 20 steps | 8 | 0.005, cosine |" in card
     assert "| stage2 | 10 steps | 8 |" in card
-    assert "| 2 of functions.jsonl (held-out) | 1 | draft head, rule match |" in card
+    assert "| 2 of functions.jsonl (held-out) | 1 | draft head, chain of 3, rule match |" in card
     assert {path.name for path in (finished / "eval").iterdir()} == {
         "report.json",
         "report.md",
