@@ -27,8 +27,6 @@ FORECAST_FILE = "forecast.json"
 _REQUESTS = 8  # at a time
 _LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
 """Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
-
-
 _OWN_DECODING: dict[str, tuple] = dict.fromkeys(
     ("num_speculative_tokens", "rule", "baseline", "draft_model", "adapter", "hybrid"), (None, False)
 )
@@ -133,10 +131,12 @@ def _counters(base: str, shown: str) -> Counter[str]:
     import httpx
 
     try:
-        text = httpx.get(f"{base}/metrics", timeout=60, follow_redirects=True).raise_for_status().text
+        answer = httpx.get(f"{base}/metrics", timeout=60, follow_redirects=True)
     except httpx.HTTPError as error:
         raise UserError(f"{shown}/metrics: {first_line(error)}") from None
-    found = read_counters(text)
+    # Not httpx's own message, which has the URL with its password.
+    refuse((not answer.is_success, f"{shown}/metrics: status {answer.status_code}"))
+    found = read_counters(answer.text)
     refuse((not found, f"{shown}/metrics has no counters of drafts: the server does not draft, or logs no statistics"))
     return found
 

@@ -100,8 +100,8 @@ def load_suite(
         suite = held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
         return replace(suite, ends=suite.ends or target.encoder is not None)
 
-    templated = raw and source.lower().removesuffix(".gz").endswith((".json", ".parquet"))
-    refuse((templated, f"--suite {source}: --raw reads prompts from .jsonl files, hub datasets and text"))
+    chats = raw and source.lower().removesuffix(".gz").endswith((".json", ".parquet"))
+    refuse((chats, f"--suite {source}: --raw reads prompts from .jsonl files, hub datasets and text"))
     if source == PYTHON_SOURCES or _is_document(source):
         return of_documents()
     rows, first = raw_rows(source), []

@@ -35,3 +35,4 @@ def test_every_head_gets_the_drafts_that_it_can_make(target, n_predict, count):
     assert len(table) == count
     heads = [decoder.drafter for decoder in table if isinstance(decoder.drafter, HeadDrafter)]
     assert all(drafter.num_speculative_tokens <= n_predict for drafter in heads)
+    assert [decoder.drafter.num_speculative_tokens for decoder in table[1:] if decoder.drafter not in heads] == [8]

@@ -38,8 +38,6 @@ SMOLLM = LlamaConfig(
     dtype="bfloat16",
 )
 
-STAGE2 = ["--stage2.max_steps", "2"]
-
 
 @pytest.mark.parametrize(
     ("recipe", "target", "measured", "flags"),
@@ -80,7 +78,8 @@ def test_mfu_is_close_to_that_of_counted_operations():
 )
 def test_a_cpu_keeps_a_copy_of_every_matrix_that_multiplies(recipe, of_head):
     """30 layers of SmolLM2, and its output matrix, which is the embedding too (docs/lab/training.md)."""
-    config = parse(["--config", f"configs/smollm2-135m-{recipe}.yaml", "--target.dtype", "float32", *STAGE2])
+    flags = ["--target.dtype", "float32", "--stage2.max_steps", "2"]
+    config = parse(["--config", f"configs/smollm2-135m-{recipe}.yaml", *flags])
     memory = Plan(settled(config, SMOLLM)).memory()
     layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     copied = 4 * (30 * layer + 49_152 * 576)
