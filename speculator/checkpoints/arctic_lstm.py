@@ -12,6 +12,7 @@ from pathlib import Path
 import transformers
 
 from speculator.checkpoints.arctic import base_archs, servers
+from speculator.checkpoints.base_model import with_own_embedding
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout
@@ -71,5 +72,6 @@ ARCTIC_LSTM = Layout(
     expandable=True,
     translate=translate,
     bare=True,
+    adapt=with_own_embedding,
     also=("MLPVariantSpeculatorPreTrainedModel",),
 )

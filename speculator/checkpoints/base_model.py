@@ -14,6 +14,7 @@ from speculator.checkpoints import files
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, refuse
 from speculator.heads.base import SpeculatorConfig
+from speculator.heads.rnn import RNNHead
 from speculator.target.fingerprint import has_matrix, sample_indices
 from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class
@@ -51,6 +52,13 @@ def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
         ),
     )
     return found
+
+
+def with_own_embedding(head: RNNHead) -> RNNHead:
+    """Return a head with an embedding of its own, made from the base model's (see `base_matrix`) if it reads that."""
+    if head.config.own_embedding:
+        return head
+    return head.with_own_embedding(base_matrix(head.config, "embedding").to(head.device))
 
 
 def same_embedding(config: SpeculatorConfig) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import transformers
 
 from speculator.checkpoints import commands
+from speculator.checkpoints.base_model import with_own_embedding
 from speculator.checkpoints.commands import line
 from speculator.checkpoints.layout import KEPT, PREFIX, Layout, Server
 from speculator.files import JsonObject
@@ -71,4 +72,5 @@ IBM = Layout(
     defaults={"inner_dim": 0, "tie_weights": False, "scale_input": False},
     kept={name: KEPT[name] for name in ("base_model_name_or_path", "top_k_tokens_per_head", "n_candidates")},
     expandable=True,
+    adapt=with_own_embedding,
 )

@@ -90,6 +90,7 @@ class Layout:
         kept: optional fields that are kept in the head's config, and their types.
         pack: converts a head's tensors to stored ones; None: stored under their own names.
         unpack: converts stored tensors to the head's; may raise a UserError.
+        adapt: converts a head to one that the layout can store and that drafts the same; may raise a UserError.
         write: writes a head into a folder, given the result of `fields`, and checks what it wrote; None: the layout is
             config.json and model.safetensors. Without `read_config` and `read`, no command reads other layouts.
         read_config, read: read the config, and the weights by the head's names, from a folder that `write` wrote.
@@ -111,6 +112,7 @@ class Layout:
     kept: dict[str, type] = field(default_factory=lambda: KEPT)
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
+    adapt: Callable[[Any], Speculator] = lambda head: head
     write: Callable[[Any, JsonObject, Path], None] | None = None
     read_config: Callable[[Path], SpeculatorConfig] | None = None
     read: Callable[[Path, Any], dict[str, Tensor]] | None = None
@@ -184,9 +186,10 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     uses it, under that position's name. Raises a UserError if something differs or the layout can't store the head.
     """
     folder = Path(folder).resolve()
-    stored = head.state_dict()
     check_new_folder(folder)
     made = layout.fields_of(head)
+    head = layout.adapt(head)
+    stored = head.state_dict()
     refuse(
         (expand_tied and not head.aliases(), "--expand-tied: this head is not tied, so all its tensors are written"),
         (expand_tied and not layout.expandable, f"--expand-tied: {layout.name} stores a tied tensor once"),

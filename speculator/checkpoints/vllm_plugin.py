@@ -11,6 +11,7 @@ import math
 import transformers
 
 from speculator.checkpoints import commands
+from speculator.checkpoints.base_model import with_own_embedding
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
 from speculator.files import JsonObject
 from speculator.heads import LSTMSpeculator, MLPSpeculator
@@ -64,6 +65,7 @@ def _layout(head: type[Speculator], architecture: str) -> Layout:
         architecture=architecture,
         fields=fields,
         servers=servers,
+        adapt=with_own_embedding,
     )
 
 

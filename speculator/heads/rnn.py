@@ -13,17 +13,24 @@ contributes half of the state's variance at the last step. It depends on n_predi
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from speculator.decoding.draft import gather_at
 from speculator.decoding.memory import Sequences
 from speculator.errors import UserError
 from speculator.heads.drafting import LastHiddenSource
 from speculator.heads.unrolled import UnrolledConfig, UnrolledHead
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _EPS = 1e-6
 _NOISE = 0.3
@@ -35,10 +42,12 @@ class RNNConfig(UnrolledConfig):
     Args:
         tie_weights: share weights among the steps.
         scale_input: normalise the hidden state before the first step.
+        own_embedding: the head trains and stores an embedding; else it reads the target's, see `TargetEmbedding`.
     """
 
     tie_weights: bool = True
     scale_input: bool = True
+    own_embedding: bool = True
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -52,7 +61,33 @@ class RNNConfig(UnrolledConfig):
 
     def describe(self) -> str:
         tied, scaled = "" if self.tie_weights else "not ", "" if self.scale_input else "not "
-        return f"{self.n_predict} heads, {tied}tied, input {scaled}scaled"
+        embedding = "" if self.own_embedding else ", the target's embedding"
+        return f"{self.n_predict} heads, {tied}tied, input {scaled}scaled{embedding}"
+
+
+class TargetEmbedding(nn.Module):
+    """The target's embedding e, frozen and not stored, with a norm and a trained projection: proj(rms(e(x))) / sqrt(D).
+
+    New weights give the result the variance 1/I, as a new embedding of the head's own has.
+    """
+
+    def __init__(self, config: RNNConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.emb_dim, config.inner_dim, bias=False)
+        self.shared: list[Tensor] = []  # a list, so that it is not one of this module's weights
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [...] -> [..., I]
+        """Raises a UserError if `shared` is empty."""
+        if not self.shared:
+            raise UserError(
+                "the head reads its target's embedding, and was given none: call bind(head, target) of "
+                "speculator.checkpoints.loading"
+            )
+        if self.shared[0].device != tokens.device:  # the target is spread over several GPUs
+            self.shared = [self.shared[0].to(tokens.device)]
+        embedded = nn.functional.embedding(tokens, self.shared[0]).to(self.proj.weight.dtype)
+        size = embedded.shape[-1]
+        return self.proj(nn.functional.rms_norm(embedded, (size,), eps=_EPS)) / math.sqrt(size)
 
 
 class RNNHead(UnrolledHead):
@@ -79,16 +114,22 @@ class RNNHead(UnrolledHead):
         return nn.functional.rms_norm(hidden, hidden.shape[-1:], eps=_EPS) / math.sqrt(2)
 
     def weights_per_token(self, length: int) -> int:
-        matrices = ((*self.projections(i), self.output(i)) for i in range(self.n_predict))
-        return sum(matrix.weight.numel() for step in matrices for matrix in step)
+        matrices = [matrix for i in range(self.n_predict) for matrix in (*self.projections(i), self.output(i))]
+        matrices += [table.proj for table in self._shared()]  # steps that share a table look it up together
+        return sum(matrix.weight.numel() for matrix in matrices)
+
+    @staticmethod
+    def new_embedding(config: RNNConfig) -> nn.Embedding | TargetEmbedding:  # V -> I
+        """Return an embedding of the head's own, or the target's, as the config has it."""
+        return nn.Embedding(config.vocab_size, config.inner_dim) if config.own_embedding else TargetEmbedding(config)
 
     @abstractmethod
     def projections(self, index: int) -> list[nn.Linear]:
         """Matrices by which step `index` multiplies the state it starts from."""
 
     @abstractmethod
-    def embedding(self, index: int) -> nn.Embedding:  # V -> I
-        """Embedding of the token that step `index` reads."""
+    def embedding(self, index: int) -> nn.Embedding | TargetEmbedding:  # V -> I
+        """Embedding of the token that step `index` reads, made by `new_embedding`."""
 
     @abstractmethod
     def advance(
@@ -140,12 +181,68 @@ class RNNHead(UnrolledHead):
     def drafting_source(self) -> RNNSource:
         return RNNSource(self)
 
+    # --- what it shares with its target
+
+    def _shared(self) -> Iterator[TargetEmbedding]:
+        return (module for module in self.modules() if isinstance(module, TargetEmbedding))
+
+    def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
+        """Read tokens by the target's embedding, unless the head has its own."""
+        self.share_embedding(embedding)
+
+    def share_embedding(
+        self,
+        weight: Tensor,  # [V, D] the target's; neither copied nor saved
+    ) -> None:
+        for module in self._shared():
+            module.shared = [weight.detach()]
+
+    @torch.no_grad()
+    def with_own_embedding(
+        self,
+        weight: Tensor,  # [V, D] the target's embedding
+    ) -> Self:
+        """Return a head that drafts the same and has an embedding of its own; this one shares `weight` from now on."""
+        self.share_embedding(weight)
+        config: Any = copy.deepcopy(self.config)
+        config.own_embedding = True
+        with torch.device("meta"):
+            made = type(self)(config)
+        tokens = torch.arange(config.vocab_size, device=self.device)
+        tensors = self.state_dict()
+        for name, module in self.named_modules():
+            if isinstance(module, TargetEmbedding):
+                del tensors[f"{name}.proj.weight"]
+                tensors[f"{name}.weight"] = module(tokens)
+        made.load_state_dict(tensors, assign=True)
+        return made.eval()
+
+    def probe(self) -> tuple[Tensor, ...]:
+        """Return hidden states [1, 4, D], tokens [1, 3 + N], and a matrix [V, D] for the target's, if it is read."""
+        return super().probe() if self.config.own_embedding else (*super().probe(), self.probe_matrix())
+
+    def logits(
+        self,
+        hidden: Tensor,  # [B, S, D]
+        tokens: Tensor,  # [B, S+N-1]
+        embedding: Tensor | None = None,  # [V, D] in place of the target's
+    ) -> Tensor:  # [N, B, S, V]
+        """See `UnrolledHead`."""
+        shared = [module.shared for module in self._shared()]
+        if embedding is not None:
+            self.share_embedding(embedding)
+        try:
+            return super().logits(hidden, tokens)
+        finally:
+            for module, before in zip(self._shared(), shared, strict=True):
+                module.shared = before
+
     @torch.no_grad()
     def initialise_from(self, embedding: Tensor, output: Tensor) -> None:
         """Copy the target's matrices at the scale of the head's own initialisation.
 
-        The first projection starts near the identity, so that step 0 sees the hidden state in the basis that the output
-        matrix reads.
+        The first projection, and those of the target's embedding, start near the identity, so that step 0 sees the
+        hidden state in the basis that the output matrix reads.
         """
         inner = self.config.inner_dim
 
@@ -158,7 +255,8 @@ class RNNHead(UnrolledHead):
                 module.weight.copy_(rescaled(embedding))
         for i in range(self.n_predict):
             self.output(i).weight.copy_(rescaled(self.draft_rows(output)))
-        self.entry.weight.mul_(_NOISE).add_(torch.eye(inner))
+        for matrix in (self.entry, *(module.proj for module in self._shared())):
+            matrix.weight.mul_(_NOISE).add_(torch.eye(inner))
 
 
 class RNNSource(LastHiddenSource):

@@ -102,7 +102,7 @@ def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_p
     flags = ["--speculator.architecture", architecture, "--speculator.n_predict", str(n_predict)]
     flags += ["--speculator.draft_vocab_size", str(drafted), "--speculator.inner_dim", "24"]
     flags += ["--speculator.initialise", "random"]
-    options = {"mlp": ["{}", "{tie_weights: false}"], "eagle3": ["{aux_layers: [0, 1]}"]}
+    options = {"mlp": ["{}", "{tie_weights: false}", "{own_embedding: false}"], "eagle3": ["{aux_layers: [0, 1]}"]}
     options["dspark"] = options["eagle3"]
     for own in options.get(architecture, ["{}"]):
         run = settled(parse([*flags, "--speculator.options", own]), target)

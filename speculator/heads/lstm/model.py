@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from speculator.heads.lstm.config import LSTMSpeculatorConfig
-from speculator.heads.rnn import BiasedRMSNorm, RNNHead
+from speculator.heads.rnn import BiasedRMSNorm, RNNHead, TargetEmbedding
 
 
 class LSTMSpeculator(RNNHead):
@@ -32,7 +32,7 @@ class LSTMSpeculator(RNNHead):
     def __init__(self, config: LSTMSpeculatorConfig):
         super().__init__(config)
         inner = config.inner_dim
-        self.forget_emb = nn.ModuleList([nn.Embedding(config.vocab_size, inner)])
+        self.forget_emb = nn.ModuleList([self.new_embedding(config)])
 
         def projections() -> nn.ModuleList:
             return nn.ModuleList(nn.Linear(size, inner, bias=False) for size in (config.emb_dim, inner))
@@ -56,8 +56,8 @@ class LSTMSpeculator(RNNHead):
         # [h_t, c_0]: a cell of zeros after the hidden state.
         return torch.cat([state, state.new_zeros(*state.shape[:-1], self.config.inner_dim)], dim=-1)
 
-    def embedding(self, index: int) -> nn.Embedding:
-        return cast(nn.Embedding, self.forget_emb[0])
+    def embedding(self, index: int) -> nn.Embedding | TargetEmbedding:
+        return cast("nn.Embedding | TargetEmbedding", self.forget_emb[0])
 
     def projections(self, index: int) -> list[nn.Linear]:
         # Before the cell the state has h_t [D] at step 0 and s [I] later, so step 0 has projections of its own.
@@ -87,4 +87,6 @@ class LSTMSpeculator(RNNHead):
 
     def aliases(self) -> dict[str, str]:
         heads = {f"head.{i}.weight": "head.0.weight" for i in range(1, self.n_predict)}
+        if not self.config.own_embedding:
+            return heads
         return heads | {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in ("input", "output", "cell")}

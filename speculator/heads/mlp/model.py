@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from speculator.heads.mlp.config import MLPSpeculatorConfig
-from speculator.heads.rnn import BiasedRMSNorm, RNNHead
+from speculator.heads.rnn import BiasedRMSNorm, RNNHead, TargetEmbedding
 
 
 class MLPSpeculator(RNNHead):
@@ -31,7 +31,7 @@ class MLPSpeculator(RNNHead):
         n, inner = config.n_predict, config.inner_dim
         # Tied weights are stored once, under the name that published tied checkpoints use.
         count = 1 if config.tie_weights else n
-        self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(count))
+        self.emb = nn.ModuleList(self.new_embedding(config) for _ in range(count))
         self.proj = nn.ModuleList(
             nn.Linear(config.emb_dim if i == 0 else inner, inner, bias=False)
             for i in range(2 if config.tie_weights else n)
@@ -48,8 +48,8 @@ class MLPSpeculator(RNNHead):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
 
-    def embedding(self, index: int) -> nn.Embedding:
-        return cast(nn.Embedding, self.emb[min(index, len(self.emb) - 1)])
+    def embedding(self, index: int) -> nn.Embedding | TargetEmbedding:
+        return cast("nn.Embedding | TargetEmbedding", self.emb[min(index, len(self.emb) - 1)])
 
     def projections(self, index: int) -> list[nn.Linear]:
         # Untied, every step has its own. Tied, there are two: of step 0 and of the rest.
@@ -72,7 +72,8 @@ class MLPSpeculator(RNNHead):
     def aliases(self) -> dict[str, str]:
         if not self.config.tie_weights:
             return {}
-        shared = ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias")
+        embedding = "emb.{}.weight" if self.config.own_embedding else "emb.{}.proj.weight"
+        shared = (embedding, "head.{}.weight", "ln.{}.weight", "ln.{}.bias")
         later = range(1, self.n_predict)
         names = {name.format(i): name.format(0) for name in shared for i in later}
         return names | {f"proj.{i}.weight": "proj.1.weight" for i in later[1:]}

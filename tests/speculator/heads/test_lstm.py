@@ -8,6 +8,9 @@ from transformers import AutoModel
 
 from speculator.heads import LSTMSpeculator, LSTMSpeculatorConfig
 
+EMBEDDING = torch.randn(11, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+"""The target's, which only heads without their own read."""
+
 
 def head_of(n_predict: int = 4, **changes) -> LSTMSpeculator:
     """A head in float64 with random norms, so that a swap of two would show."""
@@ -17,6 +20,7 @@ def head_of(n_predict: int = 4, **changes) -> LSTMSpeculator:
     for norm in (head.cell_ln[0], head.state_ln[0]):
         torch.nn.init.normal_(norm.weight, mean=1.0, std=0.3)
         torch.nn.init.normal_(norm.bias, std=0.3)
+    head.share_embedding(EMBEDDING)
     return head
 
 
@@ -51,7 +55,11 @@ def written_out(head: LSTMSpeculator, hidden: list[float], tokens: list[int]) ->
     cell = [0.0] * inner
     logits = []
     for i in range(n):
-        token = w["forget_emb.0.weight"][tokens[i]]
+        if head.config.own_embedding:
+            token = w["forget_emb.0.weight"][tokens[i]]
+        else:
+            scaled = [x / math.sqrt(head.config.emb_dim) for x in rms(EMBEDDING[tokens[i]].tolist())]
+            token = apply("forget_emb.0.proj.weight", scaled)
         which = 0 if i == 0 else 1
         z = {
             gate: [p + alpha * e for p, e in zip(apply(f"{gate}_proj.{which}.weight", state), token, strict=True)]
@@ -81,7 +89,11 @@ def distance(head: LSTMSpeculator, reference: LSTMSpeculator | None = None) -> f
     return (logits - torch.tensor(expected, dtype=torch.float64).permute(2, 0, 1, 3)).abs().max().item()
 
 
-@pytest.mark.parametrize("options", [{"scale_input": True}, {"emb_dim": 5}, {"n_predict": 2}, {"emb_dim": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"scale_input": True}, {"emb_dim": 5}, {"n_predict": 2}, {"emb_dim": 3}, {"own_embedding": False}],
+    ids=str,
+)
 def test_logits_equal_the_equations(options):
     assert distance(head_of(**options)) < 1e-9
 

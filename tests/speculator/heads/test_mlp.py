@@ -46,8 +46,11 @@ def test_save_and_auto_load_keep_every_logit(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_reads_a_shared_embedding_once(tied):
-    head = MLPSpeculator(MLPSpeculatorConfig(vocab_size=11, emb_dim=4, n_predict=3, tie_weights=tied))
+@pytest.mark.parametrize("own", [True, False])
+def test_training_reads_a_shared_embedding_once(tied, own):
+    shape = {"vocab_size": 11, "emb_dim": 4, "n_predict": 3}
+    head = MLPSpeculator(MLPSpeculatorConfig(**shape, tie_weights=tied, own_embedding=own))
+    head.share_embedding(torch.randn(11, 4))
     reads = []
     for table in head.emb:
         table.register_forward_hook(lambda table, given, out: reads.append(table))
