@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig
 
 from speculator.checkpoints import config_of, head_folder, load_any
 from speculator.checkpoints.loading import bind
-from speculator.errors import UserError
+from speculator.checkpoints.native import declared_fields
+from speculator.errors import UserError, refuse
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
 from speculator.target.base import TrainingTarget
 from speculator.target.sharding import whole
@@ -160,6 +161,11 @@ def head_config(options: HeadOptions, target: PreTrainedConfig) -> SpeculatorCon
                 + _nearest(name, own)
             )
     chosen = {name: value for name, value in options.options.items() if value is not None}
+    kinds = declared_fields(config_class)
+    for name, value in chosen.items():
+        # An int is a float too; true is an int for `isinstance`, but not for a reader.
+        fits = type(value) is kinds[name] or (kinds[name] is float and type(value) is int)
+        refuse((not fits, f"--speculator.options.{name}: expected {kinds[name].__name__}, got {value!r}"))
     try:
         return config_class.for_target(target, **{**given, **chosen})
     except (UserError, ValueError, TypeError, StrictDataclassError) as error:

@@ -27,7 +27,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 @cache
 def native_layout(head: type[Speculator]) -> Layout:
     """Return the `native` layout of a head class: the config and tensors that `save_pretrained` writes."""
-    own = _declared_fields(head.config_class)
+    own = declared_fields(head.config_class)
     shape = {name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own}
 
     def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
@@ -46,7 +46,7 @@ def native_layout(head: type[Speculator]) -> Layout:
     )
 
 
-def _declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
+def declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
     """Return the fields of JSON types that a head's config class and its bases declare, with their types."""
     found: dict[str, type] = {}
     for kind in config.__mro__[: config.__mro__.index(PreTrainedConfig)]:
