@@ -11,6 +11,9 @@ Most processors have no unit for bfloat16, and emulate products of several rows 
 bfloat16 weight's copy is in float32. A product of two bfloat16 numbers is exact in float32, which holds the sums either
 way, and the result is rounded to bfloat16: the same product, up to the order of the sum. One row is left to torch's own
 product: it takes as long as reading the weight, which is half as large in bfloat16.
+
+On some processors oneDNN takes longer for one or two rows than for four. There they are repeated. They then have the
+bits that they have in a verification, too.
 """
 
 from __future__ import annotations
@@ -37,6 +40,13 @@ verification did not, drafts would seem to pay more than they do."""
 
 
 _TIMED = (128, 1024, 1024)  # rows, inputs and outputs of the product that is timed
+_FEW = 4
+"""Rows of a product that may take less time than fewer rows."""
+_FEW_TIMED = (4096, 8192)  # inputs and outputs of the product whose few rows are timed; its weight exceeds most caches
+_GAIN = 1.05
+"""Rows are repeated where that is at least so many times as fast: a smaller difference may be noise."""
+_MIN_REPEATED = 2**18
+"""Weights of a matrix from which on rows are repeated. Below, the call that repeats them costs what it gains."""
 
 
 def _has_onednn() -> bool:
@@ -60,7 +70,10 @@ def bfloat16_pays() -> bool:
     with cached_object("products", name) as stored:
         with suppress(KeyError, TypeError):  # never measured, or damaged
             return bool(stored["bfloat16"] <= stored["float32"])
-        stored |= {"bfloat16": _seconds(torch.bfloat16), "float32": _seconds(torch.float32)}
+        rows, inputs, outputs = _TIMED
+        dtypes = (torch.bfloat16, torch.float32)
+        pairs = [(torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)) for dtype in dtypes]
+        stored["bfloat16"], stored["float32"] = _seconds(pairs)
         if stored["bfloat16"] > stored["float32"]:
             rates = (2e-12 * _TIMED[0] * _TIMED[1] * _TIMED[2] / stored[kind] for kind in ("bfloat16", "float32"))
             what = "this processor multiplies bfloat16 at {:.2f} TFLOP/s and float32 at {:.2f}"
@@ -68,15 +81,34 @@ def bfloat16_pays() -> bool:
         return bool(stored["bfloat16"] <= stored["float32"])
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    """Return the seconds of a product of the sizes `_TIMED`, the shortest of four measurements."""
-    rows, inputs, outputs = _TIMED
-    x, weight, times = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype), []
-    for _ in range(4):
+def _seconds(pairs: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Return the seconds of each product, the shortest of five measurements in turns, for pairs of x and matrix."""
+
+    def once(x: Tensor, matrix: Tensor) -> float:
         started = time.perf_counter()
-        _onednn(x, weight)
-        times.append(time.perf_counter() - started)
-    return min(times)
+        _onednn(x, matrix)
+        return time.perf_counter() - started
+
+    return [min(times) for times in zip(*([once(*pair) for pair in pairs] for _ in range(5)), strict=True)]
+
+
+@cache
+def slow_rows(dtype: torch.dtype) -> frozenset[int]:
+    """Return which numbers of rows, of 1 and 2, take this CPU longer than four rows.
+
+    The first process on a machine times them, which takes up to a second; the user's cache keeps the result.
+    """
+    threads = torch.get_num_threads()
+    name = f"{processor()} {torch.__version__} {os.environ.get('ONEDNN_MAX_CPU_ISA', '')} {threads} {dtype}"
+    with cached_object("rows", name) as stored:
+        try:
+            one, two, few = (float(stored[key]) for key in ("one", "two", "few"))
+        except (KeyError, TypeError, ValueError):  # never measured, or damaged
+            inputs, outputs = _FEW_TIMED
+            packed = torch.ops.mkldnn._reorder_linear_weight(torch.ones(outputs, inputs, dtype=dtype), None)
+            one, two, few = _seconds([(torch.ones(rows, inputs, dtype=dtype), packed) for rows in (1, 2, _FEW)])
+            stored |= {"one": one, "two": two, "few": few}
+        return frozenset(rows for rows, seconds in ((1, one), (2, two)) if seconds > _GAIN * few)
 
 
 def product(
@@ -186,7 +218,11 @@ class PackedLinear(nn.Linear):
             return nn.functional.linear(input, weight, bias)
         if self._copy is None or not self._copy.is_current(weight):
             self._copy = _Copy(weight)
-        return (_widened if widens else _onednn)(input, self._copy.packed, bias)
+        multiply, rows = _widened if widens else _onednn, input.numel() // input.shape[-1]
+        if rows < _FEW and weight.numel() >= _MIN_REPEATED and rows in slow_rows(self._copy.packed.dtype):
+            few = torch.cat([input.reshape(rows, -1)] * (_FEW // rows))
+            return multiply(few, self._copy.packed, bias)[:rows].view(*input.shape[:-1], -1)
+        return multiply(input, self._copy.packed, bias)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}

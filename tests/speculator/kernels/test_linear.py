@@ -63,13 +63,44 @@ def test_products_of_bfloat16_in_float32_are_rounded_exact_ones(monkeypatch, bia
 def test_the_rates_of_products_are_measured_once(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    seconds = {torch.bfloat16: [2.0], torch.float32: [1.0]}
-    monkeypatch.setattr(linear, "_seconds", lambda dtype: seconds[dtype].pop())
+    measured = [[2.0, 1.0]]
+    monkeypatch.setattr(linear, "_seconds", lambda pairs: measured.pop())
     for _ in range(2):  # as two processes
         linear.bfloat16_pays.cache_clear()
         assert not linear.bfloat16_pays()
     linear.bfloat16_pays.cache_clear()
     assert len([*cache_folder().rglob("*.json")]) == 1
+
+
+@needs_onednn
+def test_the_times_of_few_rows_are_measured_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path))
+    measured = [[1.0, 1.3, 1.0]]
+    monkeypatch.setattr(linear, "_seconds", lambda pairs: measured.pop())
+    for _ in range(2):  # as two processes
+        linear.slow_rows.cache_clear()
+        assert linear.slow_rows(torch.float32) == {2}
+    linear.slow_rows.cache_clear()
+    assert len([*cache_folder().rglob("*.json")]) == 1
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (2,), (1, 2), (3,)], ids=str)
+def test_rows_that_are_slow_alone_are_repeated(monkeypatch, layer, shape, dtype):
+    """They then have the bits that they have beside others, as in a verification."""
+    monkeypatch.setattr(linear, "bfloat16_pays", lambda: True)
+    monkeypatch.setattr(linear, "slow_rows", lambda dtype: {1, 2})
+    multiply, rows = linear._onednn, []
+    monkeypatch.setattr(linear, "_onednn", lambda x, *rest: rows.append(len(x.flatten(0, -2))) or multiply(x, *rest))
+    layer.to(dtype)
+    x = torch.randn(4, WIDE, dtype=dtype)
+    count = torch.Size(shape).numel()
+    with torch.no_grad():
+        whole, part = layer(x), layer(x[:count].view(*shape, WIDE))
+    assert rows == [4, 3 if count == 3 else 4]
+    assert part.shape == (*shape, HIGH)
+    assert torch.equal(part.flatten(0, -2), whole[:count])
 
 
 @needs_onednn
