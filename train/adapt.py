@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> None:
     read_config(arguments.head)
     if arguments.layout:  # a head that the layout can't store is refused here, and not after the first round
         start = load_any(arguments.head)
-        layout_of(arguments.layout, start).fields_of(start)
+        layout = layout_of(arguments.layout, start)
+        layout.fields_of(start)
+        layout.adapt(start)
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     refuse((" --" in arguments.target, f"{arguments.record} was recorded with {arguments.target}: give --target"))

@@ -162,10 +162,13 @@ def head_config(options: HeadOptions, target: PreTrainedConfig) -> SpeculatorCon
             )
     chosen = {name: value for name, value in options.options.items() if value is not None}
     kinds = declared_fields(config_class)
-    for name, value in chosen.items():
-        # An int is a float too; true is an int for `isinstance`, but not for a reader.
-        fits = type(value) is kinds[name] or (kinds[name] is float and type(value) is int)
-        refuse((not fits, f"--speculator.options.{name}: expected {kinds[name].__name__}, got {value!r}"))
+    for name, kind in kinds.items():
+        value = chosen.get(name)
+        if kind is float and type(value) is int:
+            value = chosen[name] = float(value)
+        # Not `isinstance`, for which true is an int too.
+        fits = value is None or type(value) is kind
+        refuse((not fits, f"--speculator.options.{name}: expected {kind.__name__}, got {value!r}"))
     try:
         return config_class.for_target(target, **{**given, **chosen})
     except (UserError, ValueError, TypeError, StrictDataclassError) as error:

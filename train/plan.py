@@ -229,6 +229,8 @@ class Plan:
         if self.shards > 1:  # the output matrix is whole in every process
             target += self.table * self.size
             target -= self.table * self.size // self.shards if self.config.target.parallel == "tp" else 0
+            if not any(isinstance(module, nn.Embedding) for module in self.head_module.modules()):
+                target += self.table * self.size  # so is the embedding that the head reads
         shared = self.place.processes if self.config.shard_optimizer else 1
         always = Counter({"target's weights": target})
         frozen = Counter({"head's weights and gradients": self.size * self.trained})

@@ -40,12 +40,15 @@ def write_card(folder: str | Path, run: tuple[RunRecord, Report] | None = None) 
     return folder / NAME
 
 
-def copy_card(card: Path, copy: Path, base: str | None) -> None:
-    """Copy a model card to the path `copy`; `base`, unless None, replaces the base model in the card's header.
+def copy_card(card: Path, copy: Path, base: str | None, head: Speculator) -> None:
+    """Copy a model card to the path `copy`, with the parameters and the form of `head`, as it was exported.
 
-    A `base` that is no hub id removes the base model from the header.
+    Args:
+        base: replaces the base model in the card's header, unless None; one that is no hub id removes it.
     """
     text = read_text(card)
+    for name, value in _shape(head).items():
+        text = re.sub(rf"(?m)^\| {name} \| .* \|$", f"| {name} | {value} |", text, count=1)
     if base is not None:
         changed: Any = ModelCard(text, ignore_metadata_errors=True)
         changed.data.base_model = base if _is_hub_id(base) else None
@@ -123,16 +126,22 @@ def model_card(head: Speculator, run: RunRecord, report: Report) -> str:
     return str(card)
 
 
+def _shape(head: Speculator) -> dict[str, str]:
+    """Return the rows of `_facts` that may differ in another layout or dtype."""
+    count = sum(weight.numel() for weight in head.parameters())
+    return {"parameters": f"{count:,}, {dtype_name(head.dtype)}", "form": head.config.describe()}
+
+
 def _facts(head: Speculator, target: str | None) -> str:
     """Return a table of a head's architecture, size, target and training data; `target` None: not recorded."""
     config: Any = head.config
-    unknown = "not recorded"
+    unknown, shape = "not recorded", _shape(head)
     facts = {
         "architecture": f"{type(head).__name__.removesuffix('Speculator')}, drafts up to {config.n_predict} tokens",
-        "parameters": f"{sum(weight.numel() for weight in head.parameters()):,}, {dtype_name(head.dtype)}",
+        "parameters": shape["parameters"],
         "sizes": f"hidden {config.emb_dim}, inner {config.inner_dim}, vocabulary {config.vocab_size}",
         "draft vocabulary": f"{config.output_size} of {config.vocab_size} tokens",
-        "form": config.describe(),
+        "form": shape["form"],
         "target": target or unknown,
         "longest context in training": f"{config.trained_length} tokens" if config.trained_length else unknown,
         "training data": ", ".join(filter(None, map(public_name, config.training_data or []))) or unknown,

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.output / NAME).exists():  # the target's own, and the same file as in its folder
         pass
     elif record is None:
-        copy_card(card, arguments.output / NAME, arguments.base_model)
+        copy_card(card, arguments.output / NAME, arguments.base_model, layout.adapt(head))
     elif layout.write is None:  # a card is made from the folder
         write_card(arguments.output, record)
     if layout.name == "native" and (folder / TUNED).is_file():

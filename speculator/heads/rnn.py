@@ -76,6 +76,10 @@ class TargetEmbedding(nn.Module):
         self.proj = nn.Linear(config.emb_dim, config.inner_dim, bias=False)
         self.shared: list[Tensor] = []  # a list, so that it is not one of this module's weights
 
+    def reset(self) -> None:
+        """Give `proj` the initial weights whose result has the variance 1/I."""
+        nn.init.normal_(self.proj.weight, std=self.proj.out_features**-0.5)
+
     def forward(self, tokens: Tensor) -> Tensor:  # [...] -> [..., I]
         """Raises a UserError if `shared` is empty."""
         if not self.shared:
@@ -187,7 +191,13 @@ class RNNHead(UnrolledHead):
         return (module for module in self.modules() if isinstance(module, TargetEmbedding))
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Read tokens by the target's embedding, unless the head has its own."""
+        """Read tokens by the target's embedding, unless the head has its own.
+
+        Raises a UserError if the embedding's width is not the hidden size that the head was made for.
+        """
+        width = embedding.shape[1]
+        if not self.config.own_embedding and width != self.config.emb_dim:
+            raise UserError(f"the head reads embeddings of size {self.config.emb_dim}, the target has {width}")
         self.share_embedding(embedding)
 
     def share_embedding(

@@ -12,8 +12,8 @@ bfloat16 weight's copy is in float32. A product of two bfloat16 numbers is exact
 way, and the result is rounded to bfloat16: the same product, up to the order of the sum. One row is left to torch's own
 product: it takes as long as reading the weight, which is half as large in bfloat16.
 
-On some processors oneDNN takes longer for one or two rows than for four. There they are repeated. They then have the
-bits that they have in a verification, too.
+On some processors oneDNN takes longer for one or two rows than for four. There they are repeated, if the matrix is
+large. They then have the bits that they have in a verification, too.
 """
 
 from __future__ import annotations
@@ -93,12 +93,11 @@ def _seconds(pairs: list[tuple[Tensor, Tensor]]) -> list[float]:
 
 
 @cache
-def slow_rows(dtype: torch.dtype) -> frozenset[int]:
-    """Return which numbers of rows, of 1 and 2, take this CPU longer than four rows.
+def slow_rows(dtype: torch.dtype, threads: int) -> frozenset[int]:
+    """Return which numbers of rows, of 1 and 2, take this CPU longer than four rows, with the `threads` that torch has.
 
     The first process on a machine times them, which takes up to a second; the user's cache keeps the result.
     """
-    threads = torch.get_num_threads()
     name = f"{processor()} {torch.__version__} {os.environ.get('ONEDNN_MAX_CPU_ISA', '')} {threads} {dtype}"
     with cached_object("rows", name) as stored:
         try:
@@ -219,7 +218,8 @@ class PackedLinear(nn.Linear):
         if self._copy is None or not self._copy.is_current(weight):
             self._copy = _Copy(weight)
         multiply, rows = _widened if widens else _onednn, input.numel() // input.shape[-1]
-        if rows < _FEW and weight.numel() >= _MIN_REPEATED and rows in slow_rows(self._copy.packed.dtype):
+        few_of_many = rows < _FEW and weight.numel() >= _MIN_REPEATED
+        if few_of_many and rows in slow_rows(self._copy.packed.dtype, torch.get_num_threads()):
             few = torch.cat([input.reshape(rows, -1)] * (_FEW // rows))
             return multiply(few, self._copy.packed, bias)[:rows].view(*input.shape[:-1], -1)
         return multiply(input, self._copy.packed, bias)

@@ -78,7 +78,8 @@ class ModelHere(TrainingTarget):
         return self.model.generation_config
 
     def embedding_matrix(self) -> Tensor:  # [V, D]
-        return whole(self.model.get_input_embeddings().weight)
+        model = self.model.get_decoder() if self.model.config.is_encoder_decoder else self.model
+        return whole(model.get_input_embeddings().weight)
 
     def output_layer(self) -> nn.Linear:
         return self.model.get_output_embeddings()

@@ -25,6 +25,7 @@ VALUES = flags(
         "--speculator.n_predict 1": "tie_weights",
         "--speculator.options.tie_weights maybe": "expected bool",
         "--speculator.options.scale_input 1": "expected bool",
+        "--speculator.architecture eagle3 --speculator.options.rms_norm_eps true": "expected float",
         "--speculator.architecture eagle3 --speculator.options.aux_layers 2": "expected list",
         "--speculator.architecture dspark --speculator.options.markov_rank 2.5": "expected int",
         "--loss.kl 0": "loss",

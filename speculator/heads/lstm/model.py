@@ -47,6 +47,8 @@ class LSTMSpeculator(RNNHead):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=min(module.weight.shape) ** -0.5)
+        elif isinstance(module, TargetEmbedding):
+            module.reset()
         elif isinstance(module, BiasedRMSNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)

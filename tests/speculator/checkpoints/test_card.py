@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 
 from speculator import UserError
 from speculator.__main__ import main
-from speculator.checkpoints.card import write_card
+from speculator.checkpoints.card import copy_card, write_card
 
 SETTINGS = {
     "data": {"seq_length": 128},
@@ -103,6 +103,22 @@ def test_the_recipe_counts_the_sequences_of_all_processes(run):
     parameters = sum(weight.numel() for weight in tiny_head().parameters())
     assert f"| parameters | {parameters:,}, float32 |" in text
     assert "torch 2.13.0, transformers 5.23.0, python 3.11, commit abc123" in text
+
+
+def test_a_copied_card_has_the_parameters_and_the_form_of_the_exported_head(run, tmp_path):
+    card, head = write_card(run), tiny_head(n_predict=2).bfloat16()
+    copy_card(card, tmp_path / "copy.md", None, head)
+    before, after = card.read_text().splitlines(), (tmp_path / "copy.md").read_text().splitlines()
+    changed = [line for line, old in zip(after, before, strict=True) if line != old]
+    parameters = sum(weight.numel() for weight in head.parameters())
+    assert changed == [f"| parameters | {parameters:,}, bfloat16 |", "| form | 2 heads, tied, input scaled |"]
+
+
+def test_a_learning_rate_for_other_rows_and_another_width_says_so(run):
+    settings = yaml.safe_load((run.parent / "config.yaml").read_text())
+    settings["settings"]["stage1"] |= {"base_batch_size": 8, "base_width": 4096}
+    (run.parent / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert "| 0.001 for 8 sequences at width 4096, cosine |" in write_card(run).read_text()
 
 
 def test_results_hold_every_drafter_and_baseline(run):

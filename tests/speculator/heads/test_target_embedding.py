@@ -53,13 +53,13 @@ def test_the_embedding_is_neither_stored_nor_trained(kind):
     assert head.embedding(0).shared[0].data_ptr() == EMBEDDING.data_ptr()
 
 
+@pytest.mark.parametrize("kind", [0, 2])
 @pytest.mark.parametrize("inner", [8, 256])
 @pytest.mark.parametrize("scale", [1.0, 0.02])
-def test_a_new_head_reads_tokens_at_the_scale_of_an_embedding_of_its_own(inner, scale):
+def test_a_new_head_reads_tokens_at_the_scale_of_an_embedding_of_its_own(kind, inner, scale):
     """Whatever the scale of the target's embedding."""
-    torch.manual_seed(0)
     sizes = {"vocab_size": 2000, "emb_dim": 64, "inner_dim": inner}
-    own, shared = (MLPSpeculator(MLPSpeculatorConfig(**sizes, own_embedding=own)) for own in (True, False))
+    own, shared = (head_of(kind, **sizes, own_embedding=own) for own in (True, False))
     shared.share_embedding(torch.randn(2000, 64) * scale)
     tokens = torch.arange(2000)
     found, expected = (head.embedding(0)(tokens).std().item() for head in (shared, own))
@@ -77,6 +77,12 @@ def test_the_targets_matrices_start_the_projection_near_the_identity():
     head = head_of(vocab_size=200, emb_dim=64)
     head.share_embedding(embedding)
     assert nn.functional.cosine_similarity(head.embedding(0)(tokens), embedding).abs().mean() < 0.3
+
+
+def test_an_embedding_of_another_width_is_refused():
+    head = head_of()
+    with pytest.raises(UserError, match="size 8, the target has 9"):
+        head.bind(LlamaConfig(), torch.ones(V, 9), nn.Linear(D, V))
 
 
 def test_a_head_without_its_target_says_what_to_call():

@@ -79,7 +79,7 @@ def test_the_times_of_few_rows_are_measured_once(monkeypatch, tmp_path):
     monkeypatch.setattr(linear, "_seconds", lambda pairs: measured.pop())
     for _ in range(2):  # as two processes
         linear.slow_rows.cache_clear()
-        assert linear.slow_rows(torch.float32) == {2}
+        assert linear.slow_rows(torch.float32, 1) == {2}
     linear.slow_rows.cache_clear()
     assert len([*cache_folder().rglob("*.json")]) == 1
 
@@ -90,7 +90,7 @@ def test_the_times_of_few_rows_are_measured_once(monkeypatch, tmp_path):
 def test_rows_that_are_slow_alone_are_repeated(monkeypatch, layer, shape, dtype):
     """They then have the bits that they have beside others, as in a verification."""
     monkeypatch.setattr(linear, "bfloat16_pays", lambda: True)
-    monkeypatch.setattr(linear, "slow_rows", lambda dtype: {1, 2})
+    monkeypatch.setattr(linear, "slow_rows", lambda dtype, threads: {1, 2})
     multiply, rows = linear._onednn, []
     monkeypatch.setattr(linear, "_onednn", lambda x, *rest: rows.append(len(x.flatten(0, -2))) or multiply(x, *rest))
     layer.to(dtype)
