@@ -11,27 +11,27 @@ import torch
 
 from speculator.checkpoints import load_any
 from speculator.drafters.tuning import read_tuning
-from speculator.heads import Eagle3Speculator
+from speculator.heads import Eagle3Speculator, MLPSpeculator
 
 HEAD, CODER = Path("examples/smollm2_135m_instruct"), Path("examples/qwen2.5_coder_0.5b_instruct")
 
 
 @pytest.mark.parametrize(
-    ("folder", "target", "size", "depth"),
+    ("folder", "kind", "target", "size", "depth"),
     [
-        (HEAD, "HuggingFaceTB/SmolLM2-135M-Instruct", 26e6, 5),
-        (CODER, "Qwen/Qwen2.5-Coder-0.5B-Instruct", 42e6, 3),
+        (HEAD, Eagle3Speculator, "HuggingFaceTB/SmolLM2-135M-Instruct", 26e6, 5),
+        (CODER, MLPSpeculator, "Qwen/Qwen2.5-Coder-0.5B-Instruct", 24e6, 4),
     ],
 )
-def test_the_head_of_a_chat_model_loads_and_drafts(folder, target, size, depth):
+def test_the_head_of_a_chat_model_loads_and_drafts(folder, kind, target, size, depth):
     head = load_any(folder)
-    assert isinstance(head, Eagle3Speculator)
+    assert isinstance(head, kind)
     assert head.config.base_model_name_or_path == target
     assert sum(file.stat().st_size for file in folder.iterdir()) < size
     assert read_tuning(folder, head) is not None
     head.share_embedding(torch.randn(head.config.vocab_size, head.config.emb_dim))
-    aux_hidden, tokens = torch.randn(1, 5, 3 * head.config.emb_dim), torch.arange(5 + depth - 1)[None]
-    logits = head.float().logits(aux_hidden, tokens)
+    states = torch.randn(1, 5, (len(head.aux_layers) or 1) * head.config.emb_dim)
+    logits = head.float().logits(states, torch.arange(5 + depth - 1)[None])
     assert logits.shape == (depth, 1, 5, head.config.vocab_size)
     assert logits[..., head.draft_tokens].isfinite().all()
 

@@ -76,10 +76,6 @@ class TargetEmbedding(nn.Module):
         self.proj = nn.Linear(config.emb_dim, config.inner_dim, bias=False)
         self.shared: list[Tensor] = []  # a list, so that it is not one of this module's weights
 
-    def reset(self) -> None:
-        """Give `proj` the initial weights whose result has the variance 1/I."""
-        nn.init.normal_(self.proj.weight, std=self.proj.out_features**-0.5)
-
     def forward(self, tokens: Tensor) -> Tensor:  # [...] -> [..., I]
         """Raises a UserError if `shared` is empty."""
         if not self.shared:
@@ -119,7 +115,7 @@ class RNNHead(UnrolledHead):
 
     def weights_per_token(self, length: int) -> int:
         matrices = [matrix for i in range(self.n_predict) for matrix in (*self.projections(i), self.output(i))]
-        matrices += [table.proj for table in self._shared()]  # steps that share a table look it up together
+        matrices += [table.proj for table in self.target_embeddings()]  # steps that share a table look it up together
         return sum(matrix.weight.numel() for matrix in matrices)
 
     @staticmethod
@@ -187,7 +183,8 @@ class RNNHead(UnrolledHead):
 
     # --- what it shares with its target
 
-    def _shared(self) -> Iterator[TargetEmbedding]:
+    def target_embeddings(self) -> Iterator[TargetEmbedding]:
+        """Return the parts that read the target's embedding; none if the head has an embedding of its own."""
         return (module for module in self.modules() if isinstance(module, TargetEmbedding))
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
@@ -204,7 +201,7 @@ class RNNHead(UnrolledHead):
         self,
         weight: Tensor,  # [V, D] the target's; neither copied nor saved
     ) -> None:
-        for module in self._shared():
+        for module in self.target_embeddings():
             module.shared = [weight.detach()]
 
     @torch.no_grad()
@@ -238,13 +235,13 @@ class RNNHead(UnrolledHead):
         embedding: Tensor | None = None,  # [V, D] in place of the target's
     ) -> Tensor:  # [N, B, S, V]
         """See `UnrolledHead`."""
-        shared = [module.shared for module in self._shared()]
+        shared = [module.shared for module in self.target_embeddings()]
         if embedding is not None:
             self.share_embedding(embedding)
         try:
             return super().logits(hidden, tokens)
         finally:
-            for module, before in zip(self._shared(), shared, strict=True):
+            for module, before in zip(self.target_embeddings(), shared, strict=True):
                 module.shared = before
 
     @torch.no_grad()
@@ -265,7 +262,7 @@ class RNNHead(UnrolledHead):
                 module.weight.copy_(rescaled(embedding))
         for i in range(self.n_predict):
             self.output(i).weight.copy_(rescaled(self.draft_rows(output)))
-        for matrix in (self.entry, *(module.proj for module in self._shared())):
+        for matrix in (self.entry, *(module.proj for module in self.target_embeddings())):
             matrix.weight.mul_(_NOISE).add_(torch.eye(inner))
 
 

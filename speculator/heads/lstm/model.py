@@ -46,9 +46,9 @@ class LSTMSpeculator(RNNHead):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=min(module.weight.shape) ** -0.5)
-        elif isinstance(module, TargetEmbedding):
-            module.reset()
+            projects_tokens = any(module is table.proj for table in self.target_embeddings())
+            size = self.config.inner_dim if projects_tokens else min(module.weight.shape)
+            nn.init.normal_(module.weight, std=size**-0.5)
         elif isinstance(module, BiasedRMSNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)

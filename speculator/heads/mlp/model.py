@@ -44,8 +44,6 @@ class MLPSpeculator(RNNHead):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.inner_dim**-0.5)
-        elif isinstance(module, TargetEmbedding):
-            module.reset()
         elif isinstance(module, BiasedRMSNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
