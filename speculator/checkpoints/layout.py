@@ -179,11 +179,12 @@ def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
         raise UserError(f"{folder / files.CONFIG}: missing or malformed: {error}") from None
 
 
-def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> None:
+def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> Speculator:
     """Write a head in this layout, read it back, and compare config, tensors, weights and logits.
 
     The folder appears only if all of them agree. `expand_tied` writes a tied tensor once for each draft position that
-    uses it, under that position's name. Raises a UserError if something differs or the layout can't store the head.
+    uses it, under that position's name. Returns the head as the layout stores it (`Layout.adapt`). Raises a UserError
+    if something differs or the layout can't store the head.
     """
     folder = Path(folder).resolve()
     check_new_folder(folder)
@@ -202,9 +203,11 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
         written = layout.pack(head)
     with new_folder(folder) as scratch:
         if layout.write is not None:
-            return layout.write(head, made, scratch)
-        files.write(scratch, made, written)
-        _compare(head, scratch, layout, written)
+            layout.write(head, made, scratch)
+        else:
+            files.write(scratch, made, written)
+            _compare(head, scratch, layout, written)
+    return head
 
 
 def base_config(name: str | None) -> PreTrainedConfig | None:

@@ -32,11 +32,11 @@ def run(arguments: argparse.Namespace) -> None:
     card = folder / NAME
     # A damaged record is refused before anything is written.
     record = None if card.is_file() else read_run(folder.resolve().parent)
-    save(head, arguments.output, layout, arguments.expand_tied)
+    stored = save(head, arguments.output, layout, arguments.expand_tied)
     if (arguments.output / NAME).exists():  # the target's own, and the same file as in its folder
         pass
     elif record is None:
-        copy_card(card, arguments.output / NAME, arguments.base_model, layout.adapt(head))
+        copy_card(card, arguments.output / NAME, arguments.base_model, stored)
     elif layout.write is None:  # a card is made from the folder
         write_card(arguments.output, record)
     if layout.name == "native" and (folder / TUNED).is_file():

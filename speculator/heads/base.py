@@ -237,6 +237,15 @@ class Speculator(PreTrainedModel, ABC):
     ) -> None:
         """Take what the head needs from the target to run, given its text config."""
 
+    def check_width(
+        self,
+        embedding: Tensor,  # [V, D] the target's
+    ) -> None:
+        """Raise a UserError if the target's embedding has another width than this head reads."""
+        width = embedding.shape[1]
+        if width != self.config.emb_dim:
+            raise UserError(f"the head reads embeddings of size {self.config.emb_dim}, the target has {width}")
+
     def aliases(self) -> dict[str, str]:
         """Return {name in a checkpoint: name here} for the tied tensors that published checkpoints store repeatedly."""
         return {}

@@ -192,9 +192,8 @@ class RNNHead(UnrolledHead):
 
         Raises a UserError if the embedding's width is not the hidden size that the head was made for.
         """
-        width = embedding.shape[1]
-        if not self.config.own_embedding and width != self.config.emb_dim:
-            raise UserError(f"the head reads embeddings of size {self.config.emb_dim}, the target has {width}")
+        if not self.config.own_embedding:
+            self.check_width(embedding)
         self.share_embedding(embedding)
 
     def share_embedding(

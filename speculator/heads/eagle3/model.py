@@ -84,9 +84,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         Raises a UserError if the target's hidden size is not the head's.
         """
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
-        width = embedding.shape[1]
-        if width != self.config.emb_dim:
-            raise UserError(f"the head reads embeddings of size {self.config.emb_dim}, the target has {width}")
+        self.check_width(embedding)
         self.share_embedding(embedding)
 
     def share_embedding(
