@@ -85,6 +85,7 @@ from speculator.heads import (
     Speculator,
 )
 from speculator.target.model import Target
+from speculator.terminal import _Heartbeat
 
 _CLASSES = ((argparse, "ArgumentParser"), (tarfile, "TarFile"), (doctest, "DocTestParser"), (inspect, "Signature"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -244,6 +245,14 @@ def tiny_model(family: str = "llama", scale: float = 4.0):
         if parameter.ndim == 2:
             parameter.data *= scale
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def no_work_outlives_a_test():
+    """A bar that an error left behind would print its line among those of later work."""
+    yield
+    left, _Heartbeat.work[:] = [str(work) for work in _Heartbeat.work], []
+    assert not left
 
 
 @pytest.fixture

@@ -118,6 +118,13 @@ class ProgressLine(ProgressCallback):
                 )
             self.prediction_bar.update(1)
 
+    def close(self) -> None:
+        """End the bars that an error left behind, which would go on reporting."""
+        for bar in (self.prediction_bar, self.training_bar):
+            if bar is not None:
+                bar.close()
+        self.prediction_bar = self.training_bar = None
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self.training_bar is not None and logs and "train_runtime" not in logs:
             log(log_line(state.global_step, state.max_steps, logs))

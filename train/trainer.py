@@ -147,7 +147,8 @@ class SpeculatorTrainer(Trainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         for callback in (ProgressCallback, PrinterCallback):  # the Trainer adds one of them
             self.remove_callback(callback)
-        self.add_callback(progress or ProgressLine("training"))
+        self.progress = progress or ProgressLine("training")
+        self.add_callback(self.progress)
         self.target, self.decode, self.keep = target, decode, keep
         self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
         self.patience = patience
@@ -361,7 +362,10 @@ class SpeculatorTrainer(Trainer):
         file = resume_from_checkpoint and Path(resume_from_checkpoint) / _SINCE_LOG
         if file and file.exists():
             self.add_callback(ResumeLogging(self, torch.load(file, self.args.device, weights_only=True)))
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        finally:
+            self.progress.close()
 
 
 class ResumeLogging(TrainerCallback):
