@@ -54,6 +54,9 @@ def settings(run: Run) -> None:
             raise UserError(f"stage2.generate.num_speculative_tokens must be in 0..{deepest}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: prompt_tokens + max_new_tokens must be at least {head.n_predict + 2}")
+    for name, stage in {"stage1": config.stage1, "stage2": config.stage2}.items():
+        if stage.max_steps and stage.keep_states:
+            _keeps_states(config, name)
     if config.shard_optimizer:
         for name, stage in {"stage1": config.stage1, "stage2": config.stage2}.items():
             if stage.max_steps and stage.optimizer == "muon":
@@ -95,6 +98,13 @@ def samplings(section: str, temperatures: list[float], **filters: Any) -> tuple[
         return tuple(Sampling(temperature, **filters) for temperature in temperatures)
     except UserError as error:
         raise UserError(f"{section}.{error}") from None
+
+
+def _keeps_states(config: RunConfig, name: str) -> None:
+    """Raise a UserError if the stage `name` keeps states of a target that is not whole in each process."""
+    where = "server" if config.target.server else "parallel"
+    elsewhere = config.target.server or config.target.parallel in SHARDED
+    refuse((elsewhere, f"{name}.keep_states needs a target that is whole in each process, not target.{where}"))
 
 
 def _server(config: RunConfig) -> None:

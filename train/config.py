@@ -181,6 +181,9 @@ class StageConfig:
     """Steps between checkpoints, a multiple of eval_steps (default: eval_steps)."""
     save_total_limit: int = 3
     """Number of checkpoints to keep, the best among them; at least 2."""
+    keep_states: bool = False
+    """Keep the target's states of each row in files of the cache, which later passes, and other runs on the same rows,
+    read: the target then reads each row once."""
     patience: PositiveInt | None = None
     """Number of checkpoints in a row without a better one after which the stage ends (default: train all steps)."""
     rejected_token_weight: PositiveFloat | None = None

@@ -36,6 +36,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that the result of a run depends on, as YAML values."""
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
     del settings["data"]["num_proc"]
+    for stage in ("stage1", "stage2"):
+        del settings[stage]["keep_states"]
     # Any servers of the target will do, so their addresses do not matter.
     if settings["target"].pop("server"):
         settings["target"]["server"] = True

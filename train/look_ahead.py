@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from typing import Any, Final, TypedDict
@@ -19,6 +21,7 @@ _MOST = 8  # batches ahead: the states of each wait in this process's memory
 DOCUMENTS: Final = "documents"
 STATES: Final = "hidden_states"
 SOURCES: Final = "source_ids"
+ROWS: Final = "rows"
 
 
 class Batch(TypedDict, total=False):
@@ -29,6 +32,7 @@ class Batch(TypedDict, total=False):
         source_ids: what an encoder reads for each row.
         documents: the rows without padding, if servers run the target.
         hidden_states: the request for the batch's hidden states, which `LookAhead.take` reads.
+        rows: what the files of the rows' states are called, if those are kept.
     """
 
     input_ids: Tensor  # [B, L]
@@ -37,6 +41,23 @@ class Batch(TypedDict, total=False):
     source_ids: list[array]  # B arrays of token ids
     documents: Documents
     hidden_states: _Request
+    rows: list[Row]
+
+
+@dataclass(frozen=True)  # no tuple: the Trainer would take it apart
+class Row:
+    """A row of a batch: a name that its content decides, and its number of tokens without padding."""
+
+    name: str
+    length: int
+
+    @classmethod
+    def of(cls, columns: Columns) -> Row:
+        """Return the name and length of a row."""
+        tokens = columns["input_ids"]
+        read = [tokens, columns.get("document_ids") or [0] * len(tokens), columns.get(SOURCES) or []]
+        content = b"|".join(array("q", each).tobytes() for each in read)
+        return cls(hashlib.sha256(content).hexdigest()[:32], len(tokens))
 
 
 class Documents:

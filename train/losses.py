@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speculator.device import compute_dtype, exact, send
 from speculator.heads.training import IGNORE, Drafts, Metric, Term, TokenLosses, forecast_error
@@ -38,14 +38,36 @@ class TargetProbs(NamedTuple):
     entropy: Tensor  # [C] the draft vocabulary's part of the entropy of p
 
 
-def target_probs(logits: Tensor, draft_tokens: Tensor | None = None) -> TargetProbs:  # [C, V]
-    """Return the distribution of the target's logits, restricted to the draft vocabulary [V_d] (None: all tokens)."""
+def target_probs(
+    logits: Tensor,  # [C, V], or with `normalisers` [C, V_d]
+    draft_tokens: Tensor | None = None,
+    normalisers: Tensor | None = None,
+) -> TargetProbs:
+    """Return the distribution of the target's logits, restricted to the draft vocabulary [V_d] (None: all tokens).
+
+    With `normalisers` [C], the logsumexp over all V, the logits are those of the draft vocabulary alone.
+    """
     # Normalised over all V before the cut: tokens that the head can't draft have probability too.
-    log_p = exact(logits).log_softmax(-1)
+    log_p = exact(logits).log_softmax(-1) if normalisers is None else exact(logits) - normalisers[:, None]
     if draft_tokens is not None:
         log_p = log_p[:, draft_tokens]
     p = log_p.exp()
     return TargetProbs(p, -(p * log_p).sum(-1))
+
+
+def has_rows(output: nn.Module | None) -> bool:
+    """Return whether `rows_of` can take rows of a target's `output_matrix`: those of quantised weights it can't."""
+    return isinstance(output, nn.Linear) and output.weight.is_floating_point()
+
+
+def rows_of(output: nn.Module | None, tokens: Tensor) -> nn.Linear:
+    """Return a layer with the rows of an output matrix that have the logits of some tokens [V_d]."""
+    assert isinstance(output, nn.Linear)
+    part = nn.Linear(output.in_features, len(tokens), bias=output.bias is not None, device="meta")
+    part.weight = nn.Parameter(output.weight[tokens], requires_grad=False)
+    if output.bias is not None:
+        part.bias = nn.Parameter(output.bias[tokens], requires_grad=False)
+    return part
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
@@ -190,6 +212,7 @@ class ChunkedLoss:
         vocab_size: V, by which the default chunk is chosen.
         chunk: tokens at a time; None: as many as a fixed budget of logits allows, see `chunk_tokens`.
         compiled: compile what follows the matrix products, in the first batch.
+        output_matrix: the target's lm_head, whose rows of the draft vocabulary are enough with `normalisers`.
     """
 
     def __init__(
@@ -199,7 +222,9 @@ class ChunkedLoss:
         vocab_size: int,
         chunk: int | None = None,
         compiled: bool = False,
+        output_matrix: nn.Module | None = None,
     ):
+        self.output_matrix = output_matrix
         self.target_probs: Callable[..., TargetProbs] = target_probs
         self.replace_by_gradient: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = replace_by_gradient
         self.label_probs: Callable[..., Tensor] = label_probs
@@ -243,6 +268,7 @@ class ChunkedLoss:
         draft_tokens: Tensor | None = None,
         predictors: Tensor | None = None,
         drafts: Drafts | None = None,
+        normalisers: Tensor | None = None,
     ) -> TokenLosses:
         features = [[x.contiguous() for x, _ in terms] for terms in logits]  # products of strided views are slow
         # Steps often share one matrix: it is passed, cast and differentiated once.
@@ -256,6 +282,7 @@ class ChunkedLoss:
             draft_tokens=draft_tokens,
             predictors=predictors,
             drafts=drafts if self.weights.d_pace < 1 else None,
+            normalisers=normalisers,
             matrix_of=[[order[id(matrix)] for _, matrix in terms] for terms in logits],
             train=torch.is_grad_enabled(),
         )
@@ -281,6 +308,7 @@ class _Call(NamedTuple):
     draft_tokens: Tensor | None  # [V_d]
     predictors: Tensor | None  # [K] on the CPU
     drafts: Drafts | None  # None without D-PACE
+    normalisers: Tensor | None  # [K or fewer], with a draft vocabulary only
     matrix_of: list[list[int]]
     train: bool
 
@@ -343,11 +371,14 @@ class _Chunked(torch.autograd.Function):
                 if (d_matrix := d_matrices[j]) is not None:
                     _add_outer(d_matrix, z, x)
 
+        drafted = None
+        if call.loss.needs_target and call.normalisers is not None and call.draft_tokens is not None:
+            drafted = rows_of(call.loss.output_matrix, call.draft_tokens)
         for start in range(0, kept, chunk):
             span = slice(start, min(start + chunk, kept))
             target = None
             if call.loss.needs_target:
-                target = _target(call, span)
+                target = _target(call, span, drafted)
             made = []  # with D-PACE the gradients of all groups wait for their weights
             for shared, members in groups.items():
                 xs, z = logits_of(shared, members, span)
@@ -408,22 +439,31 @@ def _logits(
     return z
 
 
-def _target(call: _Call, span: slice) -> TargetProbs:
+def _target(call: _Call, span: slice, drafted: nn.Linear | None) -> TargetProbs:
     """Return the target's distribution for the labels in columns `span` of `call.labels`.
 
     A hidden state that predicts several labels goes through the lm_head once.
+
+    Args:
+        drafted: the lm_head's rows of the draft vocabulary, which are enough with `normalisers`; None: all are needed.
     """
 
-    def probs(hidden: Tensor) -> TargetProbs:
-        return call.loss.target_probs(call.loss.logits(hidden), call.draft_tokens)
+    def probs(at: slice | Tensor) -> TargetProbs:
+        hidden = call.hidden[at]
+        if drafted is None or call.normalisers is None:
+            return call.loss.target_probs(call.loss.logits(hidden), call.draft_tokens)
+        logits = product(hidden, drafted.weight)
+        if drafted.bias is not None:
+            logits += drafted.bias
+        return call.loss.target_probs(logits, None, call.normalisers[at])
 
     if call.predictors is None:
-        return probs(call.hidden[span])
+        return probs(span)
     # On the CPU, so that nothing waits for a GPU to count the distinct ones.
     # Equal predictors are neighbours: 7 7 8 9 9 gives the distinct 7 8 9, and 0 0 1 2 2 of the labels.
     distinct, of_label = call.predictors[span].unique_consecutive(return_inverse=True)
     distinct, of_label = (send(x, call.hidden.device) for x in (distinct, of_label))
-    p, entropy = probs(call.hidden[distinct])
+    p, entropy = probs(distinct)
     return TargetProbs(p[of_label], entropy[of_label])
 
 

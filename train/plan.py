@@ -29,6 +29,7 @@ from speculator.target.sharding import divided
 from train.checks import check_is_decoder
 from train.config import StageConfig
 from train.initialise import without_memory
+from train.kept_states import bytes_per_token
 from train.losses import chunk_tokens
 from train.muon import muon_weights
 from train.sharded_adam import largest_share
@@ -204,6 +205,7 @@ class Plan:
             for name, count in rows.items()
             if (stage := getattr(self.config, name)).max_steps
         }
+        self.rows = {name: count for name, count in rows.items() if count}
         self.unknown = [name for name, stage in self.stages.items() if stage.epochs and not rows[name]]
 
     def _dtype(self, target: PreTrainedConfig) -> torch.dtype:
@@ -328,6 +330,22 @@ class Plan:
             counts[name] = rows * self.length(name) * self.place.processes
         return {name: counts[name] for name in (SELF, "stage1", "generating", "stage2") if name in counts}
 
+    def _passes(self, name: str) -> float:
+        """Return how often a stage reads its rows, of which the target computes one pass; 1 if it computes all."""
+        stage, rows = self.stages[name], self.rows.get(name)
+        if not stage.keep_states or not rows:
+            return 1.0
+        per_step = stage.gradient_accumulation_steps * stage.per_device_train_batch_size * self.place.processes
+        return max(1.0, stage.max_steps * per_step / rows)
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Return the bytes of the states that each stage keeps in files, if its rows are known."""
+        per_token = bytes_per_token(
+            self.text.hidden_size, getattr(self.head, "aux_layers", None) or (), self.dtype, normalisers=False
+        )
+        kept = {name: rows for name, rows in self.rows.items() if name in self.stages and self.stages[name].keep_states}
+        return {name: rows * self.length(name) * per_token for name, rows in kept.items()}
+
     def token_at_peak(self, name: str) -> float | None:
         """Return `seconds_per_token` of "stage1" or "stage2", for the MFU; None if the GPU's peak is unknown."""
         return self.seconds_per_token(name) if self.place.gpu else None
@@ -335,7 +353,8 @@ class Plan:
     def seconds_per_token(self, name: str) -> float:
         """Return the seconds that a token of a stage takes at the GPU's peak. MFU is this over the measured time.
 
-        It counts the target's forward pass, and the head's forward and backward passes.
+        It counts the target's forward pass, and the head's forward and backward passes. Where states are kept, the
+        target's share is that of one pass over the rows, spread over all.
         """
         assert self.place.gpu is not None
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
@@ -347,8 +366,11 @@ class Plan:
         target = 0 if self.served else 2 * (self.active - output) + attention
         head = 6 * self.head_module.weights_per_token(self.length(name))
         loss = self.config.loss
-        if loss.kl or loss.total_variation or loss.lk:
-            target += 2 * self.table  # the target's own distribution
+        passes = self._passes(name)
+        target /= passes
+        if loss.kl or loss.total_variation or loss.lk:  # the target's own distribution
+            drafted = self.head.output_size < text.vocab_size  # whose later passes need no other logits
+            target += 2 * self.table / (passes if drafted else 1)
         return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)
 
     def seconds(self, name: str) -> float:
@@ -396,6 +418,7 @@ class Plan:
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 "",
                 "tokens: " + ", ".join(f"{name} {count:,}" for name, count in self.tokens().items()),
+                *(f"{name}: {gigabytes(size)} GB of states in files" for name, size in self.kept_bytes().items()),
                 *([self._expected_time()] if place.gpu else []),
                 *(f"{name}: the size of the data is not known yet; figures for max_steps" for name in self.unknown),
                 *([_GUESSED] if self.guessed else []),

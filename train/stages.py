@@ -33,9 +33,11 @@ from train import checkpoint, checks, interrupts
 from train.config import StageConfig
 from train.forecast import write_forecast
 from train.inputs import Inputs
+from train.kept_states import KeptStates
+from train.losses import has_rows
 from train.progress import ProgressLine
 from train.settle import Run
-from train.sizes import longest
+from train.sizes import count_of_tokens, longest
 from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
 
@@ -84,7 +86,7 @@ def train_stage(
     # `eval_steps`, `save_steps`. A new field with such a name needs no other line.
     ours = {
         *("epochs", "base_batch_size", "base_width", "optimizer"),
-        *("save_total_limit", "patience", "rejected_token_weight"),
+        *("save_total_limit", "patience", "rejected_token_weight", "keep_states"),
     }
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
@@ -103,6 +105,7 @@ def train_stage(
         return {}
 
     head = start()
+    kept = kept_states(name, settings, target, head, inputs) if settings.keep_states else None
     trainer = SpeculatorTrainer(
         model=head,
         target=target,
@@ -114,6 +117,7 @@ def train_stage(
         progress=ProgressLine(name.replace("stage", "stage "), outlook),
         shard_optimizer=config.shard_optimizer,
         muon=settings.optimizer == "muon",
+        kept=kept,
         args=arguments(
             output_dir=str(folder),
             run_name=f"{run.folder.name} {name}",
@@ -126,6 +130,7 @@ def train_stage(
             head.config,
             settings.rejected_token_weight,
             for_servers=remote,
+            named=kept is not None,
             multiple=1 if target.device.type == "cpu" else _FEW_LENGTHS,
             longest=max(longest(train_rows), longest(validation_rows)),
         ),
@@ -175,6 +180,21 @@ def train_stage(
             write_forecast(best_head, next(logged))
     state.wait_for_everyone()
     return best_head
+
+
+def kept_states(
+    name: str, settings: StageConfig, target: TrainingTarget, head: Speculator, inputs: Inputs
+) -> KeptStates:
+    """Return where a stage keeps the target's states; raise a UserError if the disk has no room for them."""
+    loss = inputs.run.config.loss
+    divergence = loss.kl or loss.total_variation or loss.lk
+    normalisers = bool(divergence) and head.draft_tokens is not None and has_rows(target.output_matrix)
+    kept = KeptStates(target, head.aux_layers, normalisers)
+    if PartialState().is_main_process:
+        rows = datasets.concatenate_datasets([inputs.train_rows, inputs.validation_rows])
+        kept.check_room(f"{name}.keep_states", count_of_tokens(rows))
+        log(f"{name}: the target's states of each row are kept in {kept.folder}")
+    return kept
 
 
 def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:

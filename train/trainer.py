@@ -30,7 +30,8 @@ from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
-from train.look_ahead import DOCUMENTS, SOURCES, STATES, Batch, Documents, LookAhead, LookAheadLoader
+from train.kept_states import KeptStates
+from train.look_ahead import DOCUMENTS, ROWS, SOURCES, STATES, Batch, Documents, LookAhead, LookAheadLoader, Row
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.muon import MuonAndAdamW
 from train.progress import ProgressLine, Throughput
@@ -45,12 +46,14 @@ class Collator:
 
     Rows have "input_ids" and may have "loss_mask", "document_ids", "rejected" and "source_ids", the encoder's input.
     Padding is on the right, where causal attention hides it and the loss mask excludes it. A batch has "input_ids" and
-    "document_ids" [B, L], the targets by name and, if configured, "token_weights" [B, L], `SOURCES` and `DOCUMENTS`.
+    "document_ids" [B, L], the targets by name and, if configured, "token_weights" [B, L], `SOURCES`, `DOCUMENTS` and
+    `ROWS`.
 
     Args:
         config: config of the head.
         rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
         for_servers: add the `Documents` that servers read.
+        named: add each row's name, by which `KeptStates` finds its file.
         multiple: batches are padded to a multiple of this length, so that a GPU sees few shapes, up to `longest`.
 
     Attributes:
@@ -62,10 +65,12 @@ class Collator:
         config: SpeculatorConfig,
         rejected_token_weight: float | None = None,
         for_servers: bool = False,
+        named: bool = False,
         multiple: int = 1,
         longest: int = 0,
     ):
         self.config, self.rejected_token_weight, self.for_servers = config, rejected_token_weight, for_servers
+        self.named = named
         self.multiple, self.longest = multiple, longest
         self.epoch = 0
 
@@ -92,11 +97,13 @@ class Collator:
             batch[SOURCES] = [array("i", row[SOURCES]) for row in rows]
         if self.for_servers:
             batch[DOCUMENTS] = Documents(rows)
+        if self.named:
+            batch[ROWS] = [Row.of(row) for row in rows]
         return batch
 
 
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES)
+_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES, ROWS)
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -124,6 +131,7 @@ class SpeculatorTrainer(Trainer):
         patience: number of checkpoints in a row without a better one after which training ends; None: it never does.
         shard_optimizer: split Adam's moments among the processes.
         muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
+        kept: keeps the target's states of each row in files; None: each pass computes them.
         progress: callback that shows the progress bar and prints the log (default: one with the title "training").
     """
 
@@ -138,6 +146,7 @@ class SpeculatorTrainer(Trainer):
         patience: int | None = None,
         shard_optimizer: bool = False,
         muon: bool = False,
+        kept: KeptStates | None = None,
         progress: ProgressLine | None = None,
         **kwargs: Any,
     ):
@@ -151,9 +160,12 @@ class SpeculatorTrainer(Trainer):
         self.add_callback(self.progress)
         self.target, self.decode, self.keep = target, decode, keep
         self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
+        self.kept = kept
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
-        self.token_loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled)
+        self.token_loss = ChunkedLoss(
+            target.logits, loss, target.vocab_size, compiled=compiled, output_matrix=target.output_matrix
+        )
         self._aux_layers, self._positions = kwargs["model"].aux_layers, kwargs["model"].n_predict
         self._target_is_finite = torch.tensor(True, device=target.device)
         pack_linears(kwargs["model"])
@@ -213,8 +225,11 @@ class SpeculatorTrainer(Trainer):
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
         with self.throughput.of_target(input_ids) if model.training else nullcontext():
+            normalisers = None
             if self.look_ahead is not None:
                 hidden, states = self.look_ahead.take(inputs)
+            elif self.kept is not None:
+                hidden, states, normalisers = self.kept.take(inputs)
             else:
                 hidden, states = self.target.training_states(
                     input_ids, inputs["document_ids"], self._aux_layers, inputs.get(SOURCES, ())
@@ -227,6 +242,7 @@ class SpeculatorTrainer(Trainer):
             hidden=hidden,
             # float32, because heads are trained in it whatever the target's dtype is.
             states=states.float(),
+            normalisers=normalisers,
             targets={name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
             # An evaluation counts every token once, so that its loss is comparable between runs.
             token_weights=inputs.get("token_weights") if model.training else None,

@@ -30,6 +30,7 @@ class TrainingBatch:
             `hidden` for a head without.
         targets: `SpeculatorConfig.training_targets` of the rows.
         token_weights: [B, L] how many times each token counts in the objective; None: once.
+        normalisers: [B, L] logsumexp of the logits of each state of `hidden`; None: the loss computes what it needs.
     """
 
     input_ids: Tensor
@@ -38,6 +39,7 @@ class TrainingBatch:
     states: Tensor
     targets: dict[str, Any]
     token_weights: Tensor | None = None
+    normalisers: Tensor | None = None
 
     @property
     def labels(self) -> Tensor:
@@ -130,6 +132,7 @@ class TokenLoss(Protocol):
         # [K] on the CPU: row of `hidden` that predicts each label, equal ones side by side
         predictors: Tensor | None = None,
         drafts: Drafts | None = None,  # what `loss.d_pace` weighs together
+        normalisers: Tensor | None = None,  # logsumexp of the logits of each row of `hidden`; None: unknown
     ) -> TokenLosses:
         """Compute loss and hits of every label, for N steps of K rows."""
         ...

@@ -126,6 +126,7 @@ class UnrolledHead(Speculator):
         kept = send(kept, labels.device)
         # Column c predicts x[c+2], whose distribution comes from h[c+1].
         hidden = batch.hidden[:, 1 : 1 + length].flatten(0, 1)[kept]
+        normalisers = None if batch.normalisers is None else batch.normalisers[:, 1 : 1 + length].flatten()[kept]
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
         if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
             weights = weights * batch.token_weights[:, 2 : 2 + length].flatten()[kept]
@@ -139,7 +140,9 @@ class UnrolledHead(Speculator):
         slots = torch.stack([by_u(slots[..., i], i, 0)[kept] for i in range(steps)])
         # The steps of a draft lie in consecutive columns, all of which are kept.
         paced = Drafts(slots, (drafts, steps), steps - 1)
-        measured = loss(logits, labels[:, kept], hidden, weights, self.draft_tokens, drafts=paced)
+        measured = loss(
+            logits, labels[:, kept], hidden, weights, self.draft_tokens, drafts=paced, normalisers=normalisers
+        )
 
         def by_t(x: Tensor) -> Tensor:  # [N, K] -> [N, B, S]
             whole = x.new_zeros(steps, batch_size * length)

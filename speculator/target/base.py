@@ -25,6 +25,8 @@ class TrainingTarget(ABC):
         tokenizer: its tokenizer; None in tests.
         fingerprint: string that identifies the model's weights, see `speculator.target.fingerprint`.
         context_length: longest row, in tokens.
+        output_matrix: the lm_head, if its output is the logits, bit for bit; None if the model changes it further, or
+            if that is unknown.
         encoder: the encoder of an encoder-decoder model, whose decoder has the hidden states; else None.
     """
 
@@ -33,6 +35,7 @@ class TrainingTarget(ABC):
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
     context_length: int
+    output_matrix: nn.Module | None = None
     encoder: Encoder | None = None
 
     @property

@@ -45,14 +45,9 @@ class _GivenHidden(nn.Module):
 
 
 class ModelHere(TrainingTarget):
-    """A training target whose transformers model is here, whole or, if servers run its layers, without them.
-
-    Attributes:
-        output_matrix: the lm_head, if its output is the logits, bit for bit; None if the model changes it further.
-    """
+    """A training target whose transformers model is here, whole or, if servers run its layers, without them."""
 
     model: Any
-    output_matrix: nn.Module | None
 
     def _prepare_logits(self) -> None:
         """Find the model's body, which `logits` replaces; `output_matrix` is None until a probe has set it."""

@@ -378,7 +378,9 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
             terms.append((self.markov_head.markov_w1(before), self.markov_head.markov_w2.weight))
         ids = draft_ids(ids, self.draft_tokens)[None]
         paced = Drafts(live[None], labels.shape, reach)
-        measured = loss([terms], ids, batch.hidden.flatten(0, 1), weights[None], self.draft_tokens, predictors, paced)
+        hidden = batch.hidden.flatten(0, 1)
+        normalisers = None if batch.normalisers is None else batch.normalisers.flatten()
+        measured = loss([terms], ids, hidden, weights[None], self.draft_tokens, predictors, paced, normalisers)
 
         def by_slot(x: Tensor) -> Tensor:  # [K] -> [G, n]
             # From labels in the order of their predictors back to [G, n], so that prefix products run over one block's

@@ -1,0 +1,160 @@
+"""Target states in files: a head trained from them is the one that is trained without."""
+
+import re
+
+import pytest
+import torch
+from conftest import tiny_block_head, tiny_head, tiny_model
+from safetensors.torch import load_file
+
+from speculator import Target, UserError
+from speculator.checkpoints.loading import bind
+from train import kept_states
+from train.config import LossConfig
+from train.kept_states import KeptStates
+from train.losses import ChunkedLoss, has_rows
+from train.trainer import Collator, SpeculatorTrainer, arguments
+
+DRAFTED = [0, 1, 3, 5, 8, 9, 12, 20, 21, 30]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "cache"))
+
+
+def rows_of_text(count=8):
+    """Rows of unequal lengths, with two documents each."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [14 + i % 5 for i in range(count)]
+    texts = [torch.randint(32, (n,), generator=generator).tolist() for n in lengths]
+    return [{"input_ids": text, "document_ids": [0] * 6 + [1] * (len(text) - 6)} for text in texts]
+
+
+def head_of(architecture, target, drafted):
+    torch.manual_seed(0)
+    if architecture == "dspark":
+        return tiny_block_head(target, draft_tokens=drafted).float()
+    return bind(tiny_head(architecture=architecture, draft_tokens=drafted), target)
+
+
+def trained(target, head, rows, folder, kept=None, loss=None, **settings):
+    trainer = SpeculatorTrainer(
+        model=head,
+        target=target,
+        kept=kept,
+        loss=loss or LossConfig(),
+        decode=lambda head: {},
+        args=arguments(
+            output_dir=str(folder),
+            learning_rate=1e-2,
+            report_to="none",
+            per_device_train_batch_size=2,
+            **({"max_steps": 10, "eval_steps": 5, "save_steps": 5, "logging_steps": 1} | settings),
+        ),
+        data_collator=Collator(head.config, named=kept is not None),
+        train_dataset=rows,
+        eval_dataset=rows[:2],
+    )
+    trainer.train()
+    figures = [
+        [value for name, value in entry.items() if "loss" in name or "/" in name or "forecast" in name]
+        for entry in trainer.state.log_history[:-1]
+    ]
+    return [weight.detach().clone() for weight in head.parameters()], figures
+
+
+def counted(target):
+    """Count the rows that a target reads."""
+    read, compute = [], target.training_states
+
+    def states(tokens, *given):
+        read.append(len(tokens))
+        return compute(tokens, *given)
+
+    target.training_states = states
+    return read
+
+
+@pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
+def test_the_head_is_the_same_and_the_target_reads_each_row_once(tmp_path, architecture, family, drafted):
+    """Gemma 2 has an lm_head whose output is capped, so there a draft vocabulary still needs all logits."""
+    target = Target(tiny_model(family), tokenizer=None)
+    assert has_rows(target.output_matrix) == (family == "llama")
+    loss = LossConfig(cross_entropy=0.1, total_variation=0.5, d_pace=0.5)
+    plain, log = trained(target, head_of(architecture, target, drafted), rows_of_text(), tmp_path / "plain", loss=loss)
+    head, read = head_of(architecture, target, drafted), counted(target)
+    kept = KeptStates(target, head.aux_layers, normalisers=drafted is not None and has_rows(target.output_matrix))
+    again, kept_log = trained(target, head, rows_of_text(), tmp_path / "kept", kept, loss=loss)
+    assert sum(read) == 8  # of 20 in 10 steps, and 4 in evaluations
+    for one, other in zip(plain, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-4)
+    for one, other in zip(log, kept_log, strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-3)
+
+
+def test_the_part_of_a_target_s_distribution_is_that_of_all_logits():
+    """With a bias; without the normalisers' share of other tokens, the divergence would be wrong."""
+    torch.manual_seed(0)
+    output = torch.nn.Linear(6, 11).requires_grad_(False)
+    hidden, features, matrix = torch.randn(7, 6), torch.randn(7, 5), torch.randn(4, 5)
+    drafted, labels = torch.tensor([1, 4, 7, 10]), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    given = [[[(features, matrix)]], labels, hidden, torch.ones(1, 1), drafted]
+    loss = ChunkedLoss(output, LossConfig(total_variation=1.0), 11, chunk=3, output_matrix=output)
+    whole = loss(*given)
+    normalisers = output(hidden).logsumexp(-1)
+    part = loss(*given, normalisers=normalisers)
+    torch.testing.assert_close(part.loss, whole.loss)
+    torch.testing.assert_close(part.overlap, whole.overlap)
+    renormalised = output(hidden)[:, drafted].logsumexp(-1)
+    assert not torch.allclose(loss(*given, normalisers=renormalised).loss, whole.loss, rtol=0.1)
+    predictors = torch.tensor([0, 0, 1, 3, 3, 5, 6])
+    torch.testing.assert_close(loss(*given, predictors, normalisers=normalisers).loss, loss(*given, predictors).loss)
+
+
+def test_files_belong_to_a_row_a_target_and_the_layers_that_a_head_reads(target):
+    rows = rows_of_text(2)
+    collate = Collator(tiny_head().config, named=True)
+    KeptStates(target, (), normalisers=True).take(collate(rows))
+    (folder,) = {kept.folder for kept in (KeptStates(target, (), normalisers=True),)}
+    files = sorted(folder.iterdir())
+    assert len(files) == 2
+    shapes = sorted({name: tuple(x.shape) for name, x in load_file(file).items()}["hidden"] for file in files)
+    assert shapes == [(14, 32), (15, 32)]
+    other = [rows[0] | {"document_ids": [0] * len(rows[0]["input_ids"])}, rows[1] | {"loss_mask": [0] * 15}]
+    KeptStates(target, (), normalisers=True).take(collate(other))
+    assert len(list(folder.iterdir())) == 3, "a mask does not change a row's states, and its documents do"
+    changed = Target(tiny_model(scale=5.0), tokenizer=None)
+    folders = {
+        KeptStates(*given).folder
+        for given in ((target, (), True), (target, (), False), (target, (0,), True), (changed, (), True))
+    }
+    assert len(folders) == 4
+
+
+def test_rows_of_a_batch_are_read_in_any_company(target):
+    rows = rows_of_text(6)
+    collate = Collator(tiny_head(architecture="eagle3").config, named=True)
+    kept = KeptStates(target, (0, 1), normalisers=True)
+    kept.take(collate(rows[1:4]))
+    found = kept.take(collate(rows))
+    batch = collate(rows)
+    hidden, states = target.training_states(batch["input_ids"], batch["document_ids"], (0, 1))
+    for i, row in enumerate(rows):
+        n = len(row["input_ids"])
+        torch.testing.assert_close(found.hidden[i, :n], hidden[i, :n], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.states[i, :n], states[i, :n], rtol=1e-4, atol=1e-4)
+        logits = target.logits(hidden[i, :n])
+        torch.testing.assert_close(found.normalisers[i, :n], logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
+        assert not found.hidden[i, n:].any()
+
+
+def test_a_disk_without_room_is_named_before_training(target, monkeypatch):
+    kept = KeptStates(target, (0, 1), normalisers=True)
+    kept.check_room("stage1.keep_states", 1000)
+    monkeypatch.setattr(kept_states.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 300_000}))
+    with pytest.raises(UserError, match=re.escape("stage1.keep_states needs 0.0004 GB more in")):
+        kept.check_room("stage1.keep_states", 1000)  # 3 states of 32 float32 and a normaliser: 388 bytes a token
+    kept.check_room("stage1.keep_states", 700)

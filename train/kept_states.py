@@ -1,0 +1,116 @@
+"""The target's states of training rows, kept in files, so that later passes over the rows need no forward pass."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from speculator.device import exact
+from speculator.errors import UserError
+from speculator.files import cache_folder, make_folder, write_bytes
+from speculator.tables import gigabytes
+from speculator.target.base import TrainingTarget
+from train.look_ahead import ROWS, SOURCES, Batch, Row
+from train.losses import chunk_tokens
+
+
+class TargetStates(NamedTuple):
+    """What the frozen target computes for a batch of B rows of L tokens.
+
+    Attributes:
+        hidden: [B, L, D] hidden states after the final norm.
+        states: [B, L, nD] those of n auxiliary layers, side by side; `hidden` without such layers.
+        normalisers: [B, L] logsumexp of each hidden state's logits, float32; None if they are not kept.
+    """
+
+    hidden: Tensor
+    states: Tensor
+    normalisers: Tensor | None
+
+
+class KeptStates:
+    """Computes what the target says about rows, and keeps it: one file a row, in a folder of this target and head.
+
+    Other runs on the same rows read the same files. Delete the cache's folder `states` when no run needs them.
+
+    Args:
+        target: the target; each process computes its own rows' states.
+        aux_layers: auxiliary layers whose states the head reads.
+        normalisers: keep the `TargetStates.normalisers`. With them a head with a draft vocabulary needs no logits of
+            other tokens.
+
+    Attributes:
+        folder: the files' folder in the cache, which is made.
+    """
+
+    def __init__(self, target: TrainingTarget, aux_layers: Sequence[int], normalisers: bool):
+        self.target, self.aux_layers, self.normalisers = target, tuple(aux_layers), normalisers
+        identity = json.dumps([target.fingerprint, str(target.dtype), self.aux_layers, normalisers])
+        self.folder = cache_folder() / "states" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        make_folder(self.folder)
+
+    def take(self, inputs: Batch) -> TargetStates:
+        """Return the states of a batch; those of rows without a file are computed and written first."""
+        rows: list[Row] = inputs[ROWS]
+        missing = {row: i for i, row in enumerate(rows) if not self._file(row).exists()}
+        if missing:
+            self._write(inputs, missing)
+        read = [load_file(self._file(row), str(self.target.device)) for row in rows]
+        length = inputs["input_ids"].shape[1]
+
+        def padded(name: str) -> Tensor:  # [B, L, ...]
+            found = [each[name] for each in read]
+            made = found[0].new_zeros(len(rows), length, *found[0].shape[1:])
+            for i, each in enumerate(found):
+                made[i, : len(each)] = each
+            return made
+
+        hidden = padded("hidden")
+        states = padded("states") if self.aux_layers else hidden
+        return TargetStates(hidden, states, padded("normalisers") if self.normalisers else None)
+
+    def _file(self, row: Row) -> Path:
+        return self.folder / f"{row.name}.safetensors"
+
+    def _write(self, inputs: Batch, missing: dict[Row, int]) -> None:
+        """Compute the states of some rows of a batch, and write them."""
+        at = list(missing.values())
+        sources: Any = [inputs[SOURCES][i] for i in at] if SOURCES in inputs else ()
+        tokens, documents = inputs["input_ids"][at], inputs["document_ids"][at]
+        hidden, states = self.target.training_states(tokens, documents, self.aux_layers, sources)
+        for i, row in enumerate(missing):
+            kept = {"hidden": hidden[i, : row.length]}
+            if self.aux_layers:
+                kept["states"] = states[i, : row.length]
+            if self.normalisers:
+                kept["normalisers"] = self._normalisers(kept["hidden"])
+            write_bytes(self._file(row), save({name: each.cpu().contiguous() for name, each in kept.items()}))
+
+    @torch.no_grad()
+    def _normalisers(self, hidden: Tensor) -> Tensor:  # [S, D] -> [S]
+        chunks = hidden.split(chunk_tokens(hidden.device.type, self.target.vocab_size))
+        return torch.cat([exact(self.target.logits(chunk)).logsumexp(-1) for chunk in chunks])
+
+    def check_room(self, setting: str, tokens: int) -> None:
+        """Raise a UserError, which names `setting`, if the disk has no room for the states of so many tokens."""
+        per_token = bytes_per_token(self.target.hidden_size, self.aux_layers, self.target.dtype, self.normalisers)
+        there = sum(file.stat().st_size for file in self.folder.iterdir())
+        need, free = tokens * per_token - there, shutil.disk_usage(self.folder).free
+        if need > free:
+            raise UserError(
+                f"{setting} needs {gigabytes(need)} GB more in {self.folder}, whose disk has {gigabytes(free)} free; "
+                "set SPECULATOR_CACHE to a folder with more room, or leave the setting out"
+            )
+
+
+def bytes_per_token(hidden_size: int, aux_layers: Sequence[int], dtype: torch.dtype, normalisers: bool) -> int:
+    """Return the bytes of a token's states in their file."""
+    return (1 + len(aux_layers)) * hidden_size * dtype.itemsize + 4 * normalisers
