@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save
@@ -82,11 +82,11 @@ class KeptStates:
 
     def _write(self, inputs: Batch, missing: dict[Row, int]) -> None:
         """Compute the states of some rows of a batch, and write them."""
-        at = list(missing.values())
-        sources: Any = [inputs[SOURCES][i] for i in at] if SOURCES in inputs else ()
-        tokens, documents = inputs["input_ids"][at], inputs["document_ids"][at]
-        hidden, states = self.target.training_states(tokens, documents, self.aux_layers, sources)
-        for i, row in enumerate(missing):
+        # The whole batch, as before a kill that left files of some of its rows: a state's last bits depend on the batch.
+        hidden, states = self.target.training_states(
+            inputs["input_ids"], inputs["document_ids"], self.aux_layers, inputs.get(SOURCES, ())
+        )
+        for row, i in missing.items():
             kept = {"hidden": hidden[i, : row.length]}
             if self.aux_layers:
                 kept["states"] = states[i, : row.length]

@@ -339,12 +339,12 @@ class Plan:
         return max(1.0, stage.max_steps * per_step / rows)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the bytes of the states that each stage keeps in files, if its rows are known."""
+        """Return the bytes of the states that each stage keeps in files, if it does; at most, if its rows are unknown."""
         per_token = bytes_per_token(
             self.text.hidden_size, getattr(self.head, "aux_layers", None) or (), self.dtype, normalisers=False
         )
-        kept = {name: rows for name, rows in self.rows.items() if name in self.stages and self.stages[name].keep_states}
-        return {name: rows * self.length(name) * per_token for name, rows in kept.items()}
+        kept = [name for name, stage in self.stages.items() if stage.keep_states]
+        return {name: round(self.tokens()[name] / self._passes(name)) * per_token for name in kept}
 
     def token_at_peak(self, name: str) -> float | None:
         """Return `seconds_per_token` of "stage1" or "stage2", for the MFU; None if the GPU's peak is unknown."""
@@ -418,7 +418,10 @@ class Plan:
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 "",
                 "tokens: " + ", ".join(f"{name} {count:,}" for name, count in self.tokens().items()),
-                *(f"{name}: {gigabytes(size)} GB of states in files" for name, size in self.kept_bytes().items()),
+                *(
+                    f"{name}: {gigabytes(size)} GB of states in files, at most"
+                    for name, size in self.kept_bytes().items()
+                ),
                 *([self._expected_time()] if place.gpu else []),
                 *(f"{name}: the size of the data is not known yet; figures for max_steps" for name in self.unknown),
                 *([_GUESSED] if self.guessed else []),

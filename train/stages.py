@@ -191,8 +191,8 @@ def kept_states(
     normalisers = bool(divergence) and head.draft_tokens is not None and has_rows(target.output_matrix)
     kept = KeptStates(target, head.aux_layers, normalisers)
     if PartialState().is_main_process:
-        rows = datasets.concatenate_datasets([inputs.train_rows, inputs.validation_rows])
-        kept.check_room(f"{name}.keep_states", count_of_tokens(rows))
+        tokens = sum(map(count_of_tokens, (inputs.train_rows, inputs.validation_rows)))
+        kept.check_room(f"{name}.keep_states", tokens)
         log(f"{name}: the target's states of each row are kept in {kept.folder}")
     return kept
 

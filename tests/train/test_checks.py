@@ -25,6 +25,8 @@ from train.settle import settle
         (["--stage2.generate.top_p", "1.5"], "stage2.generate.top_p"),
         (["--stage2.generate.top_k", "-1"], "stage2.generate.top_k"),
         (["--stage1.adam_beta2", "2"], "stage1.adam_beta2"),
+        (["--stage1.keep_states", "true", "--target.server", "http://localhost:1"], "stage1.keep_states"),
+        (["--stage2.keep_states", "true", "--target.parallel", "fsdp"], "stage2.keep_states"),
         (["--stage2.generate.num_speculative_tokens", "99"], "stage2.generate.num_speculative_tokens"),
         (["--seed", "-1"], "seed"),
         (["--speculator.architecture", "eagle3", "--speculator.options", "{norm_before_fc: true}"], "norm_before_fc"),

@@ -1,6 +1,7 @@
 """Heads of encoder-decoder targets: a row is trained on with its own source, and drafts as it was trained."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def run(tmp_path_factory):
         given = {"target.name_or_path": folder / "target", "data.sources": f"[{pairs}]", **_SETTINGS, **settings}
         flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SPECULATOR_CACHE", str(folder / "cache"))
+            patch.setenv("SPECULATOR_CACHE", str(output.with_name(f"cache-of-{output.name}")))
             patch.setattr("train.run.measure", report)
             patch.setattr("train.run.summary", lambda *_: "")
             shorten_validation(patch)
@@ -126,7 +127,11 @@ def run(tmp_path_factory):
 
 
 def test_a_stopped_run_resumes_to_the_same_head(run, tmp_path, monkeypatch):
-    """The first stage is stopped after step 6; the second one trains on answers that the target wrote."""
+    """The first stage is stopped after step 6; the second one trains on answers that the target wrote.
+
+    Both keep the target's states, and the stopped run has other files of them than the whole one.
+    """
+    run = partial(run, **{"stage1.keep_states": True, "stage2.keep_states": True})
     assert run(tmp_path / "whole") == 0
     config = json.loads((tmp_path / "whole/stage1/speculator/config.json").read_text())
     longest = max(len(tiny_tokenizer()(f"def name{n}(self): return {n}")["input_ids"]) for n in range(40))

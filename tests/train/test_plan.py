@@ -71,6 +71,38 @@ def test_mfu_is_close_to_that_of_counted_operations():
     assert made.seconds_per_token("stage1") == pytest.approx((target + head) / 989e12, rel=1e-3)
 
 
+def test_kept_states_take_the_target_out_of_later_passes(tmp_path):
+    """A file of 400,000 bytes is 90,000 training tokens; with a draft vocabulary no later pass needs other logits."""
+    file = tmp_path / "text.txt"
+    file.write_text("x" * 400_000)
+    flags = [
+        "--config",
+        "configs/llama-3.1-8b-instruct.yaml",
+        "--data.sources",
+        f"[{file}]",
+        "--data.seq_length",
+        "1000",
+    ]
+    flags += ["--stage1.max_steps", "90", "--stage1.per_device_train_batch_size", "4", "--stage2.max_steps", "0"]
+    flags += ["--stage1.gradient_accumulation_steps", "1"]
+    drafting = ["--speculator.draft_vocab_size", "32000"]
+
+    def made(*more):
+        return Plan(settled(parse([*flags, *more]), LLAMA, H100))
+
+    plain, kept = made(*drafting), made(*drafting, "--stage1.keep_states", "true")
+    target = 2 * (plain.weights - 2 * plain.table) + 2 * 32 * 4096 * 1000 + 2 * plain.table
+    spared = plain.seconds_per_token("stage1") - kept.seconds_per_token("stage1")
+    assert spared == pytest.approx(target * (1 - 1 / 4) / 989e12, rel=1e-3)
+    assert kept.kept_bytes() == {"stage1": 90_000 * 4096 * 2}  # an MLP head reads the final states alone
+    assert plain.kept_bytes() == {}
+    assert "stage1: 0.74 GB of states in files, at most" in str(kept)
+    whole = made("--speculator.draft_vocab_size", "0", "--stage1.keep_states", "true")
+    without = made("--speculator.draft_vocab_size", "0")
+    spared = without.seconds_per_token("stage1") - whole.seconds_per_token("stage1")
+    assert spared == pytest.approx((target - 2 * plain.table) * (1 - 1 / 4) / 989e12, rel=1e-3)
+
+
 @pytest.mark.skipif(not HAS_ONEDNN, reason="without oneDNN there are no copies")
 @pytest.mark.parametrize(
     ("recipe", "of_head"),
