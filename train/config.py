@@ -136,6 +136,11 @@ class LossConfig:
     """Smoothing alpha of D-PACE (arXiv 2605.18810): each position is also weighted by how much it adds to the draft's
     expected length, with chances (1 - alpha) q + alpha of its tokens; 1: off."""
 
+    @property
+    def needs_target(self) -> bool:
+        """True if a loss needs the target's distribution of a token, and not the token alone."""
+        return bool(self.kl or self.total_variation or self.lk)
+
 
 @dataclass
 class StageConfig:

@@ -82,7 +82,7 @@ class KeptStates:
 
     def _write(self, inputs: Batch, missing: dict[Row, int]) -> None:
         """Compute the states of some rows of a batch, and write them."""
-        # The whole batch, as before a kill that left files of some of its rows: a state's last bits depend on the batch.
+        # The whole batch, even if a kill left files of some of its rows: a state's last bits depend on the batch.
         hidden, states = self.target.training_states(
             inputs["input_ids"], inputs["document_ids"], self.aux_layers, inputs.get(SOURCES, ())
         )

@@ -233,7 +233,6 @@ class ChunkedLoss:
             self.target_probs = Compiled(target_probs, "the target's distribution")
             self.replace_by_gradient = Compiled(replace_by_gradient, "the loss")
         self.logits, self.weights, self.vocab_size, self.chunk = logits, weights, vocab_size, chunk
-        self.needs_target = bool(weights.kl or weights.total_variation or weights.lk)
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
         """Return the weight in the objective of each of N draft positions: 1, `head_decay`, `head_decay`^2, ..."""
@@ -287,7 +286,7 @@ class ChunkedLoss:
             train=torch.is_grad_enabled(),
         )
         objective, loss, hits, overlap = _Chunked.apply(call, *(x for xs in features for x in xs), *matrices)
-        known = self.needs_target and (not call.train or self.weights.total_variation or self.weights.lk)
+        known = self.weights.needs_target and (not call.train or self.weights.total_variation or self.weights.lk)
         return TokenLosses(objective=objective, loss=loss, hits=hits, overlap=overlap if known else None)
 
 
@@ -372,12 +371,12 @@ class _Chunked(torch.autograd.Function):
                     _add_outer(d_matrix, z, x)
 
         drafted = None
-        if call.loss.needs_target and call.normalisers is not None and call.draft_tokens is not None:
+        if call.loss.weights.needs_target and call.normalisers is not None and call.draft_tokens is not None:
             drafted = rows_of(call.loss.output_matrix, call.draft_tokens)
         for start in range(0, kept, chunk):
             span = slice(start, min(start + chunk, kept))
             target = None
-            if call.loss.needs_target:
+            if call.loss.weights.needs_target:
                 target = _target(call, span, drafted)
             made = []  # with D-PACE the gradients of all groups wait for their weights
             for shared, members in groups.items():

@@ -339,7 +339,7 @@ class Plan:
         return max(1.0, stage.max_steps * per_step / rows)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the bytes of the states that each stage keeps in files, if it does; at most, if its rows are unknown."""
+        """Return the bytes of the states that stages keep in files, at most: a stage of unknown rows as one pass."""
         per_token = bytes_per_token(
             self.text.hidden_size, getattr(self.head, "aux_layers", None) or (), self.dtype, normalisers=False
         )
@@ -365,10 +365,9 @@ class Plan:
         output = 0 if self.text.tie_word_embeddings else self.table
         target = 0 if self.served else 2 * (self.active - output) + attention
         head = 6 * self.head_module.weights_per_token(self.length(name))
-        loss = self.config.loss
         passes = self._passes(name)
         target /= passes
-        if loss.kl or loss.total_variation or loss.lk:  # the target's own distribution
+        if self.config.loss.needs_target:  # the target's own distribution
             drafted = self.head.output_size < text.vocab_size  # whose later passes need no other logits
             target += 2 * self.table / (passes if drafted else 1)
         return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)

@@ -105,7 +105,7 @@ def train_stage(
         return {}
 
     head = start()
-    kept = kept_states(name, settings, target, head, inputs) if settings.keep_states else None
+    kept = kept_states(name, target, head, inputs) if settings.keep_states else None
     trainer = SpeculatorTrainer(
         model=head,
         target=target,
@@ -117,7 +117,7 @@ def train_stage(
         progress=ProgressLine(name.replace("stage", "stage "), outlook),
         shard_optimizer=config.shard_optimizer,
         muon=settings.optimizer == "muon",
-        kept=kept,
+        kept_states=kept,
         args=arguments(
             output_dir=str(folder),
             run_name=f"{run.folder.name} {name}",
@@ -182,14 +182,10 @@ def train_stage(
     return best_head
 
 
-def kept_states(
-    name: str, settings: StageConfig, target: TrainingTarget, head: Speculator, inputs: Inputs
-) -> KeptStates:
+def kept_states(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs) -> KeptStates:
     """Return where a stage keeps the target's states; raise a UserError if the disk has no room for them."""
-    loss = inputs.run.config.loss
-    divergence = loss.kl or loss.total_variation or loss.lk
-    normalisers = bool(divergence) and head.draft_tokens is not None and has_rows(target.output_matrix)
-    kept = KeptStates(target, head.aux_layers, normalisers)
+    drafts_from_some = inputs.run.config.loss.needs_target and head.draft_tokens is not None
+    kept = KeptStates(target, head.aux_layers, normalisers=drafts_from_some and has_rows(target.output_matrix))
     if PartialState().is_main_process:
         tokens = sum(map(count_of_tokens, (inputs.train_rows, inputs.validation_rows)))
         kept.check_room(f"{name}.keep_states", tokens)

@@ -131,7 +131,7 @@ class SpeculatorTrainer(Trainer):
         patience: number of checkpoints in a row without a better one after which training ends; None: it never does.
         shard_optimizer: split Adam's moments among the processes.
         muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
-        kept: keeps the target's states of each row in files; None: each pass computes them.
+        kept_states: keeps the target's states of each row in files; None: each pass computes them.
         progress: callback that shows the progress bar and prints the log (default: one with the title "training").
     """
 
@@ -146,7 +146,7 @@ class SpeculatorTrainer(Trainer):
         patience: int | None = None,
         shard_optimizer: bool = False,
         muon: bool = False,
-        kept: KeptStates | None = None,
+        kept_states: KeptStates | None = None,
         progress: ProgressLine | None = None,
         **kwargs: Any,
     ):
@@ -160,7 +160,7 @@ class SpeculatorTrainer(Trainer):
         self.add_callback(self.progress)
         self.target, self.decode, self.keep = target, decode, keep
         self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
-        self.kept = kept
+        self.kept_states = kept_states
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
         self.token_loss = ChunkedLoss(
@@ -228,8 +228,8 @@ class SpeculatorTrainer(Trainer):
             normalisers = None
             if self.look_ahead is not None:
                 hidden, states = self.look_ahead.take(inputs)
-            elif self.kept is not None:
-                hidden, states, normalisers = self.kept.take(inputs)
+            elif self.kept_states is not None:
+                hidden, states, normalisers = self.kept_states.take(inputs)
             else:
                 hidden, states = self.target.training_states(
                     input_ids, inputs["document_ids"], self._aux_layers, inputs.get(SOURCES, ())

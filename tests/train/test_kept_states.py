@@ -42,7 +42,7 @@ def trained(target, head, rows, folder, kept=None, loss=None, **settings):
     trainer = SpeculatorTrainer(
         model=head,
         target=target,
-        kept=kept,
+        kept_states=kept,
         loss=loss or LossConfig(),
         decode=lambda head: {},
         args=arguments(
