@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -84,8 +85,9 @@ def at_step(step: int) -> None:
     if is_on():
         import wandb
 
-        if wandb.run is not None and wandb.run.step < step:
-            wandb.log({}, step=step, commit=False)
+        with suppress(TimeoutError):  # its own process may not answer for half a minute on a busy machine
+            if wandb.run is not None and wandb.run.step < step:
+                wandb.log({}, step=step, commit=False)
 
 
 def log(report: Report, folder: Path) -> None:

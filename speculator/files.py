@@ -8,12 +8,12 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from threading import get_native_id
 from typing import IO, Any, TypeAlias
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -146,7 +146,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     if final.exists() and not final.is_file():
         raise UserError(f"can't write {path}: not a regular file")
     # Threads and processes that write the same file have a scratch file each; the last to finish wins.
-    scratch = final.with_name(f"{final.name}.{get_native_id()}{_PARTIAL}")
+    scratch = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_PARTIAL}")
     with _writing(path):
         try:
             with scratch.open("wb") as stream:

@@ -98,7 +98,9 @@ def main(folder: str, output: str, rows: str, *kinds: str) -> None:
             made["apart"] = target.hidden(torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank)))
             Group.gathered = gathered
         sharded = parallel != "none"
-        trainer = trainer_of(target, Path(output) / kind, 4 // count, int(rows), shard_optimizer=sharded)
+        trainer = trainer_of(
+            target, Path(output) / kind, 4 // count, int(rows), optimizer="sharded" if sharded else "adamw"
+        )
         trainer.train()
         made["head"] = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
         made["log"] = trainer.state.log_history
@@ -116,7 +118,7 @@ def go_on(folder: str, output: str, steps: str) -> None:
     PartialState(cpu=True)
     target = InProcessTarget.load(folder)
     accumulation = 4 // distributed.get_world_size()
-    trainer = trainer_of(target, Path(output), accumulation, 48, int(steps), LOGGED, shard_optimizer=True)
+    trainer = trainer_of(target, Path(output), accumulation, 48, int(steps), LOGGED, optimizer="sharded")
     trainer.train(resume_from_checkpoint=(last := newest(Path(output))[0]) and str(last))
     del trainer
     gc.collect()

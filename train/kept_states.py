@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from data.packing import Columns
 from speculator.device import exact
 from speculator.errors import UserError
 from speculator.files import cache_folder, make_folder, write_bytes
 from speculator.tables import gigabytes
-from speculator.target.base import TrainingTarget
+from speculator.target.fingerprint import digest
+from speculator.target.in_process import InProcessTarget
 from train.look_ahead import ROWS, SOURCES, Batch, Row
 from train.losses import chunk_tokens
 
@@ -42,7 +45,7 @@ class KeptStates:
     Other runs on the same rows read the same files. Delete the cache's folder `states` when no run needs them.
 
     Args:
-        target: the target; each process computes its own rows' states.
+        target: the target, whole in this process; each process computes its own rows' states.
         aux_layers: auxiliary layers whose states the head reads.
         normalisers: keep the `TargetStates.normalisers`. With them a head with a draft vocabulary needs no logits of
             other tokens.
@@ -51,26 +54,25 @@ class KeptStates:
         folder: the files' folder in the cache, which is made.
     """
 
-    def __init__(self, target: TrainingTarget, aux_layers: Sequence[int], normalisers: bool):
+    def __init__(self, target: InProcessTarget, aux_layers: Sequence[int], normalisers: bool):
         self.target, self.aux_layers, self.normalisers = target, tuple(aux_layers), normalisers
-        identity = json.dumps([target.fingerprint, str(target.dtype), self.aux_layers, normalisers])
+        identity = json.dumps([digest(target.model), str(target.dtype), self.aux_layers, normalisers])
         self.folder = cache_folder() / "states" / hashlib.sha256(identity.encode()).hexdigest()[:16]
         make_folder(self.folder)
 
     def take(self, inputs: Batch) -> TargetStates:
-        """Return the states of a batch; those of rows without a file are computed and written first."""
+        """Return the states of a batch; those of rows without a readable file are computed and written first."""
         rows: list[Row] = inputs[ROWS]
-        missing = {row: i for i, row in enumerate(rows) if not self._file(row).exists()}
-        if missing:
-            self._write(inputs, missing)
-        read = [load_file(self._file(row), str(self.target.device)) for row in rows]
+        found = {row: tensors for row in rows if (tensors := self._read(row))}
+        if len(found) < len(set(rows)):
+            found |= self._compute(inputs, {row: i for i, row in enumerate(rows) if row not in found})
         length = inputs["input_ids"].shape[1]
 
         def padded(name: str) -> Tensor:  # [B, L, ...]
-            found = [each[name] for each in read]
-            made = found[0].new_zeros(len(rows), length, *found[0].shape[1:])
-            for i, each in enumerate(found):
-                made[i, : len(each)] = each
+            values = [found[row][name] for row in rows]
+            made = values[0].new_zeros(len(rows), length, *values[0].shape[1:])
+            for i, value in enumerate(values):
+                made[i, : len(value)] = value
             return made
 
         hidden = padded("hidden")
@@ -80,34 +82,44 @@ class KeptStates:
     def _file(self, row: Row) -> Path:
         return self.folder / f"{row.name}.safetensors"
 
-    def _write(self, inputs: Batch, missing: dict[Row, int]) -> None:
-        """Compute the states of some rows of a batch, and write them."""
+    def _read(self, row: Row) -> dict[str, Tensor] | None:
+        """Return the tensors of a row's file; None if there is none, or a damaged one."""
+        try:
+            return load_file(self._file(row), str(self.target.device))
+        except (FileNotFoundError, SafetensorError):
+            return None
+
+    def _compute(self, inputs: Batch, missing: dict[Row, int]) -> dict[Row, dict[str, Tensor]]:
+        """Compute and write the tensors of some rows of a batch."""
         # The whole batch, even if a kill left files of some of its rows: a state's last bits depend on the batch.
         hidden, states = self.target.training_states(
             inputs["input_ids"], inputs["document_ids"], self.aux_layers, inputs.get(SOURCES, ())
         )
+        made = {}
         for row, i in missing.items():
-            kept = {"hidden": hidden[i, : row.length]}
+            made[row] = {"hidden": hidden[i, : row.length]}
             if self.aux_layers:
-                kept["states"] = states[i, : row.length]
+                made[row]["states"] = states[i, : row.length]
             if self.normalisers:
-                kept["normalisers"] = self._normalisers(kept["hidden"])
-            write_bytes(self._file(row), save({name: each.cpu().contiguous() for name, each in kept.items()}))
+                made[row]["normalisers"] = self._normalisers(hidden[i, : row.length])
+            if made[row]["hidden"].isfinite().all():  # else the run ends, and another one computes them again
+                write_bytes(self._file(row), save({name: x.cpu().contiguous() for name, x in made[row].items()}))
+        return made
 
     @torch.no_grad()
     def _normalisers(self, hidden: Tensor) -> Tensor:  # [S, D] -> [S]
         chunks = hidden.split(chunk_tokens(hidden.device.type, self.target.vocab_size))
         return torch.cat([exact(self.target.logits(chunk)).logsumexp(-1) for chunk in chunks])
 
-    def check_room(self, setting: str, tokens: int) -> None:
-        """Raise a UserError, which names `setting`, if the disk has no room for the states of so many tokens."""
+    def check_room(self, setting: str, rows: Iterable[Columns]) -> None:
+        """Raise a UserError, which names `setting`, if the disk has no room for the files that rows lack."""
         per_token = bytes_per_token(self.target.hidden_size, self.aux_layers, self.target.dtype, self.normalisers)
-        there = sum(file.stat().st_size for file in self.folder.iterdir())
-        need, free = tokens * per_token - there, shutil.disk_usage(self.folder).free
+        lacking = {row for columns in rows if not self._file(row := Row.of(columns)).exists()}
+        need, free = per_token * sum(row.length for row in lacking), shutil.disk_usage(self.folder).free
         if need > free:
             raise UserError(
-                f"{setting} needs {gigabytes(need)} GB more in {self.folder}, whose disk has {gigabytes(free)} free; "
-                "set SPECULATOR_CACHE to a folder with more room, or leave the setting out"
+                f"{setting} needs {gigabytes(need)} GB in {self.folder}, whose disk has {gigabytes(free)} free; set "
+                "SPECULATOR_CACHE to a folder with more room, or leave the setting out"
             )
 
 

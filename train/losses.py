@@ -55,9 +55,9 @@ def target_probs(
     return TargetProbs(p, -(p * log_p).sum(-1))
 
 
-def has_rows(output: nn.Module | None) -> bool:
-    """Return whether `rows_of` can take rows of a target's `output_matrix`: those of quantised weights it can't."""
-    return isinstance(output, nn.Linear) and output.weight.is_floating_point()
+def has_rows(output: nn.Module | None, device: torch.device) -> bool:
+    """Return whether `rows_of` can take rows of a target's `output_matrix`: not if quantised, or on another device."""
+    return isinstance(output, nn.Linear) and output.weight.is_floating_point() and output.weight.device == device
 
 
 def rows_of(output: nn.Module | None, tokens: Tensor) -> nn.Linear:
@@ -225,6 +225,7 @@ class ChunkedLoss:
         output_matrix: nn.Module | None = None,
     ):
         self.output_matrix = output_matrix
+        self._drafted: nn.Linear | None = None
         self.target_probs: Callable[..., TargetProbs] = target_probs
         self.replace_by_gradient: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = replace_by_gradient
         self.label_probs: Callable[..., Tensor] = label_probs
@@ -233,6 +234,16 @@ class ChunkedLoss:
             self.target_probs = Compiled(target_probs, "the target's distribution")
             self.replace_by_gradient = Compiled(replace_by_gradient, "the loss")
         self.logits, self.weights, self.vocab_size, self.chunk = logits, weights, vocab_size, chunk
+
+    @torch.no_grad()
+    def drafted_logits(self, hidden: Tensor, draft_tokens: Tensor) -> Tensor:  # [C, D] -> [C, V_d]
+        """Compute the target's logits of the draft vocabulary alone, which is the same in every call."""
+        if self._drafted is None:
+            self._drafted = rows_of(self.output_matrix, draft_tokens)
+        # As the normalisers were computed: rounded to bfloat16, the logits would not be theirs.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = product(hidden, self._drafted.weight)
+            return logits if self._drafted.bias is None else logits + self._drafted.bias
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
         """Return the weight in the objective of each of N draft positions: 1, `head_decay`, `head_decay`^2, ..."""
@@ -370,14 +381,11 @@ class _Chunked(torch.autograd.Function):
                 if (d_matrix := d_matrices[j]) is not None:
                     _add_outer(d_matrix, z, x)
 
-        drafted = None
-        if call.loss.weights.needs_target and call.normalisers is not None and call.draft_tokens is not None:
-            drafted = rows_of(call.loss.output_matrix, call.draft_tokens)
         for start in range(0, kept, chunk):
             span = slice(start, min(start + chunk, kept))
             target = None
             if call.loss.weights.needs_target:
-                target = _target(call, span, drafted)
+                target = _target(call, span)
             made = []  # with D-PACE the gradients of all groups wait for their weights
             for shared, members in groups.items():
                 xs, z = logits_of(shared, members, span)
@@ -438,22 +446,17 @@ def _logits(
     return z
 
 
-def _target(call: _Call, span: slice, drafted: nn.Linear | None) -> TargetProbs:
+def _target(call: _Call, span: slice) -> TargetProbs:
     """Return the target's distribution for the labels in columns `span` of `call.labels`.
 
     A hidden state that predicts several labels goes through the lm_head once.
-
-    Args:
-        drafted: the lm_head's rows of the draft vocabulary, which are enough with `normalisers`; None: all are needed.
     """
 
     def probs(at: slice | Tensor) -> TargetProbs:
         hidden = call.hidden[at]
-        if drafted is None or call.normalisers is None:
+        if call.normalisers is None or call.draft_tokens is None:
             return call.loss.target_probs(call.loss.logits(hidden), call.draft_tokens)
-        logits = product(hidden, drafted.weight)
-        if drafted.bias is not None:
-            logits += drafted.bias
+        logits = call.loss.drafted_logits(hidden, call.draft_tokens)
         return call.loss.target_probs(logits, None, call.normalisers[at])
 
     if call.predictors is None:

@@ -278,6 +278,8 @@ class Plan:
         loss = 6 * self.largest + 4 * min(chunk, tokens) * (4 * vocab + 8 * drafted)
         if self.place.memory:  # the logits of all steps of a chunk
             loss += 2 * min(chunk, tokens) * drafted * self.head.n_predict
+        if stage.keep_states and self._draws_from_some:  # the lm_head's rows of the draft vocabulary
+            loss += drafted * text.hidden_size * self.size
         kept = tokens * self.head.activation_bytes(self.length(name))
         # The larger of the two: when the head runs, the target's activations are free again.
         peak = (
@@ -339,12 +341,18 @@ class Plan:
         return max(1.0, stage.max_steps * per_step / rows)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the bytes of the states that stages keep in files, at most: a stage of unknown rows as one pass."""
+        """Return the bytes of the states that stages keep in files; a stage of unknown rows as if it had one pass."""
         per_token = bytes_per_token(
-            self.text.hidden_size, getattr(self.head, "aux_layers", None) or (), self.dtype, normalisers=False
+            self.text.hidden_size, getattr(self.head, "aux_layers", None) or (), self.dtype, self._draws_from_some
         )
         kept = [name for name, stage in self.stages.items() if stage.keep_states]
-        return {name: round(self.tokens()[name] / self._passes(name)) * per_token for name in kept}
+        validation = {name: self.config.eval.validation_rows * self.length(name) for name in kept}
+        return {name: (round(self.tokens()[name] / self._passes(name)) + validation[name]) * per_token for name in kept}
+
+    @property
+    def _draws_from_some(self) -> bool:
+        """True if the loss compares the target's distribution with a head's that has a draft vocabulary."""
+        return self.config.loss.needs_target and self.head.output_size < self.text.vocab_size
 
     def token_at_peak(self, name: str) -> float | None:
         """Return `seconds_per_token` of "stage1" or "stage2", for the MFU; None if the GPU's peak is unknown."""
@@ -368,8 +376,9 @@ class Plan:
         passes = self._passes(name)
         target /= passes
         if self.config.loss.needs_target:  # the target's own distribution
-            drafted = self.head.output_size < text.vocab_size  # whose later passes need no other logits
-            target += 2 * self.table / (passes if drafted else 1)
+            target += 2 * self.table
+            if self._draws_from_some and self.stages[name].keep_states:  # all logits in the first pass alone
+                target += 2 * self.table / passes - 2 * self.table + 2 * self.head.output_size * text.hidden_size
         return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)
 
     def seconds(self, name: str) -> float:
@@ -417,10 +426,7 @@ class Plan:
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 "",
                 "tokens: " + ", ".join(f"{name} {count:,}" for name, count in self.tokens().items()),
-                *(
-                    f"{name}: {gigabytes(size)} GB of states in files, at most"
-                    for name, size in self.kept_bytes().items()
-                ),
+                *(f"{name}: {gigabytes(size)} GB of states in files" for name, size in self.kept_bytes().items()),
                 *([self._expected_time()] if place.gpu else []),
                 *(f"{name}: the size of the data is not known yet; figures for max_steps" for name in self.unknown),
                 *([_GUESSED] if self.guessed else []),

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import NoReturn
@@ -26,9 +27,10 @@ from speculator.files import JsonObject, manifest_error, new_folder, read_text, 
 from speculator.heads import Speculator
 from speculator.kernels.linear import bfloat16_pays
 from speculator.target.base import TrainingTarget
+from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
-from speculator.terminal import log
+from speculator.terminal import log, working
 from train import checkpoint, checks, interrupts
 from train.config import StageConfig
 from train.forecast import write_forecast
@@ -37,7 +39,7 @@ from train.kept_states import KeptStates
 from train.losses import has_rows
 from train.progress import ProgressLine
 from train.settle import Run
-from train.sizes import count_of_tokens, longest
+from train.sizes import longest
 from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
 
@@ -115,8 +117,7 @@ def train_stage(
         keep=settings.save_total_limit,
         patience=settings.patience,
         progress=ProgressLine(name.replace("stage", "stage "), outlook),
-        shard_optimizer=config.shard_optimizer,
-        muon=settings.optimizer == "muon",
+        optimizer="sharded" if config.shard_optimizer else settings.optimizer,
         kept_states=kept,
         args=arguments(
             output_dir=str(folder),
@@ -184,11 +185,13 @@ def train_stage(
 
 def kept_states(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs) -> KeptStates:
     """Return where a stage keeps the target's states; raise a UserError if the disk has no room for them."""
+    assert isinstance(target, InProcessTarget)  # checked with the settings
     drafts_from_some = inputs.run.config.loss.needs_target and head.draft_tokens is not None
-    kept = KeptStates(target, head.aux_layers, normalisers=drafts_from_some and has_rows(target.output_matrix))
+    normalisers = drafts_from_some and has_rows(target.output_matrix, target.device)
+    kept = KeptStates(target, head.aux_layers, normalisers)
     if PartialState().is_main_process:
-        tokens = sum(map(count_of_tokens, (inputs.train_rows, inputs.validation_rows)))
-        kept.check_room(f"{name}.keep_states", tokens)
+        with working(f"{name}: looking for states"):
+            kept.check_room(f"{name}.keep_states", chain(inputs.train_rows, inputs.validation_rows))
         log(f"{name}: the target's states of each row are kept in {kept.folder}")
     return kept
 

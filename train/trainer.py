@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from math import ceil
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 from zlib import crc32
 
 import torch
@@ -129,8 +129,8 @@ class SpeculatorTrainer(Trainer):
         decode: decodes with the current head and returns figures by name; called at each evaluation.
         keep: number of checkpoints to keep, the best among them; None keeps all.
         patience: number of checkpoints in a row without a better one after which training ends; None: it never does.
-        shard_optimizer: split Adam's moments among the processes.
-        muon: use Muon for the matrices inside the head, see `MuonAndAdamW`.
+        optimizer: "adamw"; "sharded", AdamW whose moments are split among the processes; or "muon" for the matrices
+            inside the head, see `MuonAndAdamW`.
         kept_states: keeps the target's states of each row in files; None: each pass computes them.
         progress: callback that shows the progress bar and prints the log (default: one with the title "training").
     """
@@ -144,13 +144,12 @@ class SpeculatorTrainer(Trainer):
         decode: Callable[[Speculator], dict[str, float]],
         keep: int | None = None,
         patience: int | None = None,
-        shard_optimizer: bool = False,
-        muon: bool = False,
+        optimizer: Literal["adamw", "sharded", "muon"] = "adamw",
         kept_states: KeptStates | None = None,
         progress: ProgressLine | None = None,
         **kwargs: Any,
     ):
-        self.shard_optimizer, self.muon = shard_optimizer, muon
+        self.optimizer_kind = optimizer
         super().__init__(**kwargs)
         if self.accelerator.ddp_handler is not None:  # gradients lie in the buckets that are reduced, not beside them
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -182,9 +181,9 @@ class SpeculatorTrainer(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         self.optimizer = super().create_optimizer(*args, **kwargs)
-        if self.shard_optimizer and self.args.world_size > 1:
+        if self.optimizer_kind == "sharded" and self.args.world_size > 1:
             self.optimizer = ShardedAdam(self.optimizer)
-        elif self.muon:
+        elif self.optimizer_kind == "muon":
             assert isinstance(self.model, Speculator)
             self.optimizer = MuonAndAdamW(self.optimizer, self.model)
         return self.optimizer

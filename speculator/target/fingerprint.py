@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any, Literal
 
 import torch
@@ -11,6 +13,7 @@ from speculator.target.encoder.encoder import decoder_config
 from speculator.target.sharding import whole
 
 _SAMPLES = 8  # weights per matrix
+_OF_FILES = ("_name_or_path", "transformers_version")  # in a config, about its files
 _CORRELATION = 0.95
 """Least correlation of a quantised copy's samples with the original's. With 4 bits it is 0.98 or more; of unrelated
 matrices, 1 in 5,000 reaches 0.95."""
@@ -36,6 +39,22 @@ def fingerprint(model: Any) -> str:
     return "-".join(map(str, facts)) + ":" + _written(samples)
 
 
+def digest(model: Any) -> str:
+    """Return a hash of the whole config and of a few weights of every tensor.
+
+    It tells models apart that have one `fingerprint`: a fine-tune of the inner layers, a quantised copy that keeps the
+    two matrices, another rope. The path has no influence.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _OF_FILES}
+    found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name} {tuple(tensor.shape)}".encode())
+        if tensor.numel() and not tensor.is_meta:  # offloaded weights are
+            sampled = tensor.flatten()[_spread(tensor.numel()).to(tensor.device)]
+            found.update(sampled.float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
 def _written(samples: list[int]) -> str:
     """Return 16-bit numbers as one string, 4 hexadecimal digits each."""
     return "".join(f"{value & 0xFFFF:04x}" for value in samples)
@@ -43,9 +62,14 @@ def _written(samples: list[int]) -> str:
 
 def sample_indices(rows: int, columns: int) -> tuple[Tensor, Tensor]:  # [8], [8]
     """Return the row and the column of each sampled weight of a matrix [rows, columns]."""
-    # Spread over the matrix by a large multiplier, a prime, which has no factor in common with the matrix's size.
-    indices = torch.arange(1, _SAMPLES + 1) * 2654435761 % (rows * columns)
+    indices = _spread(rows * columns)
     return indices // columns, indices % columns
+
+
+def _spread(size: int) -> Tensor:  # [8]
+    """Return the indices of the sampled weights among `size`."""
+    # Spread by a large multiplier, a prime, which has no factor in common with the size.
+    return torch.arange(1, _SAMPLES + 1) * 2654435761 % size
 
 
 def _bits(values: Tensor) -> list[int]:  # [n] -> the bits of n bfloat16 numbers, as int16

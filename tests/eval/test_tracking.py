@@ -98,6 +98,16 @@ def test_a_resumed_offline_run_logs_at_the_steps_of_the_training(tmp_path, monke
     assert steps == [5, 10, 11, 10, 15]
 
 
+def test_a_training_goes_on_if_wandb_does_not_answer(tmp_path, monkeypatch):
+    class Busy:
+        @property
+        def step(self):
+            raise TimeoutError
+
+    monkeypatch.setattr(wandb, "run", Busy())
+    tracking.at_step(5)
+
+
 def test_a_missing_package_raises_at_once(monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     tracking.check("none")
