@@ -48,7 +48,7 @@ def trained(
             gradient_accumulation_steps=2,
             report_to="none",
         ),
-        data_collator=Collator(head.config, for_servers=isinstance(target, ServerTarget)),
+        data_collator=Collator(head.config, documents=isinstance(target, ServerTarget)),
         train_dataset=rows,
         eval_dataset=rows[:4],
     )

@@ -187,8 +187,8 @@ class StageConfig:
     save_total_limit: int = 3
     """Number of checkpoints to keep, the best among them; at least 2."""
     keep_states: bool = False
-    """Keep the target's states of each row in files of the cache, which later passes, and other runs on the same rows,
-    read: the target then reads each row once."""
+    """Keep the target's states in files of the cache, which later passes, and other runs on the same text, read: the
+    target then reads each text once."""
     patience: PositiveInt | None = None
     """Number of checkpoints in a row without a better one after which the stage ends (default: train all steps)."""
     rejected_token_weight: PositiveFloat | None = None

@@ -1,18 +1,20 @@
-"""The target's states of training rows, kept in files, so that later passes over the rows need no forward pass."""
+"""The target's states of training text, kept in files, so that later passes over it need no forward pass."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from data.packing import Columns
 from speculator.device import exact
@@ -21,12 +23,15 @@ from speculator.files import cache_folder, make_folder, write_bytes
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import digest
 from speculator.target.in_process import InProcessTarget
-from train.look_ahead import ROWS, SOURCES, Batch, Row
+from train.look_ahead import DOCUMENTS, SOURCES, Batch, Documents
 from train.losses import chunk_tokens
+
+Tensors: TypeAlias = dict[str, Tensor]
+"""A document's part of `TargetStates`, by name."""
 
 
 class TargetStates(NamedTuple):
-    """What the frozen target computes for a batch of B rows of L tokens.
+    """What the frozen target computes for a batch of B rows of L tokens; 0 for padding.
 
     Attributes:
         hidden: [B, L, D] hidden states after the final norm.
@@ -40,9 +45,10 @@ class TargetStates(NamedTuple):
 
 
 class KeptStates:
-    """Computes what the target says about rows, and keeps it: one file a row, in a folder of this target and head.
+    """Computes what the target says about documents, and keeps it: one file each, in a folder of this target and head.
 
-    Other runs on the same rows read the same files. Delete the cache's folder `states` when no run needs them.
+    No document sees another one, so other runs on the same documents read the same files, however rows are packed.
+    Delete the cache's folder `states` when no run needs them.
 
     Args:
         target: the target, whole in this process; each process computes its own rows' states.
@@ -61,49 +67,65 @@ class KeptStates:
         make_folder(self.folder)
 
     def take(self, inputs: Batch) -> TargetStates:
-        """Return the states of a batch; those of rows without a readable file are computed and written first."""
-        rows: list[Row] = inputs[ROWS]
-        found = {row: tensors for row in rows if (tensors := self._read(row))}
-        if len(found) < len(set(rows)):
-            found |= self._compute(inputs, {row: i for i, row in enumerate(rows) if row not in found})
+        """Return the states of a batch; what has no readable file is computed and written first."""
+        rows = self._files(inputs[DOCUMENTS], inputs.get(SOURCES))
+        found = {file: tensors for row in rows for file, _ in row if (tensors := self._read(file))}
+        if any(file not in found for row in rows for file, _ in row):
+            found |= self._compute(inputs, rows, found)
         length = inputs["input_ids"].shape[1]
 
-        def padded(name: str) -> Tensor:  # [B, L, ...]
-            values = [found[row][name] for row in rows]
-            made = values[0].new_zeros(len(rows), length, *values[0].shape[1:])
-            for i, value in enumerate(values):
-                made[i, : len(value)] = value
-            return made
+        def joined(name: str) -> Tensor:  # [B, L, ...]
+            values = pad_sequence([torch.cat([found[file][name] for file, _ in row]) for row in rows], batch_first=True)
+            padding = values.new_zeros(len(rows), length - values.shape[1], *values.shape[2:])
+            return torch.cat([values, padding], 1)
 
-        hidden = padded("hidden")
-        states = padded("states") if self.aux_layers else hidden
-        return TargetStates(hidden, states, padded("normalisers") if self.normalisers else None)
+        hidden = joined("hidden")
+        states = joined("states") if self.aux_layers else hidden
+        return TargetStates(hidden, states, joined("normalisers") if self.normalisers else None)
 
-    def _file(self, row: Row) -> Path:
-        return self.folder / f"{row.name}.safetensors"
+    def _files(self, documents: Documents, sources: Sequence[Sequence[int]] | None) -> list[list[tuple[Path, int]]]:
+        """Return the file and the number of tokens of each document, row by row; their content names the files."""
 
-    def _read(self, row: Row) -> dict[str, Tensor] | None:
-        """Return the tensors of a row's file; None if there is none, or a damaged one."""
+        def file(tokens: Sequence[int], source: Sequence[int] | None) -> Path:
+            content = array("q", tokens).tobytes() + (b"" if source is None else b"|" + array("q", source).tobytes())
+            return self.folder / f"{hashlib.sha256(content).hexdigest()[:32]}.safetensors"
+
+        read: Sequence[Sequence[int] | None] = sources or [None] * len(documents.rows)
+        return [
+            [(file(tokens, source), len(tokens)) for tokens in row]
+            for row, source in zip(documents.rows, read, strict=True)
+        ]
+
+    def _read(self, file: Path) -> Tensors | None:
+        """Return the tensors of a document; None if there is no file, or a damaged one."""
         try:
-            return load_file(self._file(row), str(self.target.device))
+            return load_file(file, str(self.target.device))
         except (FileNotFoundError, SafetensorError):
             return None
 
-    def _compute(self, inputs: Batch, missing: dict[Row, int]) -> dict[Row, dict[str, Tensor]]:
-        """Compute and write the tensors of some rows of a batch."""
-        # The whole batch, even if a kill left files of some of its rows: a state's last bits depend on the batch.
+    def _compute(
+        self, inputs: Batch, rows: list[list[tuple[Path, int]]], found: dict[Path, Tensors]
+    ) -> dict[Path, Tensors]:
+        """Compute and write the documents of a batch that were not found."""
+        # The whole batch, even if a kill left files of some of it: a state's last bits depend on the batch.
         hidden, states = self.target.training_states(
             inputs["input_ids"], inputs["document_ids"], self.aux_layers, inputs.get(SOURCES, ())
         )
-        made = {}
-        for row, i in missing.items():
-            made[row] = {"hidden": hidden[i, : row.length]}
-            if self.aux_layers:
-                made[row]["states"] = states[i, : row.length]
-            if self.normalisers:
-                made[row]["normalisers"] = self._normalisers(hidden[i, : row.length])
-            if made[row]["hidden"].isfinite().all():  # else the run ends, and another one computes them again
-                write_bytes(self._file(row), save({name: x.cpu().contiguous() for name, x in made[row].items()}))
+        made: dict[Path, Tensors] = {}
+        for i, row in enumerate(rows):
+            start = 0
+            for file, length in row:
+                span = i, slice(start, start + length)
+                start += length
+                if file in found:
+                    continue
+                made[file] = tensors = {"hidden": hidden[span]}
+                if self.aux_layers:
+                    tensors["states"] = states[span]
+                if self.normalisers:
+                    tensors["normalisers"] = self._normalisers(hidden[span])
+                if tensors["hidden"].isfinite().all():  # else the run ends, and another one computes them again
+                    write_bytes(file, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
         return made
 
     @torch.no_grad()
@@ -112,10 +134,11 @@ class KeptStates:
         return torch.cat([exact(self.target.logits(chunk)).logsumexp(-1) for chunk in chunks])
 
     def check_room(self, setting: str, rows: Iterable[Columns]) -> None:
-        """Raise a UserError, which names `setting`, if the disk has no room for the files that rows lack."""
+        """Raise a UserError, which names `setting`, if the disk has no room for the documents that lack a file."""
         per_token = bytes_per_token(self.target.hidden_size, self.aux_layers, self.target.dtype, self.normalisers)
-        lacking = {row for columns in rows if not self._file(row := Row.of(columns)).exists()}
-        need, free = per_token * sum(row.length for row in lacking), shutil.disk_usage(self.folder).free
+        named = (self._files(Documents([row]), [row[SOURCES]] if SOURCES in row else None) for row in rows)
+        lacking = {file: length for (row,) in named for file, length in row if not file.exists()}
+        need, free = per_token * sum(lacking.values()), shutil.disk_usage(self.folder).free
         if need > free:
             raise UserError(
                 f"{setting} needs {gigabytes(need)} GB in {self.folder}, whose disk has {gigabytes(free)} free; set "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 from typing import Any, Final, TypedDict
@@ -21,7 +19,6 @@ _MOST = 8  # batches ahead: the states of each wait in this process's memory
 DOCUMENTS: Final = "documents"
 STATES: Final = "hidden_states"
 SOURCES: Final = "source_ids"
-ROWS: Final = "rows"
 
 
 class Batch(TypedDict, total=False):
@@ -30,9 +27,8 @@ class Batch(TypedDict, total=False):
     Attributes:
         token_weights: how many times each token counts in the loss.
         source_ids: what an encoder reads for each row.
-        documents: the rows without padding, if servers run the target.
+        documents: the rows without padding, if servers run the target or its states are kept.
         hidden_states: the request for the batch's hidden states, which `LookAhead.take` reads.
-        rows: what the files of the rows' states are called, if those are kept.
     """
 
     input_ids: Tensor  # [B, L]
@@ -41,27 +37,10 @@ class Batch(TypedDict, total=False):
     source_ids: list[array]  # B arrays of token ids
     documents: Documents
     hidden_states: _Request
-    rows: list[Row]
-
-
-@dataclass(frozen=True)  # no tuple: the Trainer would take it apart
-class Row:
-    """A row of a batch: a name that its content decides, and its number of tokens without padding."""
-
-    name: str
-    length: int
-
-    @classmethod
-    def of(cls, columns: Columns) -> Row:
-        """Return the name and length of a row."""
-        tokens = columns["input_ids"]
-        read = [tokens, columns.get("document_ids") or [0] * len(tokens), columns.get(SOURCES) or []]
-        content = b"|".join(array("q", each).tobytes() for each in read)
-        return cls(hashlib.sha256(content).hexdigest()[:32], len(tokens))
 
 
 class Documents:
-    """The documents of a batch's rows, without padding, as servers read them; the Trainer moves none to a device.
+    """The documents of a batch's rows, without padding; the Trainer moves none to a device.
 
     Attributes:
         rows: each row's documents, each a list of tokens.

@@ -130,8 +130,7 @@ def train_stage(
         data_collator=Collator(
             head.config,
             settings.rejected_token_weight,
-            for_servers=remote,
-            named=kept is not None,
+            documents=remote or kept is not None,
             multiple=1 if target.device.type == "cpu" else _FEW_LENGTHS,
             longest=max(longest(train_rows), longest(validation_rows)),
         ),
@@ -192,7 +191,7 @@ def kept_states(name: str, target: TrainingTarget, head: Speculator, inputs: Inp
     if PartialState().is_main_process:
         with working(f"{name}: looking for states"):
             kept.check_room(f"{name}.keep_states", chain(inputs.train_rows, inputs.validation_rows))
-        log(f"{name}: the target's states of each row are kept in {kept.folder}")
+        log(f"{name}: the target's states are kept in {kept.folder}")
     return kept
 
 

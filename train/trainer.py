@@ -31,7 +31,7 @@ from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.kept_states import KeptStates
-from train.look_ahead import DOCUMENTS, ROWS, SOURCES, STATES, Batch, Documents, LookAhead, LookAheadLoader, Row
+from train.look_ahead import DOCUMENTS, SOURCES, STATES, Batch, Documents, LookAhead, LookAheadLoader
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.muon import MuonAndAdamW
 from train.progress import ProgressLine, Throughput
@@ -46,14 +46,12 @@ class Collator:
 
     Rows have "input_ids" and may have "loss_mask", "document_ids", "rejected" and "source_ids", the encoder's input.
     Padding is on the right, where causal attention hides it and the loss mask excludes it. A batch has "input_ids" and
-    "document_ids" [B, L], the targets by name and, if configured, "token_weights" [B, L], `SOURCES`, `DOCUMENTS` and
-    `ROWS`.
+    "document_ids" [B, L], the targets by name and, if configured, "token_weights" [B, L], `SOURCES` and `DOCUMENTS`.
 
     Args:
         config: config of the head.
         rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
-        for_servers: add the `Documents` that servers read.
-        named: add each row's name, by which `KeptStates` finds its file.
+        documents: add the `Documents`, which servers read and `KeptStates` looks up.
         multiple: batches are padded to a multiple of this length, so that a GPU sees few shapes, up to `longest`.
 
     Attributes:
@@ -64,13 +62,11 @@ class Collator:
         self,
         config: SpeculatorConfig,
         rejected_token_weight: float | None = None,
-        for_servers: bool = False,
-        named: bool = False,
+        documents: bool = False,
         multiple: int = 1,
         longest: int = 0,
     ):
-        self.config, self.rejected_token_weight, self.for_servers = config, rejected_token_weight, for_servers
-        self.named = named
+        self.config, self.rejected_token_weight, self.documents = config, rejected_token_weight, documents
         self.multiple, self.longest = multiple, longest
         self.epoch = 0
 
@@ -95,15 +91,13 @@ class Collator:
         if SOURCES in rows[0]:
             # The encoder reads each source alone. Arrays, since lists would be searched for tensors to move.
             batch[SOURCES] = [array("i", row[SOURCES]) for row in rows]
-        if self.for_servers:
+        if self.documents:
             batch[DOCUMENTS] = Documents(rows)
-        if self.named:
-            batch[ROWS] = [Row.of(row) for row in rows]
         return batch
 
 
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES, ROWS)
+_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -131,7 +125,7 @@ class SpeculatorTrainer(Trainer):
         patience: number of checkpoints in a row without a better one after which training ends; None: it never does.
         optimizer: "adamw"; "sharded", AdamW whose moments are split among the processes; or "muon" for the matrices
             inside the head, see `MuonAndAdamW`.
-        kept_states: keeps the target's states of each row in files; None: each pass computes them.
+        kept_states: keeps the target's states in files; None: each pass computes them.
         progress: callback that shows the progress bar and prints the log (default: one with the title "training").
     """
 

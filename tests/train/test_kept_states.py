@@ -54,7 +54,7 @@ def trained(target, head, rows, folder, kept=None, loss=None, **settings):
             per_device_train_batch_size=2,
             **({"max_steps": 10, "eval_steps": 5, "save_steps": 5, "logging_steps": 1} | settings),
         ),
-        data_collator=Collator(head.config, named=kept is not None),
+        data_collator=Collator(head.config, documents=kept is not None),
         train_dataset=rows,
         eval_dataset=rows[:2],
     )
@@ -118,18 +118,21 @@ def test_the_part_of_a_target_s_distribution_is_that_of_all_logits():
     torch.testing.assert_close(loss(*given, predictors, normalisers=normalisers).loss, loss(*given, predictors).loss)
 
 
-def test_files_belong_to_a_row_a_target_and_the_layers_that_a_head_reads(target):
+def test_files_belong_to_a_document_a_target_and_the_layers_that_a_head_reads(target):
+    """14 and 15 tokens, of which 6 are the first document: another packing or mask reads the same files."""
     rows = rows_of_text(2)
-    collate = Collator(tiny_head().config, named=True)
-    KeptStates(target, (), normalisers=True).take(collate(rows))
-    folder = KeptStates(target, (), normalisers=True).folder
-    files = sorted(folder.iterdir())
-    assert len(files) == 2
-    shapes = sorted(tuple(load_file(file)["hidden"].shape) for file in files)
-    assert shapes == [(14, 32), (15, 32)]
-    other = [rows[0] | {"document_ids": [0] * len(rows[0]["input_ids"])}, rows[1] | {"loss_mask": [0] * 15}]
-    KeptStates(target, (), normalisers=True).take(collate(other))
-    assert len(list(folder.iterdir())) == 3, "a mask does not change a row's states, and its documents do"
+    collate = Collator(tiny_head().config, documents=True)
+    kept = KeptStates(target, (), normalisers=True)
+    kept.take(collate(rows))
+    shapes = sorted(tuple(load_file(file)["hidden"].shape) for file in kept.folder.iterdir())
+    assert shapes == [(6, 32), (6, 32), (8, 32), (9, 32)]
+    read = counted(target)
+    first, second = ({"input_ids": row["input_ids"][:6]} for row in rows)
+    kept.take(collate([rows[0] | {"loss_mask": [0] * 14}, second, first]))
+    assert not read
+    kept.take(collate([{"input_ids": rows[0]["input_ids"]}]))
+    assert read == [1], "one document of 14 tokens is another text"
+    assert len(list(kept.folder.iterdir())) == 5
     inner, rope, moved = (tiny_model() for _ in range(3))
     inner.model.layers[1].mlp.up_proj.weight.data *= 2
     rope.config.rope_parameters["rope_theta"] = 77.0
@@ -138,13 +141,13 @@ def test_files_belong_to_a_row_a_target_and_the_layers_that_a_head_reads(target)
     assert changed.fingerprint == target.fingerprint  # which reads embedding and lm_head alone
     others = ((target, (), False), (target, (0,), True), (changed, (), True), (scaled, (), True))
     folders = [KeptStates(*given).folder for given in others]
-    assert len({folder, *folders}) == 5
-    assert KeptStates(same, (), True).folder == folder
+    assert len({kept.folder, *folders}) == 5
+    assert KeptStates(same, (), True).folder == kept.folder
 
 
 def test_rows_of_a_batch_are_read_in_any_company(target):
     rows = rows_of_text(6)
-    collate = Collator(tiny_head(architecture="eagle3").config, named=True)
+    collate = Collator(tiny_head(architecture="eagle3").config, documents=True)
     kept = KeptStates(target, (0, 1), normalisers=True)
     kept.take(collate(rows[1:4]))
     found = kept.take(collate(rows))
@@ -160,10 +163,10 @@ def test_rows_of_a_batch_are_read_in_any_company(target):
 
 
 def test_a_disk_without_room_is_named_before_training(target, monkeypatch):
-    """7 rows lack files, of 15 to 18 tokens: 110 in all, of 3 states of 32 float32 numbers and a normaliser."""
+    """7 rows lack files: a token has 3 states of 32 float32 numbers and a normaliser, 388 bytes."""
     rows = rows_of_text()
     kept = KeptStates(target, (0, 1), normalisers=True)
-    kept.take(Collator(tiny_head().config, named=True)(rows[:1]))
+    kept.take(Collator(tiny_head().config, documents=True)(rows[:1]))
     need = 388 * sum(len(row["input_ids"]) for row in rows[1:])
     for free, enough in ((need - 1, False), (need, True)):
         monkeypatch.setattr(kept_states.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
@@ -173,7 +176,7 @@ def test_a_disk_without_room_is_named_before_training(target, monkeypatch):
 
 def test_a_damaged_file_is_written_again_and_states_that_are_not_finite_are_not(target):
     rows = rows_of_text(2)
-    batch = Collator(tiny_head().config, named=True)(rows)
+    batch = Collator(tiny_head().config, documents=True)(rows)
     kept = KeptStates(target, (), normalisers=True)
     before = kept.take(batch)
     file = sorted(kept.folder.iterdir())[0]
