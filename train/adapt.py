@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +41,8 @@ from speculator.errors import UserError, check_secret, first_line, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
 from speculator.report import Round
 from speculator.terminal import log
+from train.command_line import parse
+from train.flags import target_flags
 
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30
@@ -119,7 +122,7 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
         finished: Any = read_json(file)
         rounds.append(finished)
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
-        for name in ("traffic", "cache", "run/stage1", "exported"):
+        for name in ("traffic", "cache", "run/stage1", "run/generated", "run/stage2", "exported"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
     # By renaming, because a link can't be changed in place: a server that starts meanwhile sees the old or the new one.
     scratch = output / "speculator.partial"
@@ -222,12 +225,14 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     new = str((trained / "speculator").resolve())
     training = ["-m", "speculator", "train", "--config", arguments.config, "--target.name_or_path", target]
     training += ["--speculator.warm_start", old, "--data.sources", json.dumps(sources), "--output_dir", trained]
+    training += ["--overwrite_output_dir", "false"]  # a killed round resumes
     _call(training, lock, SPECULATOR_CACHE=str(folder.resolve() / "cache"))
     tuned, copied = Path(old) / TUNED, trained / "speculator" / TUNED
     if tuned.is_file() and not copied.exists():  # so that both heads draft in the same shapes, at the same costs
         write_bytes(copied, tuned.read_bytes())
     if not gate.exists():
-        gating = ["-m", "speculator", "eval", "gate", old, new, "--target", target, "--suite", traffic]
+        loading = target_flags(replace(parse(["--config", str(arguments.config)]).target, name_or_path=target))
+        gating = ["-m", "speculator", "eval", "gate", old, new, *loading, "--suite", traffic]
         _call([*gating, "--output", gate, *arguments.gate_flags], lock, accepted=(0, 1))
     figures: Any = read_json(gate)
     fault = None if figures["accepted"] else "rejected"

@@ -68,6 +68,13 @@ def settings(run: Run) -> None:
         raise UserError(f"data.seq_length must be at least {head.n_predict + 2} for n_predict {head.n_predict}")
     if run.mixture.locations.count(SELF) > 1:
         raise UserError(f"data.sources names {SELF} twice")
+    refuse(
+        (
+            config.target.parallel == "device_map" and run.processes > 1,
+            f"target.parallel device_map spreads the target over all GPUs of one process, and this run has "
+            f"{run.processes}: start it without accelerate launch, or shard the target by tp or fsdp",
+        )
+    )
     if config.target.server:
         _server(config)
     elif config.target.parallel in SHARDED:
@@ -112,6 +119,7 @@ def _server(config: RunConfig) -> None:
     target = config.target
     refuse(
         (target.parallel != "none", "target.server and target.parallel are mutually exclusive"),
+        (target.parallel_size, "target.parallel_size needs parallel tp or fsdp, which target.server excludes"),
         (target.adapter, "target.server: servers run merged weights; merge the adapter"),
         (
             config.stage2.max_steps and config.stage2.rejected_token_weight is not None,

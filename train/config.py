@@ -281,6 +281,11 @@ class RunConfig:
     report_to: Tracker = "wandb"
     """Tracker: wandb (offline unless WANDB_MODE is online); tensorboard, trackio or mlflow (local files); or none."""
 
+    @property
+    def same_command(self) -> str:
+        """What resumes this run, for messages: with `overwrite_output_dir` the same command would begin again."""
+        return "the same command" + (" without overwrite_output_dir" if self.overwrite_output_dir else "")
+
     def __post_init__(self) -> None:
         for stage in (self.stage1, self.stage2):
             stage.save_steps = stage.save_steps or stage.eval_steps

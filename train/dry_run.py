@@ -79,7 +79,7 @@ def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
                 layers = 7 if hasattr(head_class(config.speculator).config_class, "aux_layers") else 2
                 _make_target(folder / "target", _family(run.target), layers)
                 for number in range(len(run.mixture.sources)):
-                    _make_source(folder / f"source{number}", number, state.num_processes)
+                    _make_source(folder / f"source{number}", number, state.num_processes, run.config.data.raw)
             state.wait_for_everyone()
             carry_out(_shrunk(run, folder))
         state.wait_for_everyone()
@@ -150,15 +150,15 @@ def _make_target(folder: Path, family: str, layers: int) -> None:
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
 
 
-def _make_source(folder: Path, number: int, processes: int) -> None:
-    """Save a dataset of chats and texts in turn, in three splits, with rows enough for `processes`.
+def _make_source(folder: Path, number: int, processes: int, raw: bool) -> None:
+    """Save a dataset of chats and texts in turn, or with `raw` of texts, in three splits, with rows for `processes`.
 
     Its rows contain the source's `number`, so that no two rows of all sources are the same.
     """
 
     def row(split: str, i: int) -> dict:
         words = f"{split} row {i} of source {number}: the quick brown fox jumps over the lazy dog. "
-        if i % 2:
+        if raw or i % 2:
             return {"text": f"{words}\n" * 3, "messages": None}
         turns = [("user", "Say something."), ("assistant", words), ("user", "And more?"), ("assistant", words * 2)]
         return {"text": None, "messages": [{"role": role, "content": text} for role, text in turns]}

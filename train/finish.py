@@ -17,6 +17,7 @@ from speculator.drafters.tuning import TUNED
 from speculator.target.model import Target
 from speculator.verdict import headlines
 from train.config import RunConfig
+from train.flags import target_flags
 from train.forecast import commands_for_server
 from train.stages import curves
 
@@ -56,14 +57,11 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
 def summary(config: RunConfig) -> str:
     """Return lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
-    how = f"--target {shlex.quote(config.target.name_or_path)} --speculator {shlex.quote(str(folder / 'speculator'))}"
-    for flag in ("revision", "adapter"):
-        how += f" --{flag} {shlex.quote(value)}" if (value := getattr(config.target, flag)) else ""
-    how += " --trust_remote_code" if config.target.trust_remote_code else ""
-    if variables := config.target.chat_template_kwargs:
-        how += f" --chat_template_kwargs {shlex.quote(json.dumps(variables))}"
+    target = config.target
     if not (folder / "eval" / "report.json").exists():  # the target only trains
-        return "\n".join(commands_for_server(folder / "speculator", config.target.name_or_path))
+        served = dataclasses.replace(target, adapter=None, dtype="auto")  # which the server decides
+        return "\n".join(commands_for_server(folder / "speculator", shlex.join(target_flags(served))))
+    how = shlex.join([*target_flags(target), "--speculator", str(folder / "speculator")])
     report = json.loads((folder / "eval" / "report.json").read_text())
     chat = any(row.get("chat") for row in report["suites"]) and report["settings"].get("chat_template", True)
     trial = "--chat" if chat else '--prompt "..."'

@@ -7,22 +7,21 @@ from pathlib import Path
 
 from eval.in_server import FORECAST_FILE
 from speculator.checkpoints import layouts, load_any
-from speculator.files import read_json, write_json
+from speculator.files import JsonObject, read_json
 
 
-def write_forecast(folder: Path, evaluation: dict[str, float]) -> None:
-    """Write the teacher-forced forecast of a head's acceptance into its folder.
+def forecast(evaluation: dict[str, float]) -> JsonObject:
+    """Return the teacher-forced forecast of a head's acceptance, as its folder has it in `FORECAST_FILE`.
 
     Args:
         evaluation: an evaluation's entry in the training log, figures by name ("eval_...").
     """
     depth = sum(name.startswith("eval_position") and name.endswith("/prefix_accuracy") for name in evaluation)
-    forecast = {
+    return {
         "how": "teacher-forced, greedy, on validation rows",
         "acceptance_length": evaluation["eval_teacher_forced_acceptance_length"],
         "accepted_per_draft": [evaluation[f"eval_position{i}/prefix_accuracy"] for i in range(depth)],
     }
-    write_json(folder / FORECAST_FILE, forecast)
 
 
 def commands_for_server(folder: Path, target: str) -> list[str]:
@@ -30,12 +29,11 @@ def commands_for_server(folder: Path, target: str) -> list[str]:
 
     Args:
         folder: folder of the head, with its forecast.
-        target: name of the target for the commands.
+        target: the flags that name the target in the commands of this project.
     """
-    head, name = load_any(folder), shlex.quote(target)
-    forecast = read_json(folder / FORECAST_FILE)
+    head, expected = load_any(folder), read_json(folder / FORECAST_FILE)
     lines = [
-        f"forecast of the acceptance length: {forecast['acceptance_length']:.2f} ({forecast['how']})",
+        f"forecast of the acceptance length: {expected['acceptance_length']:.2f} ({expected['how']})",
         f"head:    {folder}",
     ]
     exported = f"{folder}-vllm"
@@ -43,7 +41,7 @@ def commands_for_server(folder: Path, target: str) -> list[str]:
         for server in layout.servers(head.config, exported):
             if server.name.startswith("vLLM") and server.loads:
                 export = f"--speculator {shlex.quote(str(folder))} --format {layout.name}"
-                measure = f"--server http://127.0.0.1:8000/v1 --target {name} --speculator {shlex.quote(str(folder))}"
+                measure = f"--server http://127.0.0.1:8000/v1 {target} --speculator {shlex.quote(str(folder))}"
                 return [
                     *lines,
                     f"export:  speculator export {export} --output {shlex.quote(exported)}",

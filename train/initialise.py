@@ -169,6 +169,8 @@ def head_config(options: HeadOptions, target: PreTrainedConfig) -> SpeculatorCon
         # Not `isinstance`, for which true is an int too.
         fits = value is None or type(value) is kind
         refuse((not fits, f"--speculator.options.{name}: expected {kind.__name__}, got {value!r}"))
+        if kind is list and value and any(type(element) is not int for element in value):  # of layers
+            raise UserError(f"--speculator.options.{name}: expected a list of int, got {value!r}")
     try:
         return config_class.for_target(target, **{**given, **chosen})
     except (UserError, ValueError, TypeError, StrictDataclassError) as error:

@@ -133,12 +133,15 @@ class KeptStates:
         chunks = hidden.split(chunk_tokens(hidden.device.type, self.target.vocab_size))
         return torch.cat([exact(self.target.logits(chunk)).logsumexp(-1) for chunk in chunks])
 
-    def check_room(self, setting: str, rows: Iterable[Columns]) -> None:
-        """Raise a UserError, which names `setting`, if the disk has no room for the documents that lack a file."""
-        per_token = bytes_per_token(self.target.hidden_size, self.aux_layers, self.target.dtype, self.normalisers)
+    def lacking(self, rows: Iterable[Columns]) -> int:
+        """Return the number of tokens in the documents of some rows that have no file."""
         named = (self._files(Documents([row]), [row[SOURCES]] if SOURCES in row else None) for row in rows)
-        lacking = {file: length for (row,) in named for file, length in row if not file.exists()}
-        need, free = per_token * sum(lacking.values()), shutil.disk_usage(self.folder).free
+        return sum({file: length for (row,) in named for file, length in row if not file.exists()}.values())
+
+    def check_room(self, setting: str, tokens: float) -> None:
+        """Raise a UserError, which names `setting`, if the disk has no room for so many tokens."""
+        per_token = bytes_per_token(self.target.hidden_size, self.aux_layers, self.target.dtype, self.normalisers)
+        need, free = per_token * tokens, shutil.disk_usage(self.folder).free
         if need > free:
             raise UserError(
                 f"{setting} needs {gigabytes(need)} GB in {self.folder}, whose disk has {gigabytes(free)} free; set "

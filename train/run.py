@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -76,7 +75,7 @@ def main(config: RunConfig) -> int:
             elif config.dry_run:
                 run_on_stand_ins(settle(config, state.num_processes, local_only=True), run)
             else:
-                interrupts.print_when_interrupted(f"the same command resumes the run in {config.output_dir}")
+                interrupts.print_when_interrupted(f"{config.same_command} resumes the run in {config.output_dir}")
                 run(config)
 
     try:
@@ -166,9 +165,8 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             inputs = replace(inputs, train_rows=rows, validation_rows=held or inputs.validation_rows)
             best = train_stage("stage2", target, lambda: for_rows(load_any(best), target, own_text), inputs)
         if state.is_main_process:
-            publish(load_any(best), head_folder)
-            if (best / FORECAST_FILE).exists():
-                shutil.copyfile(best / FORECAST_FILE, head_folder / FORECAST_FILE)
+            expected = best / FORECAST_FILE
+            publish(load_any(best), head_folder, read_json(expected) if expected.exists() else None)
     state.wait_for_everyone()
     announce(config, _MEASURE)
     if not state.is_main_process:

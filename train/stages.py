@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import NoReturn
@@ -20,10 +19,11 @@ import datasets
 from accelerate import PartialState
 
 from eval import tracking
+from eval.in_server import FORECAST_FILE
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.errors import UserError
-from speculator.files import JsonObject, manifest_error, new_folder, read_text, write_manifest, write_text
+from speculator.files import JsonObject, manifest_error, new_folder, read_text, write_json, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.kernels.linear import bfloat16_pays
 from speculator.target.base import TrainingTarget
@@ -33,7 +33,7 @@ from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, working
 from train import checkpoint, checks, interrupts
 from train.config import StageConfig
-from train.forecast import write_forecast
+from train.forecast import forecast
 from train.inputs import Inputs
 from train.kept_states import KeptStates
 from train.losses import has_rows
@@ -107,7 +107,9 @@ def train_stage(
         return {}
 
     head = start()
-    kept = kept_states(name, target, head, inputs) if settings.keep_states else None
+    read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    passes = read * state.num_processes / len(train_rows)
+    kept = kept_states(name, target, head, inputs, passes) if settings.keep_states else None
     trainer = SpeculatorTrainer(
         model=head,
         target=target,
@@ -143,8 +145,6 @@ def train_stage(
             log(line)
         if resume:
             log(f"resuming from {resume}")
-        read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
-        passes = read * state.num_processes / len(train_rows)
         processes = f" on {state.num_processes} processes" if state.num_processes > 1 else ""
         drafted = head.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
@@ -165,7 +165,7 @@ def train_stage(
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         done = {"global_step": trainer.state.global_step, "log_history": trainer.state.log_history}
         if interrupts.stop_asked() or not ends(done["global_step"], trainer.state.best_global_step):
-            _stop(folder / f"checkpoint-{done['global_step']}")
+            _stop(folder / f"checkpoint-{done['global_step']}", config.same_command)
     if state.is_main_process:
         steps = settings.save_steps, settings.max_steps
         best, passed_over = checkpoint.best(folder, done["log_history"], *steps)
@@ -173,24 +173,27 @@ def train_stage(
             log(line)
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
-        publish(load_any(best), best_head)
-        if not isinstance(target, Target):
-            step = int(best.name.removeprefix("checkpoint-"))
-            logged = (entry for entry in done["log_history"] if entry["step"] == step and checkpoint.METRIC in entry)
-            write_forecast(best_head, next(logged))
+        step = int(best.name.removeprefix("checkpoint-"))
+        logged = (entry for entry in done["log_history"] if entry["step"] == step and checkpoint.METRIC in entry)
+        publish(load_any(best), best_head, None if isinstance(target, Target) else forecast(next(logged)))
     state.wait_for_everyone()
     return best_head
 
 
-def kept_states(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs) -> KeptStates:
-    """Return where a stage keeps the target's states; raise a UserError if the disk has no room for them."""
+def kept_states(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs, passes: float) -> KeptStates:
+    """Return where a stage keeps the target's states; raise a UserError if the disk has no room for them.
+
+    Args:
+        passes: how often the stage reads its rows.
+    """
     assert isinstance(target, InProcessTarget)  # checked with the settings
     drafts_from_some = inputs.run.config.loss.needs_target and head.draft_tokens is not None
     normalisers = drafts_from_some and has_rows(target.output_matrix, target.device)
     kept = KeptStates(target, head.aux_layers, normalisers)
     if PartialState().is_main_process:
         with working(f"{name}: looking for states"):
-            kept.check_room(f"{name}.keep_states", chain(inputs.train_rows, inputs.validation_rows))
+            tokens = min(1.0, passes) * kept.lacking(inputs.train_rows) + kept.lacking(inputs.validation_rows)
+            kept.check_room(f"{name}.keep_states", tokens)
         log(f"{name}: the target's states are kept in {kept.folder}")
     return kept
 
@@ -224,12 +227,12 @@ def _state_of(folder: Path) -> dict:
     return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
 
 
-def _stop(last: Path) -> NoReturn:
-    """End the process with code 143, after a line that names the last checkpoint."""
+def _stop(last: Path, command: str) -> NoReturn:
+    """End the process with code 143, after a line that names the last checkpoint and the command that resumes."""
     with suppress(Exception):  # the signal may have ended wandb's own process too
         tracking.stop()
     if PartialState().is_main_process:
-        log(f"stopped by SIGTERM: the same command resumes from {last}")
+        log(f"stopped by SIGTERM: {command} resumes from {last}")
     raise SystemExit(143)
 
 
@@ -243,13 +246,19 @@ def is_published(folder: Path) -> bool:
     return problem is None
 
 
-def publish(head: Speculator, folder: Path) -> None:
-    """Save a head with a manifest, atomically; a damaged one is replaced."""
+def publish(head: Speculator, folder: Path, expected: JsonObject | None = None) -> None:
+    """Save a head with a manifest, atomically; a damaged one is replaced.
+
+    Args:
+        expected: the `forecast` of a head whose target is not decoded here.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
         for weights in scratch.glob("*.safetensors"):  # only the owner may read them; servers run as others
             weights.chmod((scratch / "config.json").stat().st_mode)
+        if expected is not None:
+            write_json(scratch / FORECAST_FILE, expected)
         write_manifest(scratch)
 
 

@@ -47,6 +47,7 @@ class Loop:
             Path(value("--output")).mkdir(parents=True)
         elif "gate" in argv:
             self.calls.append(("gate", argv[4]))
+            self.gated = argv[6 : argv.index("--suite")]
             suite = {"acceptance_length": [2.0, 2.5]}
             verdict = {"accepted": self.verdicts.pop(0), "suite": suite, "line": "<faster>"}
             Path(value("--output")).write_text(json.dumps(verdict))
@@ -72,6 +73,19 @@ def loop(chat_target, drafter, tmp_path, monkeypatch):
         monkeypatch.setattr(adapt, "_POLL_SECONDS", 0.01)
         monkeypatch.setattr("signal.signal", lambda *_: None)
         yield made
+
+
+def test_the_gate_loads_the_target_as_the_training_does_and_no_prompt_is_left(loop):
+    config = loop.folder / "own.yaml"
+    config.write_text("target: {revision: v2, dtype: float32, chat_template_kwargs: {thinking: false}}\n")
+    loop.verdicts = [True]
+    made = loop.folder / "out" / "round-001" / "run"
+    for name in ("generated", "stage2"):
+        (made / name).mkdir(parents=True)
+    assert main(loop.argv("--rounds", "1", "--config", str(config))) == 0
+    expected = ["--target", "tiny", "--revision", "v2", "--dtype", "float32"]
+    assert loop.gated == [*expected, "--chat_template_kwargs", '{"thinking": false}']
+    assert sorted(path.name for path in made.iterdir()) == ["speculator"]
 
 
 def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_loaded(loop, capsys):

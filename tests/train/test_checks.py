@@ -12,6 +12,7 @@ from speculator import UserError
 from speculator.heads import ARCHITECTURES
 from train import checks
 from train.command_line import parse
+from train.gpus import Place
 from train.initialise import new_head, parameters
 from train.settle import settle
 
@@ -26,12 +27,14 @@ from train.settle import settle
         (["--stage2.generate.top_k", "-1"], "stage2.generate.top_k"),
         (["--stage1.adam_beta2", "2"], "stage1.adam_beta2"),
         (["--stage1.keep_states", "true", "--target.server", "http://localhost:1"], "stage1.keep_states"),
+        (["--target.parallel_size", "2", "--target.server", "http://localhost:1"], "target.parallel_size"),
         (["--stage2.keep_states", "true", "--target.parallel", "fsdp"], "stage2.keep_states"),
         (["--stage2.generate.num_speculative_tokens", "99"], "stage2.generate.num_speculative_tokens"),
         (["--seed", "-1"], "seed"),
         (["--speculator.architecture", "eagle3", "--speculator.options", "{norm_before_fc: true}"], "norm_before_fc"),
         (["--speculator.options", "{aux_layers: [1, 2]}"], "aux_layers"),
         (["--speculator.architecture", "eagle3", "--speculator.options", "{fc_norms: false}"], "fc_norm"),
+        (["--speculator.architecture", "eagle3", "--speculator.options", "{aux_layers: [0, x]}"], "list of int"),
         (["--speculator.architecture", "eagle"], "eagle3"),
         (["--speculator.n_predict", "1"], "tie_weights"),
         (["--speculator.architecture", "lstm", "--speculator.options", "{tie_weights: false}"], "tie_weights"),
@@ -41,6 +44,13 @@ from train.settle import settle
 def test_a_wrong_setting_is_named_before_anything_is_loaded(flags, key):
     with pytest.raises(UserError, match=key):
         checks.settings(settled(parse(flags)))
+
+
+def test_a_target_over_several_gpus_is_for_one_process():
+    config = parse(["--target.parallel", "device_map"])
+    checks.settings(settled(config))
+    with pytest.raises(UserError, match=r"target\.parallel device_map .* this run has 2"):
+        checks.settings(settled(config, place=Place(2)))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ def test_a_recipe_passes_the_checks_of_its_settings(recipe):
     checks.settings(settled(parse(["--config", str(ROOT / "configs" / f"{recipe}.yaml")])))
 
 
+def test_a_dry_run_of_raw_text_has_no_chats(figures_only):
+    dry_run(ROOT / "configs" / "quickstart.yaml", "--data.raw", "true")
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs(recipe, capsys, request, monkeypatch):
     if recipe.stem != "quickstart":

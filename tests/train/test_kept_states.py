@@ -137,11 +137,13 @@ def test_files_belong_to_a_document_a_target_and_the_layers_that_a_head_reads(ta
     inner.model.layers[1].mlp.up_proj.weight.data *= 2
     rope.config.rope_parameters["rope_theta"] = 77.0
     moved.config._name_or_path = "elsewhere"
-    changed, scaled, same = (Target(model, tokenizer=None) for model in (inner, rope, moved))
+    adapted = tiny_model()
+    changed, scaled, same, other = (Target(model, tokenizer=None) for model in (inner, rope, moved, adapted))
+    adapted.peft_config = {"default": SimpleNamespace(to_dict=lambda: {"lora_alpha": 32})}  # in no weight
     assert changed.fingerprint == target.fingerprint  # which reads embedding and lm_head alone
-    others = ((target, (), False), (target, (0,), True), (changed, (), True), (scaled, (), True))
+    others = ((target, (), False), (target, (0,), True), (changed, (), True), (scaled, (), True), (other, (), True))
     folders = [KeptStates(*given).folder for given in others]
-    assert len({kept.folder, *folders}) == 5
+    assert len({kept.folder, *folders}) == 6
     assert KeptStates(same, (), True).folder == kept.folder
 
 
@@ -171,7 +173,7 @@ def test_a_disk_without_room_is_named_before_training(target, monkeypatch):
     for free, enough in ((need - 1, False), (need, True)):
         monkeypatch.setattr(kept_states.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         with nullcontext() if enough else pytest.raises(UserError, match=re.escape("stage1.keep_states needs 0.0")):
-            kept.check_room("stage1.keep_states", [*rows, *rows])
+            kept.check_room("stage1.keep_states", kept.lacking([*rows, *rows]))
 
 
 def test_a_damaged_file_is_written_again_and_states_that_are_not_finite_are_not(target):

@@ -1,12 +1,15 @@
 """The head that a run leaves."""
 
+import json
+
 from conftest import tiny_head
 
 from eval.in_server import FORECAST_FILE
 from speculator.checkpoints.card import NAME as CARD
-from speculator.files import write_text
+from speculator.files import manifest_error, write_text
 from train.config import RunConfig, TargetConfig
 from train.finish import is_finished
+from train.forecast import forecast
 from train.stages import publish
 
 
@@ -14,6 +17,16 @@ def test_the_weights_of_a_head_are_as_readable_as_its_config(tmp_path):
     publish(tiny_head(), tmp_path / "head")
     modes = {(tmp_path / "head" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
     assert len(modes) == 1
+
+
+def test_the_forecast_is_published_with_the_head(tmp_path):
+    """Written after the head, it would be missing for good if the run was killed in between."""
+    evaluation = {"eval_teacher_forced_acceptance_length": 1.5, "eval_position0/prefix_accuracy": 0.5}
+    publish(tiny_head(), tmp_path / "head", forecast(evaluation))
+    assert json.loads((tmp_path / "head" / FORECAST_FILE).read_text())["accepted_per_draft"] == [0.5]
+    assert manifest_error(tmp_path / "head") is None
+    (tmp_path / "head" / FORECAST_FILE).unlink()
+    assert manifest_error(tmp_path / "head") is not None
 
 
 def test_a_run_whose_target_only_trains_is_finished_with_its_card(tmp_path):

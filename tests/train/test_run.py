@@ -270,12 +270,12 @@ def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
 
 
 def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
-    target = TargetConfig("a/b", revision="old", trust_remote_code=True, chat_template_kwargs={"think": False})
+    target = TargetConfig("a/b", revision="old", dtype="bfloat16", trust_remote_code=True, chat_template_kwargs={"think": False})
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "report.json").write_text('{"suites": []}')
     line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]
     arguments = build_parser("serve").parse_args(shlex.split(line)[shlex.split(line).index("serve") + 1 :])
-    for name in ("revision", "adapter", "trust_remote_code", "chat_template_kwargs"):
+    for name in ("revision", "adapter", "dtype", "trust_remote_code", "chat_template_kwargs"):
         assert getattr(arguments, name) == getattr(target, name), name
 
 
