@@ -283,7 +283,7 @@ class RunConfig:
 
     @property
     def same_command(self) -> str:
-        """What resumes this run, for messages: with `overwrite_output_dir` the same command would begin again."""
+        """The command that resumes this run, for messages: with `overwrite_output_dir` the same one would begin again."""
         return "the same command" + (" without overwrite_output_dir" if self.overwrite_output_dir else "")
 
     def __post_init__(self) -> None:

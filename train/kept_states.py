@@ -31,7 +31,7 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 class TargetStates(NamedTuple):
-    """What the frozen target computes for a batch of B rows of L tokens; 0 for padding.
+    """Tensors that the frozen target computes for a batch of B rows of L tokens; 0 for padding.
 
     Attributes:
         hidden: [B, L, D] hidden states after the final norm.
