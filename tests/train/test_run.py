@@ -32,7 +32,7 @@ from train.config import RunConfig, TargetConfig
 from train.run import main, summary
 
 ROOT = Path(__file__).parents[2]
-_PROGRESS = re.compile(r"^\d/\d |^$|: [\d,]+ rows read, ")  # headers of phases
+_PROGRESS = re.compile(r"^\d/\d |^$|: [\d,]+ rows read, | elapsed")  # headers of phases; a slow machine's half minutes
 SIZES = {
     "data.seq_length": 64,
     "data.max_tokens": 40_000,
