@@ -160,6 +160,13 @@ async def _fetch(
 
     try:
         await asyncio.gather(*map(probe, servers))
+        longest = min(server.longest for server in servers)
+        # Before hours of work: each start would end at the same prompt.
+        if beyond := [row for rows in batches.values() for row in rows if len(prompts[row].ids) > longest]:
+            raise UserError(
+                f"{len(beyond)} prompts, such as number {beyond[0] + 1}, have more than {longest} tokens: the servers' "
+                "context leaves no room for max_new_tokens; start them with a longer one"
+            )
         # One entry per request that a server may serve: a semaphore for each server, taken in turn.
         free_slots: asyncio.Queue[_TextServer] = asyncio.Queue()
         for server in [*available] * concurrency:

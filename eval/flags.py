@@ -148,7 +148,6 @@ def gate(parser: OneLineParser) -> None:
     parser.add_argument(
         "--guard_loss",
         type=float,
-        default=0.05,
         help="share of OLD's acceptance length that NEW may lose on the guard suite (default: 0.05)",
     )
     parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")

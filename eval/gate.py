@@ -29,13 +29,19 @@ from speculator.report import Gate, HeadsCompared
 from speculator.tables import shown
 from speculator.terminal import Progress
 
+_GUARD_LOSS = 0.05
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Run `speculator eval gate`: measure both heads, print the verdict, and return 0 if NEW is accepted, else 1."""
     check_flags(argparse.Namespace(**{**vars(arguments), "temperature": [arguments.temperature]}))
     check_output_file("--output", arguments.output)
-    share = arguments.guard_loss
-    refuse((not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"))
+    share = _GUARD_LOSS if arguments.guard_loss is None else arguments.guard_loss
+    refuse(
+        (arguments.guard == "", "--guard is empty: give a suite"),
+        (arguments.guard_loss is not None and arguments.guard is None, "--guard_loss needs --guard"),
+        (not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"),
+    )
     target, sampling = model_flags.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
     folders = head_folder(arguments.old, arguments.speculator_revision), head_folder(arguments.new)
     heads = [load_head(folder, target) for folder in folders]

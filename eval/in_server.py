@@ -62,12 +62,18 @@ def run(arguments: argparse.Namespace) -> None:
     (base,) = base_urls([arguments.server_url], "--server")
     server = Connection(base, "--server", openai.OpenAI)
     head = head_folder(arguments.speculator, arguments.speculator_revision)
+    refuse((not head.is_dir(), f"--speculator {head}: not a folder"))
+    forecast = read_json(head / FORECAST_FILE) if (head / FORECAST_FILE).is_file() else None
     tokenizer = load_tokenizer(
         arguments.target, arguments.revision, arguments.trust_remote_code, arguments.chat_template_kwargs
     )
+    make_folder(arguments.output)
     with server.client as client:
         try:
-            model = client.models.list().data[0]
+            try:
+                model = client.models.list().data[0]
+            except (AttributeError, IndexError, TypeError):  # a page, or no model
+                raise UserError(f"--server {server.url}: not OpenAI's API, or no model is served there") from None
             llama_cpp = model.owned_by == "llamacpp"
             context = getattr(model, "max_model_len", None) or sys.maxsize
             known: Any = SimpleNamespace(
@@ -86,11 +92,10 @@ def run(arguments: argparse.Namespace) -> None:
                 else:
                     measured = _acceptance(_counters(base, server.url), before)
                 rows.append({"suite": suite.name, "temperature": temperature, **measured})
+                found = {"server": server.url, "suites": rows, "forecast": forecast}
+                write_json(arguments.output / "served.json", found)  # after each, should the server fail later
         except openai.APIError as error:
             raise UserError(server.describe(error)) from None
-    forecast = read_json(head / FORECAST_FILE) if (head / FORECAST_FILE).is_file() else None
-    make_folder(arguments.output)
-    write_json(arguments.output / "served.json", {"server": server.url, "suites": rows, "forecast": forecast})
     print(_table(rows, forecast))
 
 

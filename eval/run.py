@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.server_url:
         return in_server.run(arguments)
     tracking.check(arguments.report_to)
+    refuse((arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"))
     target = model_flags.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
     head = load_head(folder, target)

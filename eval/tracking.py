@@ -91,13 +91,15 @@ def at_step(step: int) -> None:
 
 
 def log(report: Report, folder: Path) -> None:
-    """Log a report's figures, and the plots (.png) in its folder, to the current wandb run, if any."""
+    """Log a report's figures, and its plots (.png) in the folder, to the current wandb run, if any."""
     if not is_on():
         return
     import wandb
 
-    plots = {f"eval/{plot.stem}": wandb.Image(str(plot)) for plot in sorted(folder.glob("*.png"))}
-    wandb.log({**figures(report), **plots})
+    from eval.report import plots
+
+    drawn = [file for name in sorted(plots(report)) if (file := folder / f"{name}.png").exists()]
+    wandb.log({**figures(report), **{f"eval/{file.stem}": wandb.Image(str(file)) for file in drawn}})
 
 
 def figures(report: Report) -> dict[str, float]:

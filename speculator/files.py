@@ -129,9 +129,15 @@ def check_output_file(flag: str, file: Path | None) -> None:
 
 
 def check_output_folder(flag: str, folder: Path) -> None:
-    """Raise a UserError, which begins with `flag`, if the name of an output folder belongs to a file."""
+    """Raise a UserError, which begins with `flag`, if a folder can't be written to, or made.
+
+    Called before the work whose result the folder will hold.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{flag} {folder}: not a folder")
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(place, os.W_OK):
+        raise UserError(f"{flag} {folder}: {place} can't be written to")
 
 
 def make_folder(path: Path) -> None:

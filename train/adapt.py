@@ -32,6 +32,7 @@ from typing import IO, Any
 import httpx
 
 import speculator
+from speculator.__main__ import build_parser
 from speculator.checkpoints import head_folder, layout_of, load_any
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
@@ -60,6 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
     refuse(
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
         (arguments.layout and not arguments.server, "--layout needs --server"),
+    )
+    # A typing error is found here, and not after hours of waiting and training.
+    parse(["--config", str(arguments.config)])
+    build_parser("eval gate").parse_args(
+        ["old", "new", "--target", "target", "--suite", "suite", *arguments.gate_flags]
     )
     arguments.head = head_folder(arguments.head, arguments.speculator_revision)
     read_config(arguments.head)

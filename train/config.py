@@ -273,7 +273,8 @@ class RunConfig:
     dry_run: bool = False
     """Run both stages and the evaluation on tiny stand-ins, one step each, and keep nothing."""
     plan: str | None = None
-    """Print the memory, time and disk that the run needs and stop; on this machine, or on GPUs such as 8xH100."""
+    """Print the memory and time that the run needs, and the disk for kept states, and stop; on this machine, or on GPUs
+    such as 8xH100."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sampling."""
     deterministic: bool = False
@@ -283,7 +284,7 @@ class RunConfig:
 
     @property
     def same_command(self) -> str:
-        """The command that resumes this run, for messages: with `overwrite_output_dir` the same one would begin again."""
+        """The command that resumes this run, for messages; with `overwrite_output_dir` the same one begins again."""
         return "the same command" + (" without overwrite_output_dir" if self.overwrite_output_dir else "")
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ def prepare(parser: OneLineParser) -> None:
     parser.add_argument(
         "--sources",
         required=True,
+        action="extend",
         nargs="+",
         metavar="SOURCE",
         help="python-sources; a .jsonl, .json, .parquet or .txt file (also .gz) or a folder of them; a hub dataset: "
@@ -47,13 +48,15 @@ def generate(parser: OneLineParser) -> None:
     add_target_flags(parser)
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
-    who.add_argument("--server", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows")
+    who.add_argument(
+        "--server", action="extend", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows"
+    )
     add_revision(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     what = (
         "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
     )
-    source.add_argument("--sources", nargs="+", help=what)
+    source.add_argument("--sources", action="extend", nargs="+", help=what)
     source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
     parser.add_argument("--output", type=Path, required=True, help="output folder; an unfinished one is resumed")
     parser.add_argument("--max_rows", type=int, help="largest number of prompts (default: all; 4000 for self)")
@@ -71,7 +74,7 @@ def generate(parser: OneLineParser) -> None:
     parser.set_defaults(max_bad_rows=None)
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum new tokens per row (default: 256)")
     what = "sampling temperature; 0 decodes greedily; the rows cycle through several values (default: 1)"
-    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0], help=what)
+    parser.add_argument("--temperature", type=float, action="extend", nargs="+", help=what)
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
     parser.add_argument(
         "--top_p", type=float, default=1.0, help="total probability of the tokens to sample (default: 1)"

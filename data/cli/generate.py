@@ -121,6 +121,8 @@ def _check(arguments: argparse.Namespace) -> None:
     check_output_folder("--output", arguments.output)
     refuse(
         (low, f"{', '.join(low)} must be at least 1"),
+        (arguments.speculator == "", "--speculator is empty: give the hub id or the folder of a trained head"),
+        (arguments.speculator_revision and not arguments.speculator, "--speculator_revision needs a --speculator"),
         (not 0 <= arguments.max_bad_rows <= 1, "--max_bad_rows must be in 0..1"),
         (
             arguments.num_speculative_tokens and not arguments.speculator,
@@ -147,7 +149,7 @@ def _samplings(arguments: argparse.Namespace) -> tuple[Sampling, ...]:
     """Return the samplings that the rows cycle through."""
     return tuple(
         Sampling(temperature=each, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p)
-        for each in arguments.temperature
+        for each in arguments.temperature or [1.0]
     )
 
 

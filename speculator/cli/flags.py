@@ -74,6 +74,7 @@ def serve(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--allowed_origins",
+        action="extend",
         nargs="+",
         default=[],
         metavar="URL",
@@ -90,9 +91,9 @@ def serve(parser: OneLineParser) -> None:
         metavar="FOLDER",
         help="folder for the token ids of prompts and answers, to train on (default: nothing is recorded)",
     )
-    parser.add_argument("--record_share", type=float, default=0.1, help="share of requests to record (default: 0.1)")
+    parser.add_argument("--record_share", type=float, help="share of requests to record (default: 0.1)")
     parser.add_argument(
-        "--record_max", type=float, default=10, metavar="GB", help="size at which the oldest shards go (default: 10)"
+        "--record_max", type=float, metavar="GB", help="size at which the oldest shards go (default: 10)"
     )
 
 

@@ -71,7 +71,7 @@ def _check(arguments: argparse.Namespace) -> None:
         (no_prompt and several, "--num_samples needs --prompt or --prompts"),
         (several and _sampling(arguments, 0).greedy, "--num_samples needs a --temperature above 0"),
         (
-            arguments.show_drafts and (arguments.output or (arguments.prompts and arguments.batch_size > 1)),
+            arguments.show_drafts and (arguments.output or (not no_prompt and arguments.batch_size > 1)),
             "--show_drafts needs text that is printed as it is generated: no --output, --batch_size 1",
         ),
     )

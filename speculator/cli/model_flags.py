@@ -59,6 +59,7 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
     refuse(
         (arguments.speculator == "", "--speculator is empty: give the hub id or the folder of a trained head"),
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
+        (arguments.speculator_revision and not arguments.speculator, "--speculator_revision needs a --speculator"),
         (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
         (required and not drafts, f"no drafter: give {_WHO}"),
         (exits and arguments.early_exit < 1, f"--early_exit {arguments.early_exit}: at least 1 layer has to run"),

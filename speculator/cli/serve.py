@@ -32,6 +32,7 @@ from speculator.terminal import log
 KEY_VARIABLE = "SPECULATOR_API_KEY"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_RECORD_SHARE, _RECORD_MAX = 0.1, 10.0  # GB
 _SWITCH_SECONDS = 0.001  # longest wait of the engine's thread for the interpreter, which the event loop shares
 
 
@@ -152,7 +153,12 @@ def _check(arguments: argparse.Namespace) -> str:
     refuse_below(arguments, max_num_seqs=1, queue=0)
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))  # else it wraps around
     refuse((arguments.max_model_len is not None and arguments.max_model_len < 2, "--max_model_len must be at least 2"))
+    recording = arguments.record_share is not None or arguments.record_max is not None
+    refuse((recording and not arguments.record, "--record_share and --record_max need --record"))
+    arguments.record_share = _RECORD_SHARE if arguments.record_share is None else arguments.record_share
+    arguments.record_max = _RECORD_MAX if arguments.record_max is None else arguments.record_max
     refuse(
+        (arguments.api_key == "", "--api_key is empty: give a key, or leave the flag out"),
         (not 0 < arguments.record_share <= 1, f"--record_share {arguments.record_share:g} is not in (0, 1]"),
         (not arguments.record_max > 0, f"--record_max {arguments.record_max:g} is not above 0"),
     )

@@ -50,6 +50,7 @@ class StandIn(ThreadingHTTPServer):
         self.token_ids, self.faults, self.samples, self.delay = token_ids, list(faults), samples, delay
         self.lists, self.reply, self.lock, self.gone = lists, reply, threading.Lock(), threading.Event()
         self.tokenizer = tiny_tokenizer()
+        self.context = 1000
         self.bodies: list[dict] = []
         self.busy = self.most = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -77,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.server.lists:
-            self.reply(200, {"data": [{"id": "the-model"}]})
+            self.reply(200, {"data": [{"id": "the-model", "max_model_len": self.server.context}]})
         else:
             self.reply(500, {"error": "no cache folder to list"})
 
@@ -159,6 +160,14 @@ def error_of(server, tokenizer, folder, **settings) -> str:
     with pytest.raises(UserError) as raised:
         fetched([server], tokenizer, folder, **settings)
     return str(raised.value)
+
+
+def test_prompts_beyond_the_servers_context_are_refused_before_the_first_is_asked(serve, tokenizer, tmp_path):
+    server, prompts = serve(), text_prompts(tokenizer)
+    server.context = 16 + max(len(prompt.ids) for prompt in prompts) - 1
+    message = error_of(server, tokenizer, tmp_path / "out", max_new_tokens=16)
+    assert "1 prompts, such as number" in message
+    assert len(server.bodies) <= 4, "the check of two seeds alone"
 
 
 def manifest(folder: Path) -> dict:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import tiny_head
+from conftest import exit_code, tiny_head
 from scipy import stats
 
 from eval import gate, metrics, timing
@@ -36,6 +36,13 @@ def test_the_difference_is_of_speeds_over_all_prompts_and_not_of_their_mean():
     assert gate._difference(samples) == pytest.approx(100 / 10 - 100 / 10)
     samples = [(10, 1.0, 10, 0.5), (90, 9.0, 90, 4.5)]
     assert gate._difference(samples) == pytest.approx(100 / 5 - 100 / 10)
+
+
+@pytest.mark.parametrize("flags", [["--guard", ""], ["--guard_loss", "0.01"]])
+def test_a_guard_that_is_not_there_is_refused(flags, capsys):
+    """An empty shell variable would accept a head on speed alone."""
+    assert exit_code(main, ["gate", "old", "new", "--target", "t", "--suite", "s", *flags]) == 2
+    assert "--guard" in capsys.readouterr().err
 
 
 def equal_heads(draw, count):

@@ -4,9 +4,10 @@ import pytest
 from conftest import exit_code
 from hidden_state_server import StandIn
 
+from eval import in_server
 from eval.__main__ import main
 from eval.in_server import FORECAST_FILE
-from speculator import Target
+from speculator import Target, UserError
 from speculator.files import read_json, write_json
 
 
@@ -61,6 +62,28 @@ def test_flags_of_decoding_in_this_process_are_refused(target_folder, tmp_path, 
     said = capsys.readouterr().err
     assert "no server at" not in said
     assert said.count("\n") == 1
+
+
+def test_what_is_measured_is_kept_if_the_server_fails_later(server, target_folder, tmp_path, monkeypatch, capsys):
+    counters, asked = in_server._counters, []
+
+    def fail_at_the_third(*given):
+        asked.append(given)
+        if len(asked) == 3:
+            raise UserError("it has gone")
+        return counters(*given)
+
+    monkeypatch.setattr(in_server, "_counters", fail_at_the_third)
+    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
+    assert "it has gone" in capsys.readouterr().err
+    assert [row["temperature"] for row in read_json(tmp_path / "made" / "served.json")["suites"]] == [0.0]
+
+
+def test_a_head_that_is_not_there_is_named(server, target_folder, tmp_path, capsys):
+    command = argv(target_folder, tmp_path, server.url)
+    (tmp_path / "head").rmdir()
+    assert exit_code(main, command) == 2
+    assert f"--speculator {tmp_path / 'head'}: not a folder" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_fails_in_one_line(target_folder, tmp_path, capsys):

@@ -65,6 +65,16 @@ def test_an_unwritable_path_is_a_user_error(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
 
 
+def test_an_output_folder_that_cannot_be_made_is_found_before_the_work(tmp_path, monkeypatch):
+    check_output_folder("--output", tmp_path / "new" / "deep")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # tests may run as root
+    with pytest.raises(UserError, match=f"--output {tmp_path}/new/deep: {tmp_path} can't be written to"):
+        check_output_folder("--output", tmp_path / "new" / "deep")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="not a folder"):
+        check_output_folder("--output", tmp_path / "file")
+
+
 def test_only_a_regular_utf8_file_is_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes("né".encode("latin-1"))

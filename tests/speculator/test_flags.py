@@ -49,6 +49,22 @@ def test_the_choices_of_flags_are_those_of_the_code():
 
 
 @pytest.mark.parametrize(
+    ("command", "flag", "values"),
+    [
+        ("data prepare --target t --seq_length 8 --output o", "sources", ["a.jsonl@0.7", "b.jsonl@0.3"]),
+        ("data generate --target t --output o", "sources", ["a.jsonl", "b.jsonl"]),
+        ("data generate --target t --output o --prompts p", "server", ["http://a", "http://b"]),
+        ("data generate --target t --output o --prompts p", "temperature", [0.0, 1.0]),
+        ("serve t", "allowed_origins", ["http://a", "http://b"]),
+    ],
+)
+def test_a_flag_of_several_values_may_be_repeated(command, flag, values):
+    name = " ".join(command.split()[:2]) if command.startswith("data") else command.split()[0]
+    given = command.removeprefix(name).split() + [word for value in values for word in (f"--{flag}", str(value))]
+    assert getattr(build_parser(name).parse_args(given), flag) == values
+
+
+@pytest.mark.parametrize(
     ("command", "text"),
     [
         ("data generate", f"{ROWS} for self"),

@@ -75,6 +75,13 @@ def loop(chat_target, drafter, tmp_path, monkeypatch):
         yield made
 
 
+@pytest.mark.parametrize("flags", [["--gate_flags", "--suit x"], ["--config", "/nowhere.yaml"]])
+def test_a_typing_error_is_found_before_the_first_round(loop, flags):
+    assert exit_code(main, loop.argv("--rounds", "1", *flags)) == 2
+    assert not loop.calls
+    assert not (loop.folder / "out").exists()
+
+
 def test_the_gate_loads_the_target_as_the_training_does_and_no_prompt_is_left(loop):
     config = loop.folder / "own.yaml"
     config.write_text("target: {revision: v2, dtype: float32, chat_template_kwargs: {thinking: false}}\n")

@@ -270,7 +270,9 @@ def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
 
 
 def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
-    target = TargetConfig("a/b", revision="old", dtype="bfloat16", trust_remote_code=True, chat_template_kwargs={"think": False})
+    target = TargetConfig(
+        "a/b", revision="old", dtype="bfloat16", trust_remote_code=True, chat_template_kwargs={"think": False}
+    )
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "report.json").write_text('{"suites": []}')
     line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]

@@ -27,6 +27,10 @@ ROOT = Path(__file__).parents[3]
         ["--ngram", "--branches", "2"],
         ["--port", "0", "--target", "/nowhere"],
         ["--port", "0", "another_target"],
+        ["--record_share", "1"],
+        ["--record_max", "50"],
+        ["--api_key", ""],
+        ["--ngram", "--speculator_revision", "v2"],
     ],
 )
 def test_wrong_flags_fail_in_one_line(capsys, target_folder, flags):
