@@ -65,7 +65,7 @@ def load_tokenizer(
         tokenizer("a", verbose=False)
         with suppress(OSError, ValueError):  # a folder with a tokenizer alone
             pair = read_config(name, trust_remote_code, revision=revision).is_encoder_decoder
-            refuse((pair, "only train.py and data generate without --server make rows of an encoder-decoder model"))
+            refuse((pair, "only train.py, and data generate and eval without --server, read an encoder-decoder model"))
     except Exception as error:  # the libraries raise many types for damaged files
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -82,7 +82,9 @@ def run(parser: OneLineParser) -> None:
         help="accept rule of every drafter above temperature 0; the head then drafts chains (default: each drafter's)",
     )
     parser.add_argument(
-        "--draft_model", help="small causal LM with the target's tokenizer, measured as another drafter"
+        "--draft_model",
+        help="small causal LM with the target's tokenizer, measured as another drafter; --trust_remote_code "
+        "counts for it too",
     )
     parser.add_argument("--hybrid", action="store_true", help="also measure the hybrid draft of head and n-gram lookup")
     parser.add_argument(

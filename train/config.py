@@ -206,7 +206,8 @@ class GenerateConfig:
     max_new_tokens: PositiveInt = 192
     """New tokens per answer."""
     turns: PositiveInt | Literal["all"] = "all"
-    """Answers to write in each chat: all, each after the answers before it, or the first few."""
+    """Answers to write in each chat: all, each after the answers before it, or the first few. The source self alone has
+    data.self_source.turns."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """Sampling temperatures, used in turn (0: greedy); name those that the head will draft at."""
     top_k: int = 0
@@ -218,7 +219,7 @@ class GenerateConfig:
     batch_size: PositiveInt = 8
     """Rows decoded together."""
     num_speculative_tokens: NonNegativeInt = 0
-    """Tokens to draft per step (0: adaptive drafting)."""
+    """Tokens to draft per step (0: adaptive drafting); servers of the target draft as they were started."""
 
 
 @dataclass

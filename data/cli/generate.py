@@ -189,7 +189,8 @@ def _prompts(
         for row, prompt in read_prompts(arguments.prompts)
     ]
     if bare and any(row.chat for row in rows):
-        raise UserError(f'{arguments.target} has no chat template, which rows with "messages" need')
+        why = "--raw leaves out the chat template" if arguments.raw else f"{arguments.target} has no chat template"
+        raise UserError(f'{why}, which rows with "messages" need')
     chosen, left_out = limits.take(
         str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows
     )

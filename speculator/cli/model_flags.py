@@ -141,7 +141,9 @@ def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | N
         return HeadDrafter(head, _shape(arguments, head.n_predict))
     if arguments.draft_model:
         try:
-            model = Target.load(arguments.draft_model, dtype=arguments.dtype)
+            model = Target.load(
+                arguments.draft_model, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
+            )
         except UserError as error:
             raise UserError(f"--draft_model: {error}") from None
         return DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))

@@ -49,7 +49,10 @@ def add_drafter_flags(parser: OneLineParser) -> None:
     """Add the flags of drafter, shape and rule."""
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="hub id or folder of a trained head (default: plain decoding)")
-    who.add_argument("--draft_model", help="hub id or folder of a small causal LM with the target's tokenizer")
+    who.add_argument(
+        "--draft_model",
+        help="hub id or folder of a small causal LM with the target's tokenizer; --trust_remote_code counts for it too",
+    )
     who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
     add_revision(parser)
     parser.add_argument(

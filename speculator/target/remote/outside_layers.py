@@ -47,7 +47,7 @@ def read_outside_layers(
     Raises:
         UserError: the files are damaged, or the model has other weights around its layers.
     """
-    refuse((is_gguf(name), f"{name}: target.server needs a checkpoint in safetensors, not a GGUF file"))
+    refuse((is_gguf(name), f"{name}: a target on servers needs a checkpoint in safetensors here, not a GGUF file"))
     try:
         if name.startswith((".", "/")) or Path(name).exists():
             check_folder(Path(name))
