@@ -60,7 +60,7 @@ def measure(config: RunConfig, target: Target, steps: int) -> dict[str, Any]:
             target=target,
             token_at_peak=plan.token_at_peak("stage1"),
             loss=config.loss,
-            muon=stage.optimizer == "muon",
+            optimizer=stage.optimizer,
             decode=lambda head: {},
             args=TrainingArguments(
                 folder,

@@ -93,6 +93,7 @@ def main(folder: str, output: str, rows: str, *kinds: str) -> None:
         parallel, _, size = kind.partition(":")
         target = InProcessTarget.load(folder, dtype="float64", parallel=parallel, parallel_size=int(size or 0))
         made = {"bytes": held(target), "read": read(target, rank), "fingerprint": target.fingerprint}
+        made["embedding_is_shared"] = isinstance(target.model.get_input_embeddings().weight, DTensor)
         if parallel == "tp":  # known to be wrong: a pass of rows that are not the same everywhere
             gathered, Group.gathered = Group.gathered, lambda group, rows: rows.repeat(group.size, 1)
             made["apart"] = target.hidden(torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank)))

@@ -82,6 +82,8 @@ def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kin
             again = (
                 planned.table * planned.size / planned.shards if parallel == "fsdp" else 0
             )  # the whole matrix's shard
+            if parallel == "tp" and not made["embedding_is_shared"]:  # in transformers 5.17
+                again -= planned.table * planned.size * (1 - 1 / planned.shards)
             assert made["bytes"] + again == pytest.approx(planned.memory()["stage1"]["target's weights"], rel=0.02)
             if "apart" in made:
                 tokens = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank))

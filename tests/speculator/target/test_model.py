@@ -59,7 +59,7 @@ def test_soft_capped_attention_is_never_that_of_torch_which_lacks_it(monkeypatch
     """transformers 5.17 gives Gemma 2 torch's attention; later ones know better."""
     model = tiny_model("gemma2")
     monkeypatch.setattr(type(model), "_supports_sdpa", True)
-    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("eager")
     expected = model(TOKENS).logits
     model.set_attn_implementation("sdpa")
     target = Target(model, tokenizer=None)
