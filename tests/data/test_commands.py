@@ -129,7 +129,8 @@ def test_view_prints_when_there_are_more_rows(target, capsys):
 def test_exact_copies_are_counted(target, tmp_path, capsys):
     rows = [CHATS[i % 2] for i in range(60)]
     (tmp_path / "copies.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert prepare(target, "--output", "rows", "--sources", "copies.jsonl", "--seq_length", "500") == 0
+    command = ["prepare", "--target", target, "--output", "rows", "--sources", "copies.jsonl", "--seq_length", "500"]
+    assert main(command) == 0
     read, used, copies = re.search(
         r"(\d+) rows read, (\d+) used, \d+ left out: (\d+) x exact copies", capsys.readouterr().err
     ).groups()
