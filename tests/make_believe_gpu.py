@@ -22,6 +22,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -379,6 +380,9 @@ def gpu(monkeypatch) -> Counts:
 
 @contextmanager
 def making_believe(monkeypatch):
+    # torch keeps the set of functions that `with torch.device(...)` redirects. The real ones have to be in it: else
+    # models that the process loads later have buffers that nobody filled.
+    _device_constructors()
     memory = 80 * 10**9
     facts = SimpleNamespace(name="NVIDIA H100 (make-believe)", total_memory=memory, major=9, minor=0)
     facts.multi_processor_count = 132
