@@ -123,6 +123,10 @@ async def _fetch(
         if known:
             log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
 
+    def room() -> int:
+        """Return the length of a prompt that leaves room for a completion on every server, once they were probed."""
+        return min(server.longest for server in servers)
+
     async def probe(server: _TextServer) -> None:
         try:
             await server.probe(prompts)
@@ -130,7 +134,7 @@ async def _fetch(
             drop(server, error)
 
     async def fetch(batch: int, row: int) -> None:
-        longest = min(max_prompt_tokens, *(server.longest for server in servers))
+        longest = min(max_prompt_tokens, room())
         answering: Answering | None = None
         while answering is None or answering.prompt is not None:
             server = await free_slots.get()
@@ -160,7 +164,7 @@ async def _fetch(
 
     try:
         await asyncio.gather(*map(probe, servers))
-        longest = min(server.longest for server in servers)
+        longest = room()
         # Before hours of work: each start would end at the same prompt.
         if beyond := [row for rows in batches.values() for row in rows if len(prompts[row].ids) > longest]:
             raise UserError(

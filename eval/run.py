@@ -76,10 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = model_flags.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
     head = load_head(folder, target)
-    draft_model: Target | None = None
-    if arguments.draft_model:
-        code = arguments.trust_remote_code
-        draft_model = Target.load(arguments.draft_model, dtype=arguments.dtype, trust_remote_code=code)
+    draft_model = model_flags.load_draft_model(arguments)
     suites = [suite_of(arguments, source, target, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]
     check_names(suites)
     check_batches(suites, arguments.batch_size or [1])

@@ -54,16 +54,20 @@ def settings(run: Run) -> None:
             raise UserError(f"stage2.generate.num_speculative_tokens must be in 0..{deepest}, what the head can draft")
         if generate.prompt_tokens + generate.max_new_tokens < head.n_predict + 2:
             raise UserError(f"stage2.generate: prompt_tokens + max_new_tokens must be at least {head.n_predict + 2}")
-    for name, stage in {"stage1": config.stage1, "stage2": config.stage2}.items():
-        if stage.max_steps and stage.keep_states:
-            _keeps_states(config, name)
-    if config.shard_optimizer:
-        for name, stage in {"stage1": config.stage1, "stage2": config.stage2}.items():
-            if stage.max_steps and stage.optimizer == "muon":
-                raise UserError(
-                    f"shard_optimizer splits AdamW's moments; it needs --{name}.optimizer adamw, at half the rate of a "
-                    "recipe with Muon"
-                )
+    stages = {"stage1": config.stage1, "stage2": config.stage2}
+    where = "server" if config.target.server else "parallel" if config.target.parallel in SHARDED else ""
+    for name, stage in ((name, stage) for name, stage in stages.items() if stage.max_steps):
+        refuse(
+            (
+                stage.keep_states and where,
+                f"{name}.keep_states needs a target that is whole in each process, not target.{where}",
+            ),
+            (
+                config.shard_optimizer and stage.optimizer == "muon",
+                f"shard_optimizer splits AdamW's moments; it needs --{name}.optimizer adamw, at half the rate of a "
+                "recipe with Muon",
+            ),
+        )
     if 0 < config.data.seq_length < head.n_predict + 2:
         raise UserError(f"data.seq_length must be at least {head.n_predict + 2} for n_predict {head.n_predict}")
     if run.mixture.locations.count(SELF) > 1:
@@ -105,13 +109,6 @@ def samplings(section: str, temperatures: list[float], **filters: Any) -> tuple[
         return tuple(Sampling(temperature, **filters) for temperature in temperatures)
     except UserError as error:
         raise UserError(f"{section}.{error}") from None
-
-
-def _keeps_states(config: RunConfig, name: str) -> None:
-    """Raise a UserError if the stage `name` keeps states of a target that is not whole in each process."""
-    where = "server" if config.target.server else "parallel"
-    elsewhere = config.target.server or config.target.parallel in SHARDED
-    refuse((elsewhere, f"{name}.keep_states needs a target that is whole in each process, not target.{where}"))
 
 
 def _server(config: RunConfig) -> None:

@@ -261,7 +261,7 @@ class Plan:
         """
         stage, text = self.stages[name], self.text
         tokens = stage.per_device_train_batch_size * self.length(name)
-        inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
+        inputs = 1 + len(self.head_module.aux_layers)
         # Each token's final hidden state and those of the auxiliary layers, in the target's dtype and in float32.
         states = tokens * text.hidden_size * inputs * (self.size + 4)
         parts = self.shards if self.config.target.parallel == "tp" else 1  # such a group reads all its rows together
@@ -343,7 +343,7 @@ class Plan:
     def kept_bytes(self) -> dict[str, int]:
         """Return the bytes of the states that stages keep in files; a stage of unknown rows as if it had one pass."""
         per_token = bytes_per_token(
-            self.text.hidden_size, getattr(self.head, "aux_layers", None) or (), self.dtype, self._draws_from_some
+            self.text.hidden_size, self.head_module.aux_layers, self.dtype, self._draws_from_some
         )
         kept = [name for name, stage in self.stages.items() if stage.keep_states]
         validation = {name: self.config.eval.validation_rows * self.length(name) for name in kept}
@@ -375,10 +375,10 @@ class Plan:
         head = 6 * self.head_module.weights_per_token(self.length(name))
         passes = self._passes(name)
         target /= passes
-        if self.config.loss.needs_target:  # the target's own distribution
+        if self._draws_from_some and self.stages[name].keep_states:  # all logits in the first pass alone
+            target += 2 * self.table / passes + 2 * self.head.output_size * text.hidden_size
+        elif self.config.loss.needs_target:  # the target's own distribution
             target += 2 * self.table
-            if self._draws_from_some and self.stages[name].keep_states:  # all logits in the first pass alone
-                target += 2 * self.table / passes - 2 * self.table + 2 * self.head.output_size * text.hidden_size
         return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)
 
     def seconds(self, name: str) -> float:
@@ -398,7 +398,7 @@ class Plan:
 
     def _for_servers(self) -> str:
         """Return a line about what the target's servers have to hold, compute and send."""
-        inputs = 1 + len(getattr(self.head, "aux_layers", None) or ())
+        inputs = 1 + len(self.head_module.aux_layers)
         state = inputs * self.text.hidden_size * self.size
         weights = f"{gigabytes(self.weights * self.size)} GB of weights in {dtype_name(self.dtype)}"
         return f"servers: {weights}; per token {2 * self.active / 1e9:,.1f} GFLOP and {state / 1024:,.1f} KiB of states"

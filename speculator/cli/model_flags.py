@@ -139,17 +139,21 @@ def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | N
     if arguments.speculator:
         head = load_head(arguments.speculator, target, arguments.speculator_revision)
         return HeadDrafter(head, _shape(arguments, head.n_predict))
-    if arguments.draft_model:
-        try:
-            model = Target.load(
-                arguments.draft_model, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
-            )
-        except UserError as error:
-            raise UserError(f"--draft_model: {error}") from None
+    if (model := load_draft_model(arguments)) is not None:
         return DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
     if arguments.early_exit is not None:
         return EarlyExitDrafter(target, arguments.early_exit, _shape(arguments, _DEFAULT_LENGTH))
     return None
+
+
+def load_draft_model(arguments: argparse.Namespace) -> Target | None:
+    """Load the model of `--draft_model`, if any; a UserError names the flag."""
+    if not arguments.draft_model:
+        return None
+    try:
+        return Target.load(arguments.draft_model, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code)
+    except UserError as error:
+        raise UserError(f"--draft_model: {error}") from None
 
 
 def shaped(arguments: argparse.Namespace) -> str:

@@ -18,6 +18,7 @@ from speculator.heads import Speculator
 from train import trainer
 from train.command_line import parse
 from train.config import ROOT, LossConfig
+from train.kept_states import KeptStates
 from train.run import main
 from train.trainer import SOURCES, Collator, SpeculatorTrainer, arguments
 
@@ -56,6 +57,16 @@ def test_each_row_of_a_batch_is_trained_on_with_its_own_source(target, tmp_path)
     alone = sum(loss([row]) for row in rows)
     assert loss(rows) == pytest.approx(alone, rel=1e-5)
     assert loss(rows, swap=True) != pytest.approx(alone, rel=1e-2)
+
+
+def test_kept_states_of_one_text_differ_by_its_source(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path))
+    rows = [{"source_ids": source, "input_ids": [0, 5, 6, 7]} for source in random_texts(2, 9)]
+    kept = KeptStates(target, (), normalisers=False)
+    collate = Collator(tiny_head(vocab_size=VOCAB).config, documents=True)
+    first, second = kept.take(collate(rows)).hidden
+    assert not torch.allclose(first, second, atol=1e-2)
+    assert torch.equal(kept.take(collate(rows[1:])).hidden[0], second)
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "lstm"])
