@@ -14,6 +14,7 @@ import platform
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from math import ceil
@@ -46,6 +47,8 @@ from speculator.tables import BASELINES
 from speculator.terminal import log
 from speculator.verdict import headlines
 
+UNFINISHED = "unfinished.json"
+"""What report.json would be if the measurement ended now: there while it runs, and after it broke off."""
 _SHORT = 16  # tokens of a prompt after which steps are timed
 
 
@@ -164,6 +167,8 @@ def evaluate(
 ) -> Report:
     """Measure every suite, write the report, and return the content of report.json.
 
+    If it breaks off, the suites, temperatures and batch sizes that are done are in `UNFINISHED`.
+
     Args:
         output: the report's folder, created if missing.
         speculator_name: name of the head in the report.
@@ -172,7 +177,6 @@ def evaluate(
     temperatures, max_new_tokens, batch_sizes = measuring.temperatures, measuring.max_new_tokens, measuring.batch_sizes
     server, rule, draft_model = compared.server, compared.rule, compared.draft_model
     chains = list(compared.lengths) or [head.n_predict]
-    assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
     most = head.config.max_speculative_tokens
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
@@ -180,6 +184,7 @@ def evaluate(
     rows: list[ReportRow] = []
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
+    content = partial(_content, target, head, measuring, compared, speculator_name)
     for batch_size in batch_sizes:
         engines: Engines = {}
         if server == "ours":
@@ -207,13 +212,42 @@ def evaluate(
             rows += made
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
+            write_json(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
         engines.clear()  # their caches and graphs would stay while the next batch size is measured
-    report: Report = {
+    report = content(rows, not_run)
+    if training:
+        report["training"] = training
+    write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
+    (output / UNFINISHED).unlink()
+    render(report, traces, output)
+    for line in report["warnings"]:
+        log(f"warning: {line}")
+    return report
+
+
+def _content(
+    target: Target,
+    head: Speculator,
+    measuring: Measuring,
+    compared: Compared,
+    speculator_name: str,
+    rows: list[ReportRow],
+    not_run: dict[str, str],
+) -> Report:
+    """Return the content of report.json; the arguments are those of `evaluate`.
+
+    Args:
+        not_run: why a baseline was not run, by its name.
+    """
+    batch_sizes, draft_model = measuring.batch_sizes, compared.draft_model
+    assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    return {
         "schema": 2,
         "target": target.name,
         "speculator": speculator_name,
         "hardware": hardware(target.device),
-        "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
+        "versions": versions | {"python": platform.python_version()},
         "settings": {
             "batch_size": batch_sizes[0] if len(batch_sizes) == 1 else list(batch_sizes),
             "dtype": dtype_name(target.dtype),
@@ -222,8 +256,8 @@ def evaluate(
             "repeats": measuring.repeats,
             "num_speculative_tokens": list(compared.lengths) or None,  # None: as tuned, or all the head's
             "draft_model": draft_model.name if draft_model else None,
-            "hf_assisted": assisted_settings(chains[0]) if assisted else None,
-            "as": server,
+            "hf_assisted": assisted_settings(max(compared.lengths, default=head.n_predict)) if assisted else None,
+            "as": compared.server,
             "chat_template": bool(target.tokenizer and target.tokenizer.chat_template),
             "trained_length": head.config.trained_length,
             "peak_memory": memory_kind(target.device),
@@ -232,13 +266,6 @@ def evaluate(
         "warnings": warnings(rows),
         "suites": rows,
     }
-    if training:
-        report["training"] = training
-    write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
-    render(report, traces, output)
-    for line in report["warnings"]:
-        log(f"warning: {line}")
-    return report
 
 
 def _time_needed(

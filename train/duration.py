@@ -100,10 +100,12 @@ def line(inputs: Inputs, target: TrainingTarget, step: float) -> str:
     longest = max(parts, key=lambda name: parts[name])
     shown = ", ".join(f"{name} {_time(seconds)}" for name, seconds in parts.items())
     whole = "this run" if decoder else "training, without decoding,"
-    # Where states are kept, later passes are faster, and an earlier run may have left states of the first one.
-    stages = inputs.run.config.stage1, inputs.run.config.stage2
-    bound = "" if any(stage.keep_states for stage in stages) else "at most "
-    return f"{whole} takes {bound}about {_time(sum(parts.values()))} here: {shown} ({_FLAGS[longest]} shortens it)"
+    kept = any(stage.keep_states for stage in (inputs.run.config.stage1, inputs.run.config.stage2))
+    # The timed steps may have read an earlier run's files, so with kept states the time is no bound.
+    bound, rest = ("", "; steps that read kept states are the faster ones") if kept else ("at most ", "")
+    return (
+        f"{whole} takes {bound}about {_time(sum(parts.values()))} here: {shown} ({_FLAGS[longest]} shortens it{rest})"
+    )
 
 
 def _time(seconds: float) -> timedelta:

@@ -12,7 +12,7 @@ from eval.__main__ import main
 from eval.as_server import server_decoders, server_log
 from eval.metrics import speedup
 from eval.report import markdown
-from eval.run import render
+from eval.run import UNFINISHED, render
 from eval.suites import Suite
 from eval.timing import Decoded, Timed
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError
@@ -222,3 +222,22 @@ def test_the_measurements_outlive_a_plot_that_fails(tmp_path, monkeypatch, quick
     monkeypatch.undo()
     render(report, [], tmp_path)
     assert (tmp_path / "report.md").exists()
+
+
+def test_what_was_measured_is_kept_when_a_later_temperature_breaks_off(tmp_path, monkeypatch, figures_only):
+    def breaks_off(target, table, suite, sampling, *others):
+        if sampling.temperature:
+            raise MemoryError("out of memory")
+        return decoders.measure_suite(target, table, suite, sampling, *others)
+
+    monkeypatch.setattr("eval.run.measure_suite", breaks_off)
+    with pytest.raises(MemoryError):
+        report_of(tmp_path, temperatures=[0.0, 1.0])
+    kept = json.loads((tmp_path / UNFINISHED).read_text())
+    assert {row["temperature"] for row in kept["suites"]} == {0.0}
+    assert len(kept["suites"]) == 3
+    assert not (tmp_path / "report.json").exists()
+    monkeypatch.undo()
+    report = report_of(tmp_path, temperatures=[0.0])
+    assert not (tmp_path / UNFINISHED).exists()
+    assert report.keys() == kept.keys()
