@@ -78,19 +78,24 @@ class UserTurns:
 
     Args:
         turns: largest number of user turns in a chat.
-        max_prompt_tokens: largest length of a user turn, for messages.
+        max_prompt_tokens: largest length of a user turn.
         max_new_tokens: room that the context keeps for an answer.
+        context: context length of whoever writes.
 
     Attributes:
         template: the texts around the turns; without a chat template the tokens that begin every text.
         ends: stop tokens and strings of a user turn; None without a chat template: the text just continues.
     """
 
-    def __init__(self, target: TrainingTarget, turns: int, max_prompt_tokens: int, max_new_tokens: int):
+    def __init__(self, target: TrainingTarget, turns: int, max_prompt_tokens: int, max_new_tokens: int, context: int):
         self.tokenizer = tokenizer = target.tokenizer
         self._texts = turn_texts(tokenizer, turns > 1)
-        self._special = {*tokenizer.added_tokens_decoder, *target.eos_token_ids}
-        self._max_prompt_tokens, self._max_context = max_prompt_tokens, target.context_length - max_new_tokens
+        # Added tokens that are plain text, as runs of spaces in GPT-NeoX and line breaks in Gemma, are no marks.
+        added = tokenizer.added_tokens_decoder.items()
+        marks = {index for index, token in added if token.special or str(token).replace("\u2581", " ").strip()}
+        self._special = {*marks, *target.eos_token_ids}
+        self._max_prompt_tokens, self._max_context = max_prompt_tokens, context - max_new_tokens
+        self._max_asking = context - max(max_prompt_tokens, max_new_tokens)
         self._seen = NearDuplicates()
         self.ends: Ends | None = None
         if self._texts is None:
@@ -143,7 +148,7 @@ class UserTurns:
 
     def has_room(self, chat: Row) -> bool:
         """Return whether another user turn fits the context."""
-        return len(self.prompt(chat)) < self._max_context
+        return len(self.prompt(chat)) < self._max_asking
 
     def _continue(self, chat: Row, text: str) -> list[int]:
         """Tokenize `text`, which follows the chat, without its first token if the chat already ends with that token."""

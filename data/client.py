@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import openai
 from datasets import Dataset
@@ -29,7 +32,8 @@ from speculator.files import JsonObject
 CONCURRENCY = 32
 """Concurrent requests to each server."""
 _RETRIES = 10  # the client doubles the delay from 0.5 s up to 8 s, so a server may be away for about a minute
-_REQUEST_SECONDS = 1200.0  # for one row, retries included
+_AWAY_SECONDS = 1200.0  # that the last server may be away
+_REQUEST_SECONDS, _TOKEN_SECONDS = 1200.0, 0.5  # for one answer, retries included: in all, and for each new token
 _FIRST_SECONDS = 30.0  # timeout of the first request to a server
 _PROBE_TOKENS = 32
 _PROBE_PROMPTS = 4
@@ -51,8 +55,8 @@ def fetch_rows(
     """Generate rows like `data.onpolicy.generate_rows`, by servers (vLLM, SGLang, llama.cpp, ...), and return them.
 
     Prompts are sent as token ids. A completion without `token_ids` is tokenized from its text. A server that stays
-    unavailable for a minute is dropped with a warning, and the others take over its rows. The API key is read from
-    $OPENAI_API_KEY.
+    unavailable for a minute is dropped with a warning, and the others take over its rows; the last one may be away for
+    20 minutes. A later turn that a server refuses ends its chat. The API key is read from $OPENAI_API_KEY.
 
     Args:
         urls: base URLs of the servers, with or without /v1.
@@ -80,6 +84,31 @@ def fetch_rows(
             todo = {batch: rows[batch] for batch in batches}
             asyncio.run(_fetch(servers, work, todo, prompts, max_prompt_tokens, concurrency))
         return work.finish(_summary)
+
+
+def shortest_context(urls: Sequence[str], target: str) -> int:
+    """Return the shortest context of some servers; sys.maxsize: none tells it, or none is there.
+
+    Args:
+        target: name of the model, unless a server lists exactly one.
+    """
+    contexts = [sys.maxsize]
+    for base in base_urls(urls, "--server"):
+        server = Connection(base, "--server", openai.OpenAI, max_retries=0, timeout=_FIRST_SECONDS)
+        with suppress(openai.APIError, AttributeError, TypeError), server.client as client:
+            contexts.append(_listed(client.models.list().data, target)[1])
+    return min(contexts)
+
+
+def _listed(models: Sequence[Any], name: str) -> tuple[str, int]:
+    """Return the name of the only model that a server lists, or else `name`, and its context length.
+
+    A server of adapters lists them beside the model. The length is sys.maxsize if the server does not tell it.
+    """
+    own = models if len(models) == 1 else [each for each in models if each.id == name]
+    if not own:
+        return name, sys.maxsize
+    return own[0].id, getattr(own[0], "max_model_len", None) or sys.maxsize  # of vLLM and ours
 
 
 def _summary(batches: list[BatchFacts]) -> JsonObject:
@@ -110,6 +139,7 @@ async def _fetch(
         batches: numbers of the prompts by number of the batch.
     """
     available = set(servers)
+    refused: list[str] = []
     finished: dict[int, dict[int, Answering]] = {batch: {} for batch in batches}
     by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
     written_at = time.monotonic()
@@ -122,6 +152,17 @@ async def _fetch(
             raise UserError(fault) from None
         if known:
             log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
+
+    def asked_again(server: _TextServer, error: Exception, begun: float) -> bool:
+        """Return whether a server that did not answer a request sent at the time `begun` is not to be dropped."""
+        if isinstance(error, asyncio.TimeoutError) and server.answered > begun:
+            return True  # busy: it answered other requests meanwhile
+        if available != {server} or time.monotonic() - server.answered > _AWAY_SECONDS:
+            return False
+        if not server.away:
+            log(f"warning: {server.describe(error)}; waiting for it, at most {_AWAY_SECONDS / 60:g} minutes")
+        server.away = True
+        return True
 
     def room() -> int:
         """Return the length of a prompt that leaves room for a completion on every server, once they were probed."""
@@ -143,15 +184,23 @@ async def _fetch(
                 continue
             # Not before there is a slot: all rows wait here at once.
             answering = answering or Answering(prompts[row], servers[0].tokenizer, longest)
+            begun = time.monotonic()
             try:  # one server answers all turns: it has the chat so far in its cache
                 while answering.prompt is not None:
+                    begun = time.monotonic()
                     sampling = server.writing.sampling(row, len(prompts), answering.answers)
                     tokens, ended = await server.complete(row, answering.prompt, prompts[row], sampling)
                     answering.add(tokens, ended)
                     by_server[batch][server.url] += 1
             except UNAVAILABLE as error:
-                drop(server, error)
-                continue
+                if not asked_again(server, error, begun):
+                    drop(server, error)
+                    continue
+            except RefusedPromptError as error:  # of a server that does not tell its context, a chat beyond it
+                if not answering.answers:
+                    raise
+                refused.append(str(error))
+                answering.stop()
             free_slots.put_nowait(server)
         finished[batch][row] = answering
         # Conversations end in any order; the last one of a batch writes the whole batch.
@@ -176,9 +225,15 @@ async def _fetch(
         for server in [*available] * concurrency:
             free_slots.put_nowait(server)
         await asyncio.gather(*(fetch(batch, row) for batch, rows in batches.items() for row in rows))
+        if refused:
+            log(f"{len(refused)} chats end before a turn that the server refused, such as {refused[0]}")
     finally:
         for server in servers:
             await server.client.close()
+
+
+class RefusedPromptError(UserError):
+    """A server refused a prompt as a bad request."""
 
 
 class _TextServer(Connection):
@@ -192,18 +247,22 @@ class _TextServer(Connection):
 
     Attributes:
         longest: largest length of a prompt that leaves room for a completion, once `probe` has asked the server.
+        answered: time of the latest answer, of `time.monotonic`.
+        away: whether it was reported missing since then.
     """
 
     def __init__(self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, writing: Writing):
-        super().__init__(base, "--server", openai.AsyncOpenAI, max_retries=_RETRIES)
+        self._seconds = _REQUEST_SECONDS + _TOKEN_SECONDS * writing.max_new_tokens
+        super().__init__(base, "--server", openai.AsyncOpenAI, max_retries=_RETRIES, timeout=self._seconds)
+        self.answered, self.away = -math.inf, False
+        self._gives_text = False  # without token ids
         self._model, self.tokenizer, self.writing = target, tokenizer, writing
-        self._end_tokens: dict[bool, int | None] = {}
         self.longest = sys.maxsize
 
     def describe(self, error: Exception) -> str:
         """Return one line that names the server and what went wrong, without secrets."""
         if isinstance(error, asyncio.TimeoutError):
-            return f"{self.url}: no answer within {_REQUEST_SECONDS:g} seconds"
+            return f"{self.url}: no answer within {self._seconds:g} seconds"
         return super().describe(error)
 
     async def probe(self, prompts: Sequence[Conversation]) -> None:
@@ -213,16 +272,10 @@ class _TextServer(Connection):
         """
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
-            if len(models) == 1:
-                self._model = models[0].id
-                longest = getattr(models[0], "max_model_len", None)  # of vLLM and ours
-                self.longest = (longest or sys.maxsize) - self.writing.max_new_tokens
+            self._model, context = _listed(models, self._model)
+            self.longest = context - self.writing.max_new_tokens
         except (openai.APIStatusError, AttributeError, TypeError):
             pass  # some servers do not list their models
-        # Servers cut the token that ends an answer; in a chat it is the template's, else the tokenizer's.
-        for chat in (False, True):
-            end = end_token(self.tokenizer) if chat else None
-            self._end_tokens[chat] = self.tokenizer.eos_token_id if end is None else end
         rows, seed = len(prompts), self.writing.seed
         warm = [row for row in range(rows) if self.writing.sampling(row, rows).temperature >= _WARM]
         # An answer may be certain, as "Paris" or a label is, and the run's top_k may be 1. Half a prompt is open, and
@@ -255,6 +308,8 @@ class _TextServer(Connection):
         max_tokens = max_tokens or self.writing.max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
         samplers: JsonObject = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
+        if self._gives_text:
+            samplers["skip_special_tokens"] = False
         if ends := self.writing.ends:
             samplers |= {"stop_token_ids": ends.eos_token_ids, "stop": ends.stop_strings}
         try:
@@ -267,16 +322,22 @@ class _TextServer(Connection):
                 seed=sampling.seed,
                 extra_body={**samplers, "return_token_ids": True},
             )
-            answer = await asyncio.wait_for(request, _REQUEST_SECONDS)
+            answer = await asyncio.wait_for(request, self._seconds)
             # A server for training also stores hidden states; those of this answer are deleted at once.
             await asyncio.to_thread(discard, answer)
             choice = answer.choices[0]
             ended = choice.finish_reason == "stop"
-            tokens = getattr(choice, "token_ids", None) or self._tokenize(
-                ids, choice.text, ended, bool(prompt.messages)
-            )
+            tokens = getattr(choice, "token_ids", None)
+            self.answered, self.away = time.monotonic(), False
+            if not tokens and not self._gives_text:
+                # A text without its special tokens, as those around a tool call, is not what the target wrote.
+                self._gives_text = True
+                return await self.complete(row, ids, prompt, sampling, max_tokens)
+            tokens = tokens or self._tokenize(ids, choice.text, ended, prompt.ends)
         except UNAVAILABLE:
             raise
+        except openai.BadRequestError as error:
+            raise RefusedPromptError(f"prompt {row + 1}: {self.describe(error)}") from None
         except openai.APIError as error:
             raise UserError(f"prompt {row + 1}: {self.describe(error)}") from None
         except (AttributeError, TypeError, IndexError, ValueError):
@@ -289,7 +350,7 @@ class _TextServer(Connection):
         """Return the tokens of a completion's text, as they follow the prompt's tokens.
 
         If the completion `ended` by itself, the end token is appended, which servers remove: in a `chat` that of the
-        template, else EOS.
+        template, else EOS, the tokenizer's.
         """
         before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
         assert isinstance(before, str)
@@ -298,5 +359,6 @@ class _TextServer(Connection):
             tokens = tokens[len(prompt) :]
         else:  # the text's first characters would merge with the prompt's last token
             tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        end = self._end_tokens[chat] if ended else None
-        return tokens if end is None else [*tokens, end]
+        end = end_token(self.tokenizer) if chat else None
+        end = self.tokenizer.eos_token_id if end is None else end
+        return tokens if not ended or end is None or tokens[-1:] == [end] else [*tokens, end]

@@ -144,3 +144,13 @@ class Answering:
         else:
             self.rows.append(Row())
             self.rows[-1].add(ids, 0)
+
+    def stop(self) -> None:
+        """End the conversation after its last answer, and drop the tokens that ask for another one."""
+        self.prompt = None
+        row = self.rows[-1]
+        if 1 not in row.mask:
+            self.rows.pop()
+            return
+        end = len(row.mask) - row.mask[::-1].index(1)
+        row.ids, row.mask, row.rejected = row.ids[:end], row.mask[:end], row.rejected[:end]

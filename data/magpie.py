@@ -31,6 +31,8 @@ ROWS = 4000
 PROMPT_SAMPLING = Sampling(temperature=1.0, top_p=0.99)
 _PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds")
 _SEED_STRIDE = 1 << 40  # between passes: otherwise both would draw a row's first token alike
+_SEED_BITS = 20
+"""All chats begin with the same prompt, and row r has seed + r: neighbouring seeds are this many bits apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +97,20 @@ def self_rows(
     Raises:
         UserError: no user turn can be used, or the folder was made with other settings.
     """
+    context = target.context_length
+    if isinstance(target, ServerTarget):
+        from data.client import shortest_context  # imports openai, for a second
+
+        context = min(context, shortest_context(target.urls, target.name))
     longest = asking.max_prompt_tokens + writing.max_new_tokens
     refuse(
         (
-            longest > target.context_length,
+            longest > context,
             f"prompts of {asking.max_prompt_tokens} and answers of {writing.max_new_tokens} tokens do not fit "
-            f"{target.name}, with a context of {target.context_length}",
+            f"{target.name}, with a context of {context}",
         ),
     )
-    users = UserTurns(target, asking.turns, asking.max_prompt_tokens, writing.max_new_tokens)
+    users = UserTurns(target, asking.turns, asking.max_prompt_tokens, writing.max_new_tokens, context)
     seen = users.add_seen(previous) if previous else None
     record: JsonObject = {
         "target": target.name,
@@ -138,11 +145,11 @@ def self_rows(
             how: sampling and length; each call adds a stride to its seed.
         """
         output = work.begin() / f"{len(passes) + 1}-{what}"
-        how = replace(how, seed=how.seed + len(passes) * _SEED_STRIDE)
+        how = replace(how, seed=(how.seed << _SEED_BITS) + len(passes) * _SEED_STRIDE)
         if isinstance(target, ServerTarget):
             from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
 
-            chats = [Conversation(each) for each in prompts]
+            chats = [Conversation(each, ends=users.ends is not None) for each in prompts]
             try:
                 generated = fetch_rows(
                     target.urls,
@@ -151,7 +158,7 @@ def self_rows(
                     chats,
                     output,
                     how,
-                    concurrency=concurrency or CONCURRENCY,
+                    concurrency=concurrency or max(CONCURRENCY, batch_size),
                     progress=progress,
                 )
             except UserError:

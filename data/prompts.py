@@ -121,26 +121,29 @@ class _Cutter:
 
     def prompts(self, documents: Iterator[Document]) -> Iterator[Conversation]:
         """Yield the prompts of a stream of documents."""
-        first = list(islice(documents, 1))
-        if first and "document_ids" in first[0]:
-            first += islice(documents, _PACKED_HEAD)
-        # In packed texts every token has loss; in packed chats one of the first rows has a token without.
-        packed_text = all(all(row.get("loss_mask", [1])) for row in first)
-        for row in (as_chat(row, self.tokenizer) for row in chain(first, documents)):
-            try:
-                with errors_of_row(row["where"]):
-                    if "input_ids" in row:
-                        check_tokens(row, self.tokenizer)
-                    found = list(self._of(row, packed_text))
-            except RowError as error:
-                self.tally.add(error)
-                continue
-            if any(self.limits.fits(prompt.ids) for prompt in found):
-                self.tally.used += 1
-            else:
-                too_short = f"too short for {self.cut.prompt_tokens} tokens of a prompt"
-                self.tally.skipped[TOO_LONG if found else too_short] += 1
-            yield from found
+        for _, same in groupby(documents, lambda row: "document_ids" in row and row["where"].rpartition(":")[0]):
+            # In packed texts every token has loss; in packed chats one of the first rows has a token without.
+            first = list(islice(same, _PACKED_HEAD))
+            packed_text = all(all(row.get("loss_mask", [1])) for row in first)
+            for row in (as_chat(row, self.tokenizer) for row in chain(first, same)):
+                yield from self._of_row(row, packed_text)
+
+    def _of_row(self, row: Document, packed_text: bool) -> list[Conversation]:
+        """Return the prompts of one document, and count it; [] for a bad one."""
+        try:
+            with errors_of_row(row["where"]):
+                if "input_ids" in row:
+                    check_tokens(row, self.tokenizer)
+                found = list(self._of(row, packed_text))
+        except RowError as error:
+            self.tally.add(error)
+            return []
+        if any(self.limits.fits(prompt.ids) for prompt in found):
+            self.tally.used += 1
+        else:
+            too_short = f"too short for {self.cut.prompt_tokens} tokens of a prompt"
+            self.tally.skipped[TOO_LONG if found else too_short] += 1
+        return found
 
     def _of(self, row: Document, packed_text: bool) -> Iterator[Conversation]:
         """Yield the prompts of one document of any format: text, chat, prompt with completion, or tokens.

@@ -12,7 +12,9 @@ import codecs
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +30,7 @@ from data.rows import KEYS, RowError, content
 from speculator.chat import from_json
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json
-from speculator.terminal import loading
+from speculator.terminal import loading, log
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Each split as a range of the documents' SHA-256 modulo 100."""
@@ -130,6 +132,8 @@ def _suffix(file: Path) -> str:
 def local_files(path: Path) -> Iterator[Document]:
     """Yield the documents of a local file or folder; text files are cut into pieces of about 10 kB."""
     files = _readable_files(path)
+    if files and path.is_dir():
+        _log_unread(path)
     if not files:
         fault = "holds no readable file" if path.is_dir() else "is not a readable file"
         table = next((f"; write {file.name} as .jsonl" for file in _files_in(path) if _suffix(file) in _UNTYPED), "")
@@ -141,6 +145,15 @@ def local_files(path: Path) -> Iterator[Document]:
             yield from _local_file(file, name)
         except (OSError, pyarrow.ArrowException) as error:
             raise SourceError(f"{file}: {first_line(error)}") from None
+
+
+@cache  # the splits are read one by one
+def _log_unread(folder: Path) -> None:
+    """Print how many files of a folder are not read, by suffix, but for hidden files and cards."""
+    files = [file for file in _files_in(folder) if not file.name.startswith(".") and file.stem.lower() != "readme"]
+    unread = Counter(_suffix(file) or "without a suffix" for file in files if _suffix(file) not in _SUFFIXES)
+    if unread:
+        log(f"{folder}: not read: {', '.join(f'{count} {suffix}' for suffix, count in unread.most_common(5))}")
 
 
 def _local_file(file: Path, name: str) -> Iterator[Document]:

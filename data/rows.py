@@ -1,8 +1,9 @@
 """Read the rows of a source. The keys of a row determine its format (`FORMATS`); the first match wins.
 
-{"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones; "rejected" marks tokens that
-                                            replaced a rejected draft token; "source_ids" are what an encoder reads
-{"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template
+{"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones, without the tokens whose "labels" are
+                                            -100; "rejected" marks tokens that replaced a rejected draft token;
+                                            "source_ids" are what an encoder reads
+{"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template, "system" comes first
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format; also "conversation", as in WildChat
 {"prompt": "...", "completion": "..."}      texts; or two lists of messages, TRL's conversational form of a chat
 {"prompt", "chosen", "rejected"}            preferences, texts or messages: "chosen" is the completion
@@ -31,6 +32,8 @@ _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
 _SYNONYMS = {"conversation": "conversations", "chosen": "completion", "context": "input", "response": "output"}
 """Other names of keys, by which some public datasets call them; a row's own key counts first."""
 _ALPACA = ("system", "instruction", "input", "output")
+_NO_LOSS = -100
+"""The label of transformers for a token without loss."""
 
 _ROLES = {
     "system": "system",
@@ -145,9 +148,17 @@ def _check_size(where: str, characters: int) -> None:
         raise RowError(where, f"{characters:,} characters, {kind}", kind)
 
 
-def _chat(messages: Any, tools: Any, where: str) -> Content:
-    """Return a checked chat from its first message that is not the assistant's; "dropped" counts those before it."""
-    messages = from_json(messages)
+def _chat(messages: Any, given: dict[str, Json], where: str) -> Content:
+    """Return a checked chat from its first message that is not the assistant's; "dropped" counts those before it.
+
+    Args:
+        messages: of the chat, or their JSON.
+        given: the row, for its "tools", and the "system" message of a chat that has none.
+    """
+    messages, tools = from_json(messages), given.get("tools")
+    if (system := given.get("system")) and isinstance(messages, list):
+        own = any(isinstance(each, dict) and each.get("role") == "system" for each in messages)
+        messages = messages if own else [{"role": "system", "content": system}, *messages]
     if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
         raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
     try:
@@ -173,7 +184,7 @@ def _chat(messages: Any, tools: Any, where: str) -> Content:
 
 
 def _messages(given: dict[str, Json], where: str) -> Content:
-    return _chat(given["messages"], given.get("tools"), where)
+    return _chat(given["messages"], given, where)
 
 
 def _from_sharegpt(given: dict[str, Json], where: str) -> Content:
@@ -193,7 +204,7 @@ def _from_sharegpt(given: dict[str, Json], where: str) -> Content:
         else {"role": _ROLES[turn["from"]], "content": turn.get("value"), **{k: turn[k] for k in _MARKS if k in turn}}
         for turn in conversations
     ]
-    return _chat(messages, given.get("tools"), where)
+    return _chat(messages, given, where)
 
 
 def _has_chat_completion(given: dict[str, Json]) -> bool:
@@ -213,7 +224,7 @@ def _from_chat_pair(given: dict[str, Json], where: str) -> Content:
     if not isinstance(prompt, list):
         raise RowError(where, '"prompt" is no text and no list of objects')
     marks = {"weight": 0} if given.get("label") is False else {}
-    return _chat([*prompt, *({**each, **marks} for each in completion)], given.get("tools"), where)
+    return _chat([*prompt, *({**each, **marks} for each in completion)], given, where)
 
 
 def _is_alpaca(given: dict[str, Json]) -> bool:
@@ -228,12 +239,10 @@ def _from_alpaca(given: dict[str, Json], where: str) -> Content:
     if isinstance(asked := given.get("input"), list):
         output = given["output"]
         answer = output if isinstance(output, list) else [{"role": "assistant", "content": output}]
-        return _chat([*asked, *answer], given.get("tools"), where)
-    system, instruction, context, output = (_text(given.get(key, ""), where, f'"{key}"') for key in _ALPACA)
+        return _chat([*asked, *answer], given, where)
+    _, instruction, context, output = (_text(given.get(key, ""), where, f'"{key}"') for key in _ALPACA)
     user = "\n\n".join(filter(None, (instruction, context)))
-    first = [{"role": "system", "content": system}] if system else []
-    chat = [*first, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
-    return _chat(chat, given.get("tools"), where)
+    return _chat([{"role": "user", "content": user}, {"role": "assistant", "content": output}], given, where)
 
 
 def _from_pair(given: dict[str, Json], where: str) -> Content:
@@ -257,9 +266,15 @@ def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
 
 
 def _tokens(given: dict[str, Json], where: str) -> Content:
-    """Return the columns of a row of tokens after checks; without "loss_mask" all tokens have loss."""
+    """Return the columns of a row of tokens after checks.
+
+    Without "loss_mask" the tokens have loss whose "labels" are not -100, or all without "labels".
+    """
     ids: Any = given["input_ids"]
-    mask = {"loss_mask": [1] * len(ids) if isinstance(ids, list) else None}
+    if isinstance(labels := given.get("labels"), list):
+        mask: Any = {"loss_mask": [int(label != _NO_LOSS) for label in labels]}
+    else:
+        mask = {"loss_mask": [1] * len(ids) if isinstance(ids, list) else None}
     columns: Any = {name: (mask | given)[name] for name in _TOKENS if name in mask | given}
     for name, column in columns.items():
         invalid = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
@@ -292,11 +307,13 @@ class Format(NamedTuple):
 
 
 FORMATS = [
-    Format(name='"input_ids"', keys=_TOKENS, fits=lambda given: "input_ids" in given, read=_tokens),
-    Format(name='"messages"', keys=("messages", "tools"), fits=lambda given: "messages" in given, read=_messages),
+    Format(name='"input_ids"', keys=(*_TOKENS, "labels"), fits=lambda given: "input_ids" in given, read=_tokens),
+    Format(
+        name='"messages"', keys=("messages", "tools", "system"), fits=lambda given: "messages" in given, read=_messages
+    ),
     Format(
         name='"conversations"',
-        keys=("conversations", "tools"),
+        keys=("conversations", "tools", "system"),
         fits=lambda given: "conversations" in given,
         read=_from_sharegpt,
     ),

@@ -102,9 +102,8 @@ def _documents(
         if not row.get("text", "x").strip():
             tally.skipped[EMPTY] += in_split
             continue
-        # Duplicates are dropped before splitting, or two sources could each have a copy. Rows of a prepared dataset
-        # already have a split, and their documents were compared when they were prepared.
-        if "split" not in row and (digest in seen or elsewhere(digest)):
+        # Duplicates are dropped before splitting, or two splits or sources could each have a copy.
+        if digest in seen or elsewhere(digest):
             tally.skipped[COPY] += in_split
             continue
         seen.add(digest)

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from speculator.chat import Message, Tool, answer_message, chat_text, chat_tokens, clean_messages, clean_tools
-from speculator.errors import UserError, check_text
+from speculator.errors import UserError, check_text, refuse
 from speculator.files import Json, read_rows
 
 KEYS = {
@@ -112,11 +112,19 @@ def continued(text: str, chat: bool = False, where: str = "the prompt") -> Promp
 def read_prompts(file: Path) -> list[tuple[dict, Prompt]]:
     """Read rows with "prompt" or "messages" from a .jsonl file; return each row with its prompt.
 
-    Raises a UserError for a row that has neither, and for a file without rows.
+    Raises a UserError for a row that has neither, for a chat that ends with an answer, and for a file without rows.
     """
     rows = [(row, prompt_of(where, row, ("prompt", "messages"))) for where, row in read_rows(file)]
     if not rows:
         raise UserError(f"--prompts {file}: no rows in it")
+    answered = next((prompt.where for _, prompt in rows if prompt.messages[-1]["role"] == "assistant"), None)
+    refuse(
+        (
+            answered,
+            f"{answered}: the chat ends with an answer, and a prompt with the user's message; the target answers whole "
+            "chats again by speculator data generate --sources",
+        )
+    )
     return rows
 
 

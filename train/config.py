@@ -93,7 +93,7 @@ class SelfSourceConfig:
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens of an answer."""
     batch_size: PositiveInt = 16
-    """Rows decoded together."""
+    """Rows decoded together; of a target in servers the concurrent requests to each, at least 32."""
 
 
 @dataclass
@@ -217,7 +217,7 @@ class GenerateConfig:
     min_p: float = 0.0
     """Sample from tokens with at least this share of the likeliest token's probability."""
     batch_size: PositiveInt = 8
-    """Rows decoded together."""
+    """Rows decoded together; of a target in servers the concurrent requests to each, at least 32."""
     num_speculative_tokens: NonNegativeInt = 0
     """Tokens to draft per step (0: adaptive drafting); servers of the target draft as they were started."""
 

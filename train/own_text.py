@@ -33,7 +33,7 @@ from train.checkpoint import reporting_full_disk
 from train.settle import Run
 from train.sizes import longest
 
-_STREAMS = 1 << 60  # between the seeds of the chats for stage 1 and those for stage 2
+_STREAMS = 1 << 32  # between the seeds of the chats for stage 1 and those for stage 2
 
 
 def with_self_written(run: Run, target: TrainingTarget) -> Mixture:
@@ -125,12 +125,13 @@ def generate_own_text(
     """
     settings, folder, writing = run.config.stage2.generate, run.folder / "generated", run.own_writing
     if isinstance(target, ServerTarget):
-        from data.client import fetch_rows  # imports openai, for a second
+        from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
 
         if own_prompts is None:
             return fresh_rows(run, target, None, folder)
         servers = target.urls, target.name, target.tokenizer
-        return fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt)
+        many = max(CONCURRENCY, settings.batch_size)
+        return fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
     assert isinstance(target, Target)  # see `checks.check_writes_no_text`
     fixed = settings.num_speculative_tokens
     drafter = (

@@ -197,7 +197,7 @@ def _prompts(
     tally = Tally(rows=len(rows))
     tally.take(len(chosen), left_out, "--max_rows")
     tally.warn(f"--prompts {arguments.prompts}")
-    return [Conversation(ids, row.messages if row.chat else None) for ids, row in chosen]
+    return [Conversation(ids, row.messages if row.chat else None, ends=row.chat) for ids, row in chosen]
 
 
 def _line(folder: Path) -> str:

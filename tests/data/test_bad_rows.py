@@ -152,6 +152,14 @@ def test_rows_beyond_the_limits_are_errors(row):
         content(row, "rows:1")
 
 
+def test_labels_mark_the_tokens_with_loss():
+    row = {"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1], "labels": [-100, 6, 7]}
+    assert content(row, "f:1") == {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+    assert content({**row, "loss_mask": [0, 0, 1]}, "f:1")["loss_mask"] == [0, 0, 1]
+    with pytest.raises(UserError, match="2 values"):
+        content({**row, "labels": [6, 7]}, "f:1")
+
+
 def test_alpaca_and_conversational_prompts_are_chats():
     asked, answer = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
     chat = {"messages": [asked, answer]}
@@ -160,6 +168,12 @@ def test_alpaca_and_conversational_prompts_are_chats():
     assert content({"instruction": "Q", "input": "", "output": "A", "text": "all of it"}, "f:1") == chat
     longer = content({"system": "S", "instruction": "Q", "input": "I", "output": "A"}, "f:1")["messages"]
     assert longer == [{"role": "system", "content": "S"}, {**asked, "content": "Q\n\nI"}, answer]
+    beside = {"system": "S", "messages": [asked, answer]}
+    assert content(beside, "f:1")["messages"] == [{"role": "system", "content": "S"}, asked, answer]
+    own = [{"role": "system", "content": "T"}, asked, answer]
+    assert content({**beside, "messages": own}, "f:1")["messages"] == own
+    sharegpt = {"system": "S", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}
+    assert content(sharegpt, "f:1") == content(beside, "f:1")
     plain = {"prompt": "[1]", "completion": "[2]"}
     assert content(plain, "f:1") == plain
     with pytest.raises(UserError, match='"output" is not a text'):

@@ -111,7 +111,8 @@ def test_rows_of_prompts_are_all_used_or_one_is_an_error_in_one_line(folder, tmp
     arguments = vars(build_parser(name).parse_args([*flags[:2], "--prompts", str(tmp_path / "row.jsonl"), *sizes]))
     arguments["output"] = tmp_path / "another"
     work, faults = import_module(COMMANDS[name]).run, []
-    prompts = [row for row in GOOD if row.keys() & {"tools", "completion"}]
+    asked = {"messages": GOOD[0]["messages"][:-1]}  # without the answer
+    prompts = [{**row, **asked} if "tools" in row else row for row in GOOD if row.keys() & {"tools", "completion"}]
     for row in [*KINDS, *with_odd_values(prompts, KINDS)]:
         write(tmp_path / "row.jsonl", [row])
         with pytest.raises(UserError) as error:

@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         server: StandIn = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.body = body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
             server.bodies.append(body)
             fault = server.faults.pop(0) if server.faults else 200
@@ -125,6 +125,7 @@ def continuation(prompt: str, seed: int) -> str:
 def serve(monkeypatch):
     """Starts stand-ins."""
     monkeypatch.setattr(client, "_RETRIES", 2)
+    monkeypatch.setattr(client, "_AWAY_SECONDS", 0)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     started = []
@@ -223,6 +224,7 @@ def test_a_lasting_fault_fails_in_one_line(serve, tokenizer, tmp_path, fault):
 
 def test_a_server_that_never_answers_is_an_error(serve, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "_REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(client, "_TOKEN_SECONDS", 0)
     server = serve()
     server.reply = lambda handler: server.gone.wait()
     assert server.url in error_of(server, tokenizer, tmp_path)
@@ -418,8 +420,11 @@ def test_a_chat_ends_with_the_end_of_turn_of_its_template(serve, tmp_path):
     )
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     render = tokenizer.apply_chat_template
-    prompts = [Conversation(render(chat, add_generation_prompt=True)["input_ids"], chat) for chat in chats]
-    for name, given, last in (("chats", prompts, "<end_of_turn>"), ("texts", text_prompts(tokenizer), "<eos>")):
+    prompts = [Conversation(render(chat, add_generation_prompt=True)["input_ids"], chat, ends=True) for chat in chats]
+    tokens = [Conversation(prompt.ids, ends=True) for prompt in prompts]  # as of prepared rows, and of self
+    kinds = {"chats": prompts, "tokens": tokens, "texts": text_prompts(tokenizer)}
+    for name, given in kinds.items():
+        last = "<eos>" if name == "texts" else "<end_of_turn>"
         server = serve(token_ids=False)
         server.tokenizer = tokenizer
         rows = fetched([server], tokenizer, tmp_path / name, given)
@@ -446,6 +451,49 @@ def test_another_server_continues_the_chats_of_one_that_is_lost(serve, chats_fil
     manifest = json.loads((tmp_path / "both" / "manifest.json").read_text())
     assert manifest["answers"] == sum(manifest["servers"].values()) == 30
     assert set(manifest["servers"]) == {server.url for server in servers}
+
+
+def test_a_turn_that_the_server_refuses_ends_its_chat(serve, chats_file, tmp_path, capsys):
+    tokenizer = chat_tokenizer("qwen3", CHATML)
+    chats, _ = conversations(mixture_of([str(chats_file)]), None, tokenizer, Cut(8), 99)
+    longest = max(len(chat.ids) for chat in chats)
+
+    def reply(handler):
+        if len(handler.body["prompt"]) > longest:
+            handler.reply(400, {"error": {"message": "the prompt is too long"}})
+        else:
+            handler.answer(handler.server, handler.body)
+
+    rows = fetched([serve(lists=False, reply=reply)], tokenizer, tmp_path / "out", chats, concurrency=1)
+    assert len(rows) == len(chats)
+    assert manifest(tmp_path / "out")["answers"] == len(chats), "the first answer of each chat is kept"
+    assert all(row["loss_mask"][-1] for row in rows), "and nothing after it"
+    assert "10 chats end before a turn that the server refused" in capsys.readouterr().err
+
+
+def test_a_busy_server_is_not_dropped(serve, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(client, "_TOKEN_SECONDS", 0)
+    waited = []
+
+    def reply(handler):
+        if len(server.bodies) > 4 and not waited:  # one request starves while others are answered
+            waited.append(True)
+            time.sleep(1)
+        handler.answer(server, handler.body)
+
+    server, prompts = serve(delay=0.02), text_prompts(tokenizer) * 16
+    server.reply = reply
+    check(fetched([server], tokenizer, tmp_path, prompts), tokenizer, prompts)
+    assert waited
+
+
+def test_the_last_server_may_be_away_for_a_while(serve, tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(client, "_RETRIES", 0)
+    monkeypatch.setattr(client, "_AWAY_SECONDS", 60)
+    server, prompts = serve(faults=PROBE + [200] * 3 + [503] * 9), text_prompts(tokenizer) * 4
+    check(fetched([server], tokenizer, tmp_path, prompts), tokenizer, prompts)
+    assert capsys.readouterr().err.count("waiting for it, at most 1 minutes") == 1
 
 
 def test_turns_limits_the_answers_of_a_chat(serve, chats_file, tmp_path):

@@ -2,10 +2,12 @@
 
 import json
 from collections import Counter
+from copy import deepcopy
 from dataclasses import fields
 
 import pytest
 from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
+from tokenizers import AddedToken
 from written import writing_of
 
 from data.__main__ import main
@@ -69,7 +71,12 @@ def test_only_the_answers_of_written_chats_have_loss(model, tmp_path, turns):
 def test_a_template_of_plain_words_ends_a_turn_where_the_answer_begins(model, tmp_path):
     target = chatty(model, PLAIN)
     chat = Row()
-    assert UserTurns(target, 1, 24, 12).add(chat, target.tokenizer("why is it?\nA: because")["input_ids"]) is None
+    assert (
+        UserTurns(target, 1, 24, 12, target.context_length).add(
+            chat, target.tokenizer("why is it?\nA: because")["input_ids"]
+        )
+        is None
+    )
     assert target.tokenizer.decode(chat.ids) == "Q: why is it?\nA: "
     assert all(target.tokenizer.decode(row["input_ids"]).startswith("Q: ") for row in made(target, tmp_path / "out"))
 
@@ -84,7 +91,7 @@ def test_a_target_without_a_template_continues_its_text(model, tmp_path):
 def test_unusable_user_turns_are_dropped_with_a_reason(model):
     target = chatty(model)
     end, start = target.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
-    writer = UserTurns(target, 1, 24, 12)
+    writer = UserTurns(target, 1, 24, 12, target.context_length)
 
     def fault(text, *after):
         return writer.add(Row(), [*target.tokenizer(text)["input_ids"], *after])
@@ -97,6 +104,25 @@ def test_unusable_user_turns_are_dropped_with_a_reason(model):
     assert fault(" \n", end) == "empty"
     assert fault("x y z " * 20, end) == "repetitive"
     assert fault(" ".join(map(str, range(100))), end) == "without room for an answer"
+
+
+def test_added_tokens_that_are_plain_text_may_stand_in_a_user_turn(model):
+    target = chatty(model)
+    target.tokenizer = deepcopy(target.tokenizer)
+    target.tokenizer.add_tokens([AddedToken("    ", special=False), AddedToken("<mark>", special=False)])
+    end = target.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    writer = UserTurns(target, 1, 24, 12, target.context_length)
+    indented, marked = (target.tokenizer(f"why is{text}it indented?")["input_ids"] for text in ("    ", "<mark>"))
+    assert writer.add(Row(), [*indented, end]) is None
+    assert writer.add(Row(), [*marked, end]) == "with special tokens in it"
+    cut = target.tokenizer("and where does    ")["input_ids"]
+    assert writer.add(Row(), cut) == "not ended within 24 tokens"
+
+
+def test_neighbouring_seeds_write_other_chats(model, tmp_path):
+    target = chatty(model)
+    first, second = ([row["input_ids"] for row in made(target, tmp_path / str(seed), seed=seed)] for seed in (0, 1))
+    assert len([chat for chat in second if chat in first]) < len(second) / 4
 
 
 def test_near_duplicates_are_found():

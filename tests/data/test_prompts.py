@@ -134,6 +134,10 @@ def test_prompts_of_packed_chats_are_whole_openings(tmp_path):
     cuts = {tokenizer.decode(tokenizer(rows[i]["text"])["input_ids"][:8]) for i in range(0, 199, 10)}
     assert set(texts) - openings <= cuts
     assert set(texts) & cuts
+    # Whatever comes before them: rows of packed chats are told from packed text by source.
+    before = write(tmp_path / "before.jsonl", [{"text": "def f(x):\n    return x\n" * 9}])
+    after, _ = conversations(mixture_of([before, source]), "train", tokenizer, Cut(8), 999)
+    assert [chat.ids for chat in after][-len(found) :] == found
 
 
 def test_packed_texts_give_prompts_of_the_given_length(tmp_path):

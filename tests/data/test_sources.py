@@ -319,6 +319,24 @@ def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_re
     assert len(list(readers.read(str(tmp_path)))) == 3
 
 
+def test_recorded_copies_are_dropped(tmp_path):
+    rows = [{"input_ids": [number % 30, 1], "loss_mask": [0, 1]} for number in range(60)]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "manifest.json").write_text('{"recorded": true}')
+    (tmp_path / "rows" / "00000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [row["input_ids"][0] for row in documents(mixture_of([str(tmp_path)]), None)]
+    assert found == list(range(30))
+
+
+def test_a_folder_names_the_files_that_are_not_read(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    for name in ("b.csv", "c.jsonl.zst", "d.csv", ".hidden", "README.md"):
+        (tmp_path / name).write_text("x")
+    for _ in range(2):
+        assert len(list(readers.read(str(tmp_path)))) == 1
+    assert capsys.readouterr().err == f"{tmp_path}: not read: 2 .csv, 1 .zst\n"
+
+
 @pytest.mark.parametrize("kept", [-1, -9, 1], ids=["brace", "half a character", "one byte"])
 def test_a_recorded_row_that_a_killed_writer_cut_is_a_bad_row(tmp_path, kept):
     rows = [json.dumps({"text": f"{number} ünï"}, ensure_ascii=False).encode() for number in range(3)]
