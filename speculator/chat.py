@@ -107,7 +107,7 @@ def chat_text(
             template = _stopped_clock(today) + template
         # Templates disagree on the form of tool calls, so they are rewritten to the one that this template takes.
         if any("tool_calls" in message for message in messages):
-            form = _form_of_calls(tokenizer, template)
+            form = _form_of_calls(tokenizer, template) or (False, False)
             messages = [_in_form(message, *form) if "tool_calls" in message else message for message in messages]
         messages = [_with_known_names(message, template) for message in messages]
         text = _render(tokenizer, template, messages, tools, ask, variables)
@@ -280,17 +280,17 @@ def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool]:
+def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool] | None:
     """Find how a template takes tool calls; return whether arguments must be JSON text, and missing content None.
 
-    False, False: arguments must be an object, and missing content "".
+    False, False: arguments must be an object, and missing content "". None: it writes no calls.
 
     Most templates want an object and write it as JSON, some append text. Some write calls only if there is no content
     (null in transformers 5.17, a missing key in 5.23).
     """
     call: ToolCall = {"id": "abcdefgh1", "type": "function", "function": {"name": "PROBEname", "arguments": _PROBE}}
     message: Message = {"role": "assistant", "tool_calls": [call]}
-    best, found = 0, (False, False)
+    best, found = 0, None
     for form in ((False, False), (True, False), (False, True), (True, True)):
         with suppress(Exception):
             text = _render(
@@ -299,11 +299,17 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
             # JSON is best. An object in Python's notation, and text that is quoted again, are not what a model writes.
             as_json = re.search(r'(?<!\\)"PROBEvalue"', text) is not None
             as_text = "PROBEvalue" in text and not re.search(r"""['\\]["']?PROBEvalue""", text)
-            # 1: it renders; 2: with the call's name; 3 or more: with the arguments, best of all as JSON.
-            score = 1 + ("PROBEname" in text) * (1 + as_text + 2 * as_json)
+            # 1: with something of the call; 2: with its name; 3 or more: with the arguments, best of all as JSON.
+            written = "PROBEname" in text or "PROBEvalue" in text
+            score = written + ("PROBEname" in text) * (1 + as_text + 2 * as_json)
             if score > best:
                 best, found = score, form
     return found
+
+
+def writes_calls(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None) -> bool:
+    """Return whether the chat template for these tools writes the tool calls of earlier answers."""
+    return _form_of_calls(tokenizer, tokenizer.get_chat_template(None, tools)) is not None
 
 
 def _in_form(message: Message, as_text: bool, null: bool) -> Message:
@@ -394,6 +400,8 @@ _CHANNEL = re.compile(
     r"(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)",
     re.DOTALL,
 )
+THINK_END = "</think>"
+"""The mark after the thoughts of an answer."""
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
@@ -425,10 +433,11 @@ def answer_message(
         calls = [(to.removeprefix("functions."), part) for _, to, part in parts if to.startswith("functions.")]
         found: list[Function] = [{"name": name, "arguments": part.strip()} for name, part in calls if name]
     else:
-        text, thought, found = decoded(tokenizer, answer, special=False), "", []
-        before, mark, after = text.partition("</think>")
-        if mark and "reasoning_content" in template:
-            thought, text = before.replace("<think>", "").strip("\n"), after.lstrip("\n")
+        # The end token need not be marked as special.
+        ended = len(answer) and answer[-1] in (tokenizer.eos_token_id, end_token(tokenizer))
+        text, thought, found = decoded(tokenizer, answer[:-1] if ended else answer, special=False), "", []
+        if "reasoning_content" in template:
+            thought, text = split_thought(text)
         if "tool_calls" in template:
             with suppress(ValueError, KeyError, TypeError):
                 called = map(json.loads, _CALL.findall(text))
@@ -440,6 +449,12 @@ def answer_message(
     if found:
         message["tool_calls"] = [{"type": "function", "function": call} for call in found]
     return message
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """Return what an answer's text has before `THINK_END`, and what it has after; "" and the text without this mark."""
+    before, mark, after = text.partition(THINK_END)
+    return (before.replace("<think>", "").strip("\n"), after.lstrip("\n")) if mark else ("", text)
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], special: bool) -> str:

@@ -16,7 +16,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import Message, Tool, answer_message, chat_text, chat_tokens, clean_messages, clean_tools
+from speculator.chat import (
+    Message,
+    Tool,
+    answer_message,
+    chat_text,
+    chat_tokens,
+    clean_messages,
+    clean_tools,
+    writes_calls,
+)
 from speculator.errors import UserError, check_text, refuse
 from speculator.files import Json, read_rows
 
@@ -98,6 +107,8 @@ class Prompt:
     def _rendered(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
         """Return the token ids of messages in the chat template, up to where the next answer begins."""
         try:
+            called = any("tool_calls" in message for message in messages)
+            refuse((called and not writes_calls(tokenizer, self.tools), "the chat template leaves out tool calls"))
             text = chat_text(tokenizer, messages, self.tools, True, self.today, self.variables)
             return chat_tokens(text, tokenizer)
         except UserError as error:

@@ -70,11 +70,12 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; "" while later tokens may still change the text."""
+        if token in self._special:
+            return ""
         self._window.append(token)
-        if token not in self._special:
-            name = self.tokenizer.convert_ids_to_tokens(token)
-            # "<0xE4>": the next token may be another byte of the same character.
-            self._in_run = isinstance(name, str) and len(name) == 6 and name.startswith("<0x")
+        name = self.tokenizer.convert_ids_to_tokens(token)
+        # "<0xE4>": the next token may be another byte of the same character.
+        self._in_run = isinstance(name, str) and len(name) == 6 and name.startswith("<0x")
         piece = self._held()
         if not piece or self._in_run or piece.endswith("\ufffd"):
             return ""

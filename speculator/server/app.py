@@ -83,9 +83,10 @@ def create_app(
                 recorder.close()
 
     async def check_key(http: Request) -> None:
-        given = http.headers.get("authorization", "").encode()
+        scheme, _, given = http.headers.get("authorization", "").partition(" ")
         # In constant time: how long a comparison takes must not tell how much of a key is right.
-        if api_key and not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+        right = hmac.compare_digest(given.strip().encode(), api_key.encode()) and scheme.lower() == "bearer"
+        if api_key and not right:
             raise APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     async def check_host(http: Request) -> None:
@@ -305,7 +306,8 @@ class _Routes:
         finally:
             disconnected.cancel()
             collected.cancel()
-        return JSONResponse(writer.body())
+        # In a thread, as the prompts' tokens: log-probabilities have a text for each alternative.
+        return JSONResponse(await asyncio.to_thread(writer.body))
 
     async def _events(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[str]:
         """Yield the events of a stream; an error is its last event. For the arguments see `_outputs`."""

@@ -10,9 +10,9 @@ from typing import TypedDict
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import Function, ToolCall, answer_message, thoughts_of
+from speculator.chat import THINK_END, Function, ToolCall, answer_message, split_thought, thoughts_of
 from speculator.decoding.logprobs import TokenLogprobs
-from speculator.decoding.streaming import decode
+from speculator.decoding.streaming import Detokenizer, decode
 from speculator.server.answer import AnswerText
 from speculator.server.schema import ChatRequest, GenerationRequest, StreamOptions
 from speculator.server.worker import StepOutput
@@ -137,9 +137,11 @@ class CompletionWriter:
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._finish_reasons: list[str | None] = [None] * count
         self._offsets = [0] * count
+        self._read = [Detokenizer(tokenizer, self._tokens_before(index)) for index in range(count)]
         # Answers are numbered prompt by prompt: with n = 2, answer 3 belongs to prompt 3 // 2 = 1.
         # A token is decoded after this letter, because tokenizers drop the space of a text's first token.
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._texts: dict[int, str] = {}  # of single tokens
         options = request.stream_options or StreamOptions()
         self._stream_usage = options.include_usage
         self._continuous_usage = options.include_usage and options.continuous_usage_stats
@@ -152,7 +154,9 @@ class CompletionWriter:
     def add(self, output: StepOutput) -> str:
         """Add a step's tokens to its answer and return the answer's new text, which may lag behind the tokens."""
         index = output.index
-        text = self.answers[index].push(output.tokens, output.finish_reason is not None)
+        # The token that ends an answer is not part of its text, not even one that is not marked as special.
+        shown = output.tokens[:-1] if output.finish_reason == "eos" else output.tokens
+        text = self.answers[index].push(shown, output.finish_reason is not None)
         self._tokens[index] += output.tokens
         self._logprobs[index] += output.logprobs
         stopped = self.answers[index].stopped
@@ -215,17 +219,20 @@ class CompletionWriter:
         """Return the field `logprobs` for consecutive tokens of an answer; called once for each token, in order."""
         texts = [self._token_text(token) for token in tokens]
         offsets = []
-        # Where each token's text begins in the answer, in characters: "a", " cat" are at 0 and 1.
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+        # Where each token's text begins in the answer, in characters: "a", " cat" are at 0 and 1. The tokens of one
+        # character begin where it does.
+        for token, text in zip(tokens, texts, strict=True):
+            begin, piece = self._offsets[index], self._read[index].push(token)
+            self._offsets[index] += len(piece)
+            offsets.append(self._offsets[index] - len(text) if piece.endswith(text) else begin)
         return {
             "tokens": texts,
             "token_logprobs": [_finite(each.logprob) for each in logprobs],
             "top_logprobs": [
-                # Reversed: of several tokens with the same text, the most likely one stays.
-                {self._token_text(token): _finite(value) for token, value in reversed(each.top)}
-                for each in logprobs
+                # Reversed: of several tokens with the same text, the most likely one stays. The token itself is there.
+                {text: _finite(each.logprob)}
+                | {self._token_text(token): _finite(value) for token, value in reversed(each.top)}
+                for text, each in zip(texts, logprobs, strict=True)
             ],
             "text_offset": offsets,
         }
@@ -268,7 +275,9 @@ class CompletionWriter:
 
     def _token_text(self, token: int) -> str:
         """Return the text of a single token with its leading space, which some tokenizers drop at a text's start."""
-        return decode(self.tokenizer, [token], self._letter, special=True)
+        if token not in self._texts:
+            self._texts[token] = decode(self.tokenizer, [token], self._letter, special=True)
+        return self._texts[token]
 
 
 class ChatWriter(CompletionWriter):
@@ -293,27 +302,35 @@ class ChatWriter(CompletionWriter):
         return {"delta": parsed}
 
     def _parsed(self, index: int) -> AnswerMessage:
-        """Return content, reasoning and tool calls of a finished answer; of one that a stop string ended, content only.
+        """Return content, reasoning and tool calls of a finished answer; no calls of one that a stop string ended.
 
         If there are tool calls, the answer's finish reason "stop" becomes "tool_calls".
         """
-        answer = self.answers[index]
-        if answer.stopped:
-            return {"content": answer.text}
-        prompt, tools = self.prompts[index // self.request.choices], self.request.tools
-        message = answer_message(self.tokenizer, prompt, self._tokens[index], tools)
-        # One call only where the client asks for that, as in vLLM.
-        calls = (message.get("tool_calls") or [])[: 1 if self.request.parallel_tool_calls is False else None]
-        if calls and not self.request.parses_calls:
-            return {"content": answer.text}
-        parsed: AnswerMessage = {"content": message["content"] or (None if calls else "")}
-        if thought := thoughts_of(message):
+        answer, calls = self.answers[index], []
+        thought, content = self._split(answer.text)
+        if not answer.stopped:
+            prompt, tools = self.prompts[index // self.request.choices], self.request.tools
+            message = answer_message(self.tokenizer, prompt, self._tokens[index], tools)
+            # One call only where the client asks for that, as in vLLM.
+            calls = (message.get("tool_calls") or [])[: 1 if self.request.parallel_tool_calls is False else None]
+            if calls and not self.request.parses_calls:
+                calls = []
+            elif found := thoughts_of(message):
+                thought, content = found, message["content"] or ""
+            else:
+                thought, content = self._split(message["content"] or "")
+        parsed: AnswerMessage = {"content": content or (None if calls else "")}
+        if thought:
             parsed["reasoning"] = thought
         if calls:
             parsed["tool_calls"] = [_call(call["function"]) for call in calls]
             if self._finish_reasons[index] == "stop":
                 self._finish_reasons[index] = "tool_calls"
         return parsed
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Return the thought of an answer, if the chat template knows its mark, and the text after it."""
+        return split_thought(text) if THINK_END in str(self.tokenizer.chat_template) else ("", text)
 
     def opening(self) -> list[str]:
         first: ResponseChoice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}

@@ -72,7 +72,7 @@ class GenerationRequest(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, lt=1)
     max_tokens: int | None = Field(None, ge=1)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     store: bool | None = None

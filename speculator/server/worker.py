@@ -197,16 +197,16 @@ class Worker:
                 submitted, self._submitted = self._submitted, []
                 loads, self._loads = self._loads, []
                 self._jobs = [job for job in [*self._jobs, *submitted] if job.unfinished]
-            # Between two steps: a step in flight keeps the drafter with which it began.
-            while loads:
-                self._replace_drafter(*loads.pop(0))
             try:
+                # Between two steps: a step in flight keeps the drafter with which it began.
+                while loads:
+                    self._replace_drafter(*loads.pop(0))
                 for request in (request for job in submitted for request in job.requests):
                     self.engine.enqueue(request)
                 self.engine.step()
-            except Exception:  # out of memory, or the device is lost: no request can continue
+            except Exception as error:  # out of memory, or the device is lost: no request can continue
                 _log.exception("the engine failed and is created again")
-                self._restart()
+                self._restart(str(error) if isinstance(error, UserError) else _FAILED)
                 if self._broken:
                     return
             outputs, self._outputs = self._outputs, []
@@ -232,17 +232,17 @@ class Worker:
         except Exception as failure:  # such as too little memory
             _log.exception("a head can't be loaded; the old one stays")
             error = APIError(f"the head can't be loaded: {first_line(failure)}", "path", status=500)
-        # Two heads are in memory for a moment. The old one may be in a reference cycle, and torch keeps freed blocks.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         if error:
             loaded.set_exception(error)
         else:
             loaded.set_result(None)
+        # Two heads are in memory for a moment. The old one may be in a reference cycle, and torch keeps freed blocks.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
-    def _restart(self) -> None:
-        """Create a new engine after a failure. Jobs in flight get an APIError; jobs that only wait continue.
+    def _restart(self, fault: str) -> None:
+        """Create a new engine after a failure. Jobs in flight get an APIError with `fault`; those that wait continue.
 
         Waiting jobs get the APIError too if no job was in flight. If the engine can't be created, all jobs and heads
         get one, also those that come later.
@@ -264,8 +264,9 @@ class Worker:
                 loads, self._loads = self._loads, []
         self._outputs = [(job, output) for job, output in self._outputs if job in kept]
         for job in failed:
-            job.cancel()
-            self._loop.call_soon_threadsafe(job.put, APIError(_FAILED, status=500))
+            for request in job.requests:
+                request.finish_reason = request.finish_reason or "failed"
+            self._loop.call_soon_threadsafe(job.put, APIError(fault, status=500))
         for _, loaded in loads:
             if loaded.set_running_or_notify_cancel():
                 loaded.set_exception(APIError(_FAILED, status=500))

@@ -143,7 +143,7 @@ def test_a_tool_call_of_gpt_oss_is_history_as_a_tool_call(before, thought):
     ],
 )
 def test_an_answer_is_parsed_by_its_marks(answer, message):
-    tools = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% endfor %}{% endfor %}"
+    tools = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
     parsed, _ = as_history(tokenizer_with(tools + QWEN3), answer)
     if "tool_calls" in message:
         function = {"name": "f", "arguments": {"n": 1}}

@@ -58,6 +58,8 @@ def test_an_odd_value_in_any_field_is_obeyed_or_refused_in_one_line(client, path
     numbers = [name for name, value in good.items() if isinstance(value, int | float) and "max_" not in name]
     huge = [{**good, name: HUGE} for name in numbers]
     refused = 0
+    unlimited = {**{name: value for name, value in good.items() if "max_" not in name}, "min_tokens": HUGE}
+    huge += [unlimited, {**good, "max_tokens": HUGE, "max_completion_tokens": HUGE, "min_tokens": HUGE}]
     for body in [*with_odd_values([good], ODD), *huge, {**good, "prompt": [HUGE]}]:
         odd = {name: value for name, value in body.items() if value != good.get(name)}
         if not odd:

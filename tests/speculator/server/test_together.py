@@ -153,8 +153,16 @@ def test_an_engine_that_fails_is_created_again(chat_target, caplog):
                 raise RuntimeError("the device is gone")
             return super().enqueue(request)
 
+        def step(self):
+            if any(request.prompt[0] == 17 for request in self.waiting):
+                raise UserError("its logits are not finite: load it in bfloat16")
+            return super().step()
+
     with serving(chat_target, engine=Failing) as (url, worker):
         first = worker.engine
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [17], "max_tokens": 3})
+        assert (answer.status_code, answer.json()["error"]["message"][-8:]) == (500, "bfloat16")
+        assert 'speculator_answers_total{finish_reason="failed"} 1.0' in httpx.get(f"{url}/metrics").text
         for stream in (False, True):
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": [13], "max_tokens": 3, "stream": stream})
             assert "server_error" in answer.text
