@@ -72,7 +72,7 @@ def adapt(parser: OneLineParser) -> None:
     parser.add_argument("--api_key", help="key of the server (default: $SPECULATOR_API_KEY)")
     parser.add_argument(
         "--layout",
-        choices=("eagle3", "speculators", "dflash", "dflash2"),
+        choices=("eagle3", "dflash", "dflash2"),
         help="--server is a vLLM that reads heads in this layout; its drafter's weights are updated, and taken back if "
         "its acceptance falls",
     )

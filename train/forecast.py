@@ -7,7 +7,11 @@ from pathlib import Path
 
 from eval.in_server import FORECAST_FILE
 from speculator.checkpoints import layouts, load_any
+from speculator.checkpoints.vllm_plugin import VERSION
 from speculator.files import JsonObject, read_json
+
+_VLLM = f"vLLM {VERSION.rpartition('.')[0]}"
+"""How the names of servers begin that are not too old: vLLM 0.9 is."""
 
 
 def forecast(evaluation: dict[str, float]) -> JsonObject:
@@ -39,7 +43,7 @@ def commands_for_server(folder: Path, target: str) -> list[str]:
     exported = f"{folder}-vllm"
     for layout in (layout for layout in layouts() if layout.stores(head)):
         for server in layout.servers(head.config, exported):
-            if server.name.startswith("vLLM") and server.loads:
+            if server.name.startswith(_VLLM) and server.loads:
                 export = f"--speculator {shlex.quote(str(folder))} --format {layout.name}"
                 measure = f"--server http://127.0.0.1:8000/v1 {target} --speculator {shlex.quote(str(folder))}"
                 return [

@@ -15,7 +15,7 @@ from speculator.checkpoints.arctic import base_archs, servers
 from speculator.checkpoints.base_model import with_own_embedding
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.ibm import IBM
-from speculator.checkpoints.layout import Layout
+from speculator.checkpoints.layout import Layout, origin
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.heads.base import SpeculatorConfig
@@ -31,7 +31,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
     Here `emb_dim` is the width of the head's embedding (our `inner_dim`), and `input_hidden_dim` is our `emb_dim`.
     Loaders require an entry per draft position in `top_k_tokens_per_head`, but ignore the values.
     """
-    n, base = config.n_predict, config.base_model_name_or_path
+    n = config.n_predict
     return {
         "architectures": [ARCTIC_LSTM.architecture],
         "model_type": "mlp_speculator",
@@ -46,7 +46,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
         "tie_weights": config.tie_weights,
         "scale_input": config.scale_input,
         **_METHOD,
-        **({"base_model_name_or_path": base} if base else {}),
+        **origin(config),
         **base_archs(config),
     }
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from speculator.checkpoints import files
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, refuse
+from speculator.files import read_weight_map
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.rnn import RNNHead
 from speculator.target.fingerprint import has_matrix, sample_indices
@@ -80,7 +81,7 @@ def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
 
 
 def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
-    """Read the embedding or output matrix of the model `name`, a folder or cached hub id; None without safetensors."""
+    """Read the embedding or output matrix of the model `name`, a folder or cached hub id; None if it is not there."""
     # In the hub's cache the folder of a revision is found by one of its files.
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
@@ -92,8 +93,12 @@ def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
     full = next(own for own, weight in model.named_parameters() if weight is part.weight)
     # The prefix depends on who saved the files, and MTP layers have longer names of the same end.
     last = "." + ".".join(full.split(".")[-2:])
-    shards = files.read_shards(folder)
+    whole, index = (folder / weights for weights in files.SAFETENSORS)
+    # A run with its target in servers downloads only the shards that it reads.
+    shards = files.read_shards(folder) if whole.is_file() else read_weight_map(index)
     stored = next((each for each in sorted(shards, key=len) if f".{each}".endswith(last)), None)
     refuse((stored is None, f"{folder}: no {full} in its safetensors files"))
+    if not (folder / shards[str(stored)]).is_file():
+        return None
     with files.opened(folder / shards[str(stored)]) as file:
         return file.get_tensor(stored)

@@ -31,7 +31,7 @@ from speculator.checkpoints.eagle3 import (
     with_d2t,
 )
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import Layout, Server, base_config
+from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config, origin
 from speculator.checkpoints.speculators import VERSION, method
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
@@ -87,8 +87,7 @@ def _block(config: DSparkSpeculatorConfig) -> JsonObject:
 
 def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """Return the fields of config.json that the `dspark`, `dflash` and `dflash2` layouts share."""
-    block, name = _block(config), config.base_model_name_or_path
-    base = base_config(name)
+    block, base = _block(config), base_config(config.base_model_name_or_path)
     return {
         **qwen3(config),
         "dtype": dtype,
@@ -99,7 +98,7 @@ def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
         **block,
         _NESTED: block,
         **({"num_target_layers": base.get_text_config().num_hidden_layers} if base else {}),
-        **({"base_model_name_or_path": name} if name else {}),
+        **origin(config),
     }
 
 
@@ -247,7 +246,7 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         "is_causal": read.get("is_causal", nested.get("causal", sliding and causal)),
         "confidence_head": confidence,
         **({name: nested[name] for name in _DFLASH2} if dflash2 else {}),
-        **{name: read.get(name) for name in ("base_model_name_or_path", "trained_length", "training_data")},
+        **{name: read.get(name) for name in ORIGIN},
     }
 
 
@@ -336,7 +335,7 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
             if refused
             else server(
                 llama_cpp.NAME,
-                plain_rope + narrow + (cut if name == "dflash" else []),
+                plain_rope + narrow + no_markov + (cut if name == "dflash" else []),
                 f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max "
                 f"{config.n_predict}",
             ),

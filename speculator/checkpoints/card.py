@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from speculator.checkpoints import layouts, load_any
+from speculator.checkpoints.layout import Layout
 from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import read_json, read_text, write_text
@@ -40,19 +41,24 @@ def write_card(folder: str | Path, run: tuple[RunRecord, Report] | None = None) 
     return folder / NAME
 
 
-def copy_card(card: Path, copy: Path, base: str | None, head: Speculator) -> None:
+def copy_card(card: Path, copy: Path, renamed: tuple[str | None, str] | None, head: Speculator) -> None:
     """Copy a model card to the path `copy`, with the parameters and the form of `head`, as it was exported.
 
     Args:
-        base: replaces the base model in the card's header, unless None; one that is no hub id removes it.
+        renamed: the base model's name until now, and the one that replaces it in the card; None: it stays. One that is
+            no hub id removes it from the header.
     """
     text = read_text(card)
     for name, value in _shape(head).items():
         text = re.sub(rf"(?m)^\| {name} \| .* \|$", f"| {name} | {value} |", text, count=1)
-    if base is not None:
-        changed: Any = ModelCard(text, ignore_metadata_errors=True)
-        changed.data.base_model = base if _is_hub_id(base) else None
-        text = str(changed)
+    if renamed is not None:
+        old, base = public_name(renamed[0]), renamed[1]
+        with suppress(ValueError, yaml.YAMLError):  # a header that is not YAML stays
+            changed: Any = ModelCard(text, ignore_metadata_errors=True)
+            changed.data.base_model = base if _is_hub_id(base) else None
+            text = str(changed)
+        if old:
+            text = re.sub(rf"(?<![\w./-]){re.escape(old)}(?![\w/-])", lambda _: str(public_name(base)), text)
     write_text(copy, text)
 
 
@@ -119,11 +125,21 @@ def model_card(head: Speculator, run: RunRecord, report: Report) -> str:
         headlines=headlines(report) if rows else [],
         results=_results(rows),
         greedy=[row for row in rows if row["drafter"] == "head" and "identical_to_greedy" in row],
-        layouts=[layout for layout in layouts() if layout.stores(head)],
-        config=config,
+        layouts=[(layout.name, _servers(layout, head)) for layout in layouts() if layout.stores(head)],
         versions=_listed(versions),
     )
     return str(card)
+
+
+def _servers(layout: Layout, head: Speculator) -> list[str]:
+    """Return a line about each server of a layout, for a head in the folder D, without paths of this machine."""
+    found = layout.servers(head.config, "D")  # the base model is looked for by its whole name
+    config: Any = head.config
+    names = [name for name in (config.base_model_name_or_path, config.base_model_adapter) if name]
+    lines = [f"{server.verdict} {server.name}: {server.how}" for server in found]
+    for name in names:
+        lines = [line.replace(name, str(public_name(name))) for line in lines]
+    return lines
 
 
 def _shape(head: Speculator) -> dict[str, str]:

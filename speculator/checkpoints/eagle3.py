@@ -21,7 +21,7 @@ from transformers import LlamaConfig, Qwen3Config
 from speculator.checkpoints import commands, files, layout, llama_cpp
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import PREFIX, Layout, Server
+from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, origin
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import Json, JsonObject
@@ -133,7 +133,9 @@ def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
     written = layer_config(config, model_type=model_type, **own)
     if config.sliding_window is None:
         return written
-    return {**written, "layer_types": ["sliding_attention"], "sliding_window": config.sliding_window}
+    window: JsonObject = {"layer_types": ["sliding_attention"], "sliding_window": config.sliding_window}
+    # transformers' Qwen 3 has no window without it.
+    return {**written, **window, **({"use_sliding_window": True} if config.qk_norm else {})}
 
 
 def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, JsonObject]:
@@ -260,7 +262,6 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
         # Our k is the state after k layers, so layer k - 1 put it out, counted from 0.
         nested: JsonObject = {AUX_LAYERS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
         aux_layers = {AUX_LAYERS: config.aux_layers, "eagle_config": nested}
-    base = config.base_model_name_or_path
     return {
         "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else EAGLE3.architecture],
         **llama(config),
@@ -272,7 +273,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "ttt_length": config.n_predict,
-        **({"base_model_name_or_path": base} if base else {}),
+        **origin(config),
     }
 
 
@@ -294,7 +295,7 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         "draft_vocab_size": draft_vocab_size(read["draft_vocab_size"], shape["vocab_size"]),
         "aux_layers": _aux_layers(read.get(AUX_LAYERS), nested.get(AUX_LAYERS), file),
         "own_embedding": not files.read_names(file.parent).isdisjoint((EMBEDDING, PREFIX + EMBEDDING)),
-        **{name: read.get(name) for name in ("base_model_name_or_path", "trained_length", "training_data")},
+        **{name: read.get(name) for name in ORIGIN},
     }
 
 
@@ -348,7 +349,10 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     }
     sglang = [name for name, used in foreign.items() if used]
     eagle = sglang + [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
-    llama = [name for name in ("fc_norm", "norm_output", "qk_norm", "attention_bias") if getattr(config, name)]
+    llama_flags = ("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding")
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    llama = [name for name in llama_flags if getattr(config, name)]
+    llama += [f"the {rope} rope"] * (rope not in ("default", "llama3"))
     llama += ["sliding_window"] * (config.sliding_window is not None)
     llama += [f"{config.num_aux_layers} auxiliary layers"] * (config.num_aux_layers != DEFAULT_AUX_LAYERS)
     refused = f"does not run {', '.join(llama)}" if llama else llama_cpp.refusal(base)

@@ -7,7 +7,7 @@ import transformers
 from speculator.checkpoints import commands
 from speculator.checkpoints.base_model import with_own_embedding
 from speculator.checkpoints.commands import line
-from speculator.checkpoints.layout import KEPT, PREFIX, Layout, Server
+from speculator.checkpoints.layout import KEPT, ORIGIN, PREFIX, Layout, Server, origin
 from speculator.files import JsonObject
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
@@ -35,8 +35,7 @@ def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
         "tie_weights": config.tie_weights,
         "scale_input": config.scale_input,
     }
-    base = config.base_model_name_or_path
-    return {**written, "base_model_name_or_path": base} if base else written
+    return {**written, **origin(config)}
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
@@ -53,7 +52,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
             f"revision main; a smaller --speculate silently changes what the head computes; best at temperature 0)"
         )
     return [
-        Server("vLLM 0.5.1 to 0.9.2", True, f"{vllm} (V0 engine)"),
+        Server("vLLM 0.5.1 to 0.9.2 (V0 engine)", True, vllm),
         Server("vLLM 0.10 to 0.32", False, f"refuses at start: {_REFUSED}; for 0.32 export --format vllm-plugin"),
         Server("vLLM 0.33 and later", False, "no longer has this speculator"),
         Server("TGI", config.tie_weights and bool(base), tgi),
@@ -70,7 +69,7 @@ IBM = Layout(
     servers=servers,
     # Heads published before July 2024 lack the last two fields, which are then false.
     defaults={"inner_dim": 0, "tie_weights": False, "scale_input": False},
-    kept={name: KEPT[name] for name in ("base_model_name_or_path", "top_k_tokens_per_head", "n_candidates")},
+    kept={name: KEPT[name] for name in (*ORIGIN, "top_k_tokens_per_head", "n_candidates")},
     expandable=True,
     adapt=with_own_embedding,
 )

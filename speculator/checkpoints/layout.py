@@ -45,6 +45,11 @@ KEPT: dict[str, type] = {
     "n_candidates": int,
 }
 """Default of `Layout.kept`."""
+ORIGIN = (
+    *("base_model_name_or_path", "base_model_adapter", "base_model_fingerprint"),
+    *("trained_length", "training_data"),
+)
+"""Fields about where a head comes from."""
 PREFIX = "speculator."  # of tensor names in servers' layouts; read with or without
 _DRAFT_TOKENS = "draft_tokens"
 
@@ -150,6 +155,11 @@ def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tupl
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
+
+
+def origin(config: Any) -> JsonObject:
+    """Return the fields `ORIGIN` of a head's config that have a value."""
+    return {name: value for name in ORIGIN if (value := getattr(config, name)) is not None}
 
 
 def load(folder: str | Path, layout: Layout) -> Speculator:
@@ -309,7 +319,9 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
     again.to(head.device)
     inputs = head.probe()
     weights = again.state_dict()
+    own = {name: getattr(config, name, None) for name in {*layout.shape, *layout.kept} - {*ORIGIN}}
     equal = {
+        "settings": all(value in (None, getattr(again.config, name, None)) for name, value in own.items()),
         "config.json": files.read_config(folder) == layout.fields(config, dtype_name(head.dtype)),
         "tensors": stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored),
         "weights": all(torch.equal(weights[name], tensor) for name, tensor in head.state_dict().items()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from speculator.checkpoints.layout import base_config
+from speculator.errors import UserError
 from speculator.target.gguf.file import is_gguf, metadata
 
 NAME = "llama.cpp 0.5"
@@ -39,7 +40,10 @@ MODEL_TYPES = {
 def refusal(base: str | None) -> str | None:
     """Return the reason that llama.cpp can't run a head for this target; None if it can or the target isn't found."""
     if base and is_gguf(base) and Path(base).is_file():
-        found, known = metadata(base).architecture, ARCHITECTURES
+        try:
+            found, known = metadata(base).architecture, ARCHITECTURES
+        except UserError:  # damaged, or without the package that reads it
+            return None
     elif config := base_config(base):
         found, known = config.model_type, MODEL_TYPES
     else:

@@ -410,11 +410,19 @@ def fields(config: MTPSpeculatorConfig, dtype: str) -> JsonObject:
     return {}
 
 
+_VLLM = {"glm4_moe": (True, False), "qwen3_5_text": (False, True)}
+"""`zero_first` and `recycle_normed` as vLLM has them, for the families whose drafts were compared with ours."""
+
+
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     """List vLLM and SGLang, each with the command that drafts with the MTP layers of the target in `folder`."""
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
-    how, ran = line(folder, "vllm", "serve", BASE, "--speculative-config", options), ("glm4_moe", "qwen3_5_text")
-    vllm = Server("vLLM 0.32", True if config.block["model_type"] in ran else None, how)  # type: ignore[index]
+    how = line(folder, "vllm", "serve", BASE, "--speculative-config", options)
+    theirs = _VLLM.get(config.block["model_type"])  # type: ignore[index]
+    vllm = Server("vLLM 0.32", True if theirs else None, how)
+    if theirs and theirs != (config.zero_first, config.recycle_normed):
+        needed = "zero_first {}, recycle_normed {}".format(*(str(each).lower() for each in theirs))
+        vllm = Server("vLLM 0.32", True, f"{how}  # drafts with {needed}, unlike this head")
     if config.num_hidden_layers > 1:
         vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
     sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")

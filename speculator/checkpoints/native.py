@@ -20,7 +20,8 @@ _JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """Return one entry, for the bundled decoder, with its command for a head in `folder`."""
-    words = ("speculator", "generate", "--target", BASE, "--speculator", folder, "--prompt", "...")
+    adapter = ("--adapter", config.base_model_adapter) if config.base_model_adapter else ()
+    words = ("speculator", "generate", "--target", BASE, *adapter, "--speculator", folder, "--prompt", "...")
     return [Server("speculator", True, line(config.base_model_name_or_path, *words))]
 
 

@@ -6,6 +6,7 @@ import argparse
 
 import torch
 
+from speculator.checkpoints.files import CONFIG
 from speculator.errors import refuse
 from speculator.files import check_new_folder, new_folder
 from speculator.target.gguf.file import is_gguf
@@ -20,4 +21,8 @@ def run(arguments: argparse.Namespace) -> None:
         tokenizer, model = read_target(arguments.target, None, arguments.dtype, torch.device("cpu"))
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        for file in scratch.glob("*.safetensors"):
+            file.chmod(
+                (scratch / CONFIG).stat().st_mode
+            )  # safetensors lets only the owner read it; servers run as others
     print(f"{arguments.output}: the weights of {arguments.target} in {arguments.dtype}")

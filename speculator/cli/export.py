@@ -10,11 +10,13 @@ from typing import Any
 from speculator.checkpoints import head_folder, layout_of, load_any, save
 from speculator.checkpoints.base_model import same_embedding
 from speculator.checkpoints.card import NAME, copy_card, read_run, write_card
+from speculator.checkpoints.files import CONFIG
 from speculator.checkpoints.layout import DTYPES, base_config
 from speculator.checkpoints.mtp import MTP
 from speculator.device import dtype_name
 from speculator.drafters.tuning import TUNED
 from speculator.errors import refuse
+from speculator.files import read_json
 from speculator.heads.base import SpeculatorConfig
 
 
@@ -23,6 +25,9 @@ def run(arguments: argparse.Namespace) -> None:
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
     head: Any = load_any(folder)
     layout = layout_of(arguments.format, head)
+    recorded = head.config.base_model_name_or_path
+    if recorded == str(folder):  # MTP layers of a hub id: not the folder of the hub's cache
+        head.config.base_model_name_or_path = arguments.speculator
     if arguments.base_model:
         head.config.base_model_name_or_path = arguments.base_model
     refuse((arguments.dtype and layout is MTP, "--dtype: the layers have the dtype of the base model's files"))
@@ -36,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     if (arguments.output / NAME).exists():  # the target's own, and the same file as in its folder
         pass
     elif record is None:
-        copy_card(card, arguments.output / NAME, arguments.base_model, stored)
+        copy_card(card, arguments.output / NAME, arguments.base_model and (recorded, arguments.base_model), stored)
     elif layout.write is None:  # a card is made from the folder
         write_card(arguments.output, record)
     if layout.name == "native" and (folder / TUNED).is_file():
@@ -44,6 +49,8 @@ def run(arguments: argparse.Namespace) -> None:
     dtype = dtype_name(head.dtype)
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print(base)
+    if adapter := head.config.base_model_adapter:
+        print(f"trained for the adapter {adapter}: serve it too, or merge it into the base model")
     for server in layout.servers(head.config, str(arguments.output)):
         print(f"{server.verdict} {server.name}: {server.how}")
 
@@ -58,8 +65,12 @@ def check_base(config: SpeculatorConfig) -> str:
         return "base model: none recorded; --base_model names it"
     base = base_config(name)
     if base is None:
-        refuse((Path(name).is_dir(), f"{name}: not the folder of a model that transformers can read"))
-        return f"base model: {name}, not on this machine, so its sizes were not checked"
+        file = Path(name) / CONFIG
+        own_code = file.is_file() and "auto_map" in read_json(file)
+        fault = "not the folder of a model that transformers can read"
+        refuse((Path(name).is_dir() and not own_code, f"{name}: {fault}"))
+        why = "which comes with code of its own" if own_code else "not on this machine"
+        return f"base model: {name}, {why}, so its sizes were not checked"
     text = base.get_text_config()
     vocab, hidden = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     refuse(

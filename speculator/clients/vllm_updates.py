@@ -13,8 +13,11 @@ from speculator.clients.vllm_counters import read_counters
 from speculator.errors import UserError, first_line, refuse
 from speculator.terminal import log
 
-LAYOUTS = ("eagle3", "speculators", "dflash", "dflash2")
-"""Names of the checkpoint layouts whose weights a running server can replace."""
+LAYOUTS = ("eagle3", "dflash", "dflash2")
+"""Names of the checkpoint layouts whose weights a running server can replace.
+
+Not `speculators`: it stores the target's embedding, which vLLM shares with the drafter and must not be overwritten.
+"""
 _DRAFTS = 2000  # that are compared of each head: the standard error of the acceptance length is then about 0.03
 _FALL = 0.03  # of the acceptance length, as a share, beyond which the old head comes back
 _WATCH_SECONDS, _POLL_SECONDS, _LOAD_SECONDS = 1800, 5, 600

@@ -274,6 +274,7 @@ def test_a_run_trains_both_stages_and_says_how_to_serve_the_head(serve, tmp_path
     forecast = read_json(head / "forecast.json")
     assert forecast["acceptance_length"] == pytest.approx(1 + sum(forecast["accepted_per_draft"]))
     assert f"{forecast['acceptance_length']:.2f} (teacher-forced" in said.out
+    assert "--format vllm-plugin" in said.out, "not for a vLLM that has no hidden states"
     rows = load_from_disk(str(tmp_path / "run" / "generated" / "rows"))
     assert len(rows) == 12
     assert run.main(parse(argv)) == 0  # nothing is left to do

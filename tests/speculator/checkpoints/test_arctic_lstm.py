@@ -86,6 +86,8 @@ def test_every_field_of_arctics_config_is_written(tmp_path, target_folder):
         "method": "sum_lstm",
         "tie_lstm_embs": True,
         "base_model_name_or_path": str(target_folder),
+        "trained_length": 64,
+        "training_data": ["text"],
         "base_model_archs": ["LlamaForCausalLM"],
     }
 

@@ -114,6 +114,15 @@ def test_a_copied_card_has_the_parameters_and_the_form_of_the_exported_head(run,
     assert changed == [f"| parameters | {parameters:,}, bfloat16 |", "| form | 2 heads, tied, input scaled |"]
 
 
+def test_a_copied_card_names_another_base_everywhere(run, tmp_path):
+    text = write_card(run).read_text()
+    copy_card(run / "README.md", tmp_path / "copy.md", ("org/base", "new/one"), tiny_head(n_predict=2))
+    copied = (tmp_path / "copy.md").read_text()
+    assert text.count("org/base") > 4
+    assert "org/base" not in copied
+    assert copied.count("new/one") == text.count("org/base")
+
+
 def test_a_learning_rate_for_other_rows_and_another_width_says_so(run):
     settings = yaml.safe_load((run.parent / "config.yaml").read_text())
     settings["settings"]["stage1"] |= {"base_batch_size": 8, "base_width": 4096}
@@ -151,7 +160,7 @@ def test_the_card_shows_how_to_run_the_head(run):
     text = write_card(run).read_text()
     assert 'load_head("D", target)' in text
     assert "speculator generate --target org/base --speculator D" in text
-    assert "\nloads in vLLM 0.5.1 to 0.9.2: vllm serve org/base --speculative-config" in text
+    assert "\nloads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve org/base --speculative-config" in text
     assert "\nDOES NOT LOAD in vLLM 0.33" in text
     assert "\n[arctic]\nloads in arctic-inference 0.3.0" in text
 
@@ -162,6 +171,8 @@ def test_the_adapter_of_the_target_is_named(tmp_path):
     assert "| target | org/base --adapter lora |" in text
     assert "generate --target org/base --adapter lora --speculator D" in text
     assert 'Target.load("org/base", adapter="lora")' in text
+    assert "loads in speculator: speculator generate --target org/base --adapter lora --speculator D" in text
+    assert "/home" not in text
 
 
 @pytest.mark.parametrize("config", [None, "a: 1", "settings: [1, 2]", "[]"])

@@ -44,7 +44,7 @@ def test_export_lists_the_servers(head, tmp_path, target_folder, capsys):
     assert export(head, output) == 0
     shown = capsys.readouterr().out
     assert f"base model: {target_folder}" in shown
-    assert f"loads in vLLM 0.5.1 to 0.9.2: vllm serve {target_folder} --speculative-config" in shown
+    assert f"loads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve {target_folder} --speculative-config" in shown
     assert f'"model": "{output}", "num_speculative_tokens": 3' in shown
     assert "DOES NOT LOAD in vLLM 0.10 to 0.32" in shown
     assert "DOES NOT LOAD in vLLM 0.33" in shown
@@ -74,6 +74,9 @@ def test_a_copied_card_names_the_new_base_model(head, tmp_path, target_folder):
     assert export(head, tmp_path / "here", "--base_model", str(target_folder)) == 0
     copied = (tmp_path / "here" / "README.md").read_text(encoding="utf-8")
     assert copied == text.replace("base_model: old/base\n", "")  # a folder is not a repository
+    (head / "README.md").write_text("---\na: b: c\n---\n# a damaged header\n")
+    assert export(head, tmp_path / "damaged", "--base_model", "new/base") == 0
+    assert "a: b: c" in (tmp_path / "damaged" / "README.md").read_text()
     (head / "README.md").write_text("# no header\n")
     assert export(head, tmp_path / "bare", "--base_model", "new/base") == 0
     assert (tmp_path / "bare" / "README.md").read_text() == "---\nbase_model: new/base\n---\n# no header\n"
@@ -155,7 +158,7 @@ def test_inspect_reads_every_layout(head, tmp_path, capsys, layout):
     shown = capsys.readouterr().out
     assert f"layout           {layout} (" in shown
     for other in (
-        "ibm: for vLLM 0.5.1 to 0.9.2; TGI;",
+        "ibm: for vLLM 0.5.1 to 0.9.2 (V0 engine); TGI;",
         "arctic: for arctic-inference 0.3.0",
         "vllm-plugin: for vLLM 0.32.0",
         "native: for speculator",

@@ -26,6 +26,7 @@ KINDS = {
     "whole": {"draft_vocab_size": None, "aux_layers": None},
     "yarn": {"rope_parameters": YARN, "attention_bias": True, "aux_layers": [1, 3], "max_position_embeddings": 128},
     "qwen3": {"qk_norm": True},
+    "qwen3 with a window": {"qk_norm": True, "sliding_window": 2},
     "own": {"own_embedding": True},
 }
 

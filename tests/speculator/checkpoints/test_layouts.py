@@ -208,6 +208,8 @@ def test_every_field_of_ibms_config_is_written(tmp_path):
         "tie_weights": False,
         "scale_input": False,
         "base_model_name_or_path": "some/base",
+        "trained_length": 64,
+        "training_data": ["text"],
     }
 
 
