@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from eval.report import UNFINISHED
 from speculator.errors import UserError, show
 from speculator.files import parse_json, read_text
 from speculator.report import Interval, Report, ReportRow
 from speculator.tables import length_with_interval, markdown_table, shown
+from speculator.terminal import log
 
 _KEY: tuple[Literal["name", "temperature", "batch_size", "drafter"], ...]
 _KEY = "name", "temperature", "batch_size", "drafter"
@@ -118,8 +120,15 @@ def _decoder(row: ReportRow, other: ReportRow) -> str:
     """Return the name of both rows' decoder, with the draft lengths where they are fixed."""
     if row["drafter"] in _BOUNDED:
         return row["drafter"]
-    lengths = dict.fromkeys((row[_LENGTH], other[_LENGTH]))
-    return f"{row['drafter']} of {' and '.join(map(str, lengths))}"
+    drafts = dict.fromkeys(map(_draft, (row, other)))
+    return f"{row['drafter']} of {' and '.join(drafts)}"
+
+
+def _draft(row: ReportRow) -> str:
+    """Return the draft of a row as a phrase: the length of a chain, or "a tree of 8 tokens, 3 deep"."""
+    depth = row[_LENGTH]
+    nodes = row.get("nodes", depth)
+    return f"a tree of {nodes} tokens, {depth} deep" if nodes > depth else str(depth)
 
 
 def difference(a: Interval, b: Interval) -> Interval:
@@ -153,6 +162,10 @@ def _read(path: Path) -> Report:
     if path.is_dir():
         places = [path / "report.json", path / "eval" / "report.json"]
         path = next((place for place in places if place.is_file()), places[0])
+        if (path.parent / UNFINISHED).is_file():
+            log(
+                f"warning: {path.parent / UNFINISHED} is of a measurement that broke off, and {path.name} of one before"
+            )
     report = parse_json(read_text(path), str(path))
     if (report.get("schema") if isinstance(report, dict) else None) != 2:
         raise UserError(f'{path} is not a report.json of `speculator eval` with "schema": 2')

@@ -19,6 +19,8 @@ from speculator.drafters.price import LONGEST_PATH
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.heads import Speculator
+from speculator.kernels.fused_norms import fuse_norms
+from speculator.kernels.linear import pack_linears
 from speculator.target.gguf.file import load_model
 from speculator.target.loading import auto_class
 from speculator.target.model import Target
@@ -93,10 +95,12 @@ def decoders(
         "hf_prompt_lookup": {"prompt_lookup_num_tokens": LONGEST_PATH, "max_matching_ngram_size": 3},
     }
     not_run: dict[str, str] = {}
-    if "hf_assisted" in baselines and draft_model is not None:
-        options["hf_assisted"] = {"assistant_model": _assistant(draft_model, length), **assisted_settings(length)}
-    elif "hf_assisted" in baselines:
+    if "hf_assisted" in baselines and draft_model is None:
         not_run["hf_assisted"] = "it needs a draft model"
+    elif draft_model is not None and "hf_assisted" in baselines:
+        options["hf_assisted"] = assisted_settings(length)
+        if batch_size == 1:
+            options["hf_assisted"]["assistant_model"] = _assistant(draft_model, length)
     for key, kwargs in options.items():
         if key != "hf_generate" and key not in baselines:
             continue
@@ -152,8 +156,13 @@ def assisted_settings(length: int) -> JsonObject:
 def _assistant(draft_model: Target, length: int) -> PreTrainedModel:
     """Load a draft model again, with its own attention, for assisted generation with drafts of `length` tokens."""
     kind = auto_class(draft_model.model.config)
-    assistant = load_model(kind, draft_model.name, dtype=draft_model.dtype, trust_remote_code=False)
+    trusted = type(draft_model.model).__module__.startswith("transformers_modules")  # it runs code of its own already
+    assistant = load_model(kind, draft_model.name, dtype=draft_model.dtype, trust_remote_code=trusted)
     assistant = assistant.to(draft_model.device)
+    # As the target and our draft model, see `InProcessTarget`.
+    if draft_model.device.type == "cuda":
+        fuse_norms(assistant)
+    pack_linears(assistant)
     assistant.generation_config.update(**assisted_settings(length))
     return assistant
 
@@ -178,6 +187,13 @@ class Measured:
     not_run: dict[str, str] = field(default_factory=dict)
     turns_left_out: int = 0
 
+    def drop(self, decoder: Decoder, error: Exception) -> None:
+        """Note why a baseline can't run, and forget its timings; raise the error if the decoder is ours."""
+        if decoder.ours or isinstance(error, UserError):
+            raise error
+        self.not_run[decoder.key] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        self.timed.pop(decoder.key, None)
+
     def of_category(self, category: str) -> Measured:
         """Return the measurements of one category; `costs` stays empty, because it is not split by category."""
         at = [i for i, name in enumerate(self.categories) if name == category]
@@ -200,7 +216,7 @@ def measure_suite(
     all equally. Later turns of a conversation follow the answers of plain decoding, so all get the same prompts.
 
     Args:
-        table: plain decoding first; a transformers baseline that fails its warm-up is dropped with the reason.
+        table: plain decoding first; a transformers baseline that fails is dropped with the reason.
         suite: chat answers end at EOS; continuations of text all get `max_new_tokens`.
         sampling: its seed is that of the first batch; every batch and turn has another.
         repeats: timings per batch, of which the median counts.
@@ -235,8 +251,12 @@ def measure_suite(
             for _ in range(repeats):
                 # Each decoder is first, second, ... equally often.
                 order = order[1:] + order[:1]
-                for decoder in order:
-                    decoder.run(prompts, seeded, max_new_tokens, tries[decoder.key], stop_at)
+                for decoder in [each for each in order if each.key not in measured.not_run]:
+                    try:
+                        decoder.run(prompts, seeded, max_new_tokens, tries[decoder.key], stop_at)
+                    except Exception as error:  # of a baseline, such as too little memory for longer prompts
+                        measured.drop(decoder, error)
+            table = [decoder for decoder in table if decoder.key not in measured.not_run]
             for decoder in table:
                 measured.timed[decoder.key].batches.append(_median(tries[decoder.key].batches))
             measured.categories.append(suite.categories[batch[0]])
@@ -282,6 +302,11 @@ def batches(suite: Suite, size: int) -> list[list[int]]:
     return sorted(parts)
 
 
+def count_batches(suite: Suite, size: int) -> int:
+    """Return the number of batches that are decoded, the later turns of conversations included."""
+    return sum(1 + _later_turns(suite, part[0]) for part in batches(suite, size))
+
+
 def check_batches(suites: Sequence[Suite], sizes: Sequence[int]) -> None:
     """Raise a UserError if no batch of a suite reaches a batch size."""
     for suite, size in product(suites, sizes):
@@ -322,9 +347,7 @@ def _warm_up(
                 prompts = [suite.prompts[i] for i in part]
                 decoder.run(prompts, sampling, max_new_tokens if compiled else min(8, max_new_tokens), Timed(), stop_at)
         except Exception as error:  # a missing compiler, a model that transformers can't run this way, ...
-            if decoder.ours or isinstance(error, UserError):
-                raise
-            measured.not_run[decoder.key] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            measured.drop(decoder, error)
         else:
             ready.append(decoder)
     return ready

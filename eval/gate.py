@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from eval.as_server import default_lengths
 from eval.metrics import paired_bootstrap
@@ -79,8 +80,9 @@ def compare(
     for drafter in drafters:  # the first pass allocates
         time_ours(target, drafter, suite.prompts[:1], sampling, min(8, max_new_tokens), Timed(), engines, stop_at=stop)
     for number, prompt in enumerate(Progress(suite.prompts, title=f"old and new head, {suite.name}", unit="prompts")):
+        own = replace(sampling, seed=sampling.seed + number)
         for which in (0, 1) if number % 2 else (1, 0):
-            time_ours(target, drafters[which], [prompt], sampling, max_new_tokens, timed[which], engines, stop_at=stop)
+            time_ours(target, drafters[which], [prompt], own, max_new_tokens, timed[which], engines, stop_at=stop)
     samples = [
         (old.decoded, old.decode_seconds, new.decoded, new.decode_seconds)
         for old, new in zip(timed[0].batches, timed[1].batches, strict=True)

@@ -42,7 +42,7 @@ COLUMNS = {
     "rule": "Accept rule. All rules keep the target's distribution.",
     "end-to-end tokens/s": "New tokens per second, with the prefill.",
     "first token, ms": "Time to the first token, which the prefill gives.",
-    "peak memory, MB": "Peak memory while decoding.",
+    "peak memory, MB": "Peak memory of the process while decoding, with all decoders loaded.",
     "draft cost c": "Cost of a drafted token in plain steps; of adaptive drafting and lookup, over the longest draft.",
     "verify cost v": "Cost of a verification, in plain decoding steps.",
     "turns": "Answers in this category.",
@@ -69,9 +69,15 @@ def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) ->
     steps = [step for trace in traces for step in trace.steps]
     sources = {piece.source for step in steps for piece in (*step.accepted, *step.rejected)}
     suites: dict[str, tuple[list[Line], list[Line]]] = {}
+    # Every line of a suite has the same columns, also where a baseline could not run.
+    ran: dict[str, set[str]] = {}
+    for row in report["suites"]:
+        ran.setdefault(row["name"], set()).update(row["tokens_per_second"])
     for rows in groups(report).values():
-        decoders, categories = suites.setdefault(rows[0]["name"], ([], []))
-        decoders += [_decoder(*line, lengths) for line in decoder_lines(rows)]
+        name = rows[0]["name"]
+        decoders, categories = suites.setdefault(name, ([], []))
+        others = [each for each in BASELINES if each in ran[name] - {"plain"}]
+        decoders += [_decoder(*line, lengths, others) for line in decoder_lines(rows)]
         categories += [
             _category(row, part, lengths) for row in drafter_rows(rows) for part in row.get("categories", ())
         ]
@@ -113,15 +119,19 @@ def _interval(interval: Interval | None) -> Cell:
     return (shown(interval), interval["value"]) if interval else ("", None)
 
 
-def _decoder(row: ReportRow, key: str, baseline: str | None, ratio: Interval, lengths: set[int]) -> Line:
+def _decoder(
+    row: ReportRow, key: str, baseline: str | None, ratio: Interval, lengths: set[int], others: Sequence[str]
+) -> Line:
     """Return a decoder's line of the page's table, as {column: `Cell`}.
 
-    The first four arguments are an item of `decoder_lines`. `lengths` are those of `head_lengths`: if there are any,
-    the line of a head names its draft length.
+    The first four arguments are an item of `decoder_lines`.
+
+    Args:
+        lengths: those of `head_lengths`: if there are any, the line of a head names its draft length.
+        others: baselines beside plain decoding, which have a column each.
     """
     speculative, cost = baseline is None, row.get("cost", {})
     memory = row["peak_memory_bytes"][key]
-    others = [name for name in BASELINES if name != "plain" and name in row["tokens_per_second"]]
     return {
         "decoder": (label(row, lengths) if baseline is None else baseline, None),
         "temperature": _number(row["temperature"], "g"),
@@ -132,7 +142,7 @@ def _decoder(row: ReportRow, key: str, baseline: str | None, ratio: Interval, le
         "tokens/s": _number(row["tokens_per_second"][key], ".1f"),
         "predicted": _number(row.get("predicted_speedup")),
         "batch size": _number(row["batch_size"], "d"),
-        **{f"over {BASELINES[name]}": _interval(row["speedup"][name] if speculative else None) for name in others},
+        **{f"over {BASELINES[name]}": _interval(row["speedup"].get(name) if speculative else None) for name in others},
         "rule": (row["rule"] if speculative else "", None),
         "end-to-end tokens/s": _number(row["end_to_end_tokens_per_second"][key], ".1f"),
         "first token, ms": _number(1e3 * row["time_to_first_token"][key], ".1f"),

@@ -59,6 +59,10 @@ def facts(report: Report) -> dict[str, str]:
     }
 
 
+UNFINISHED = "unfinished.json"
+"""What report.json would be if the measurement ended now: there while it runs, and after it broke off."""
+
+
 def groups(report: Report) -> dict[str, list[ReportRow]]:
     """Return the rows with the same suite, temperature and batch size, by the heading of their table."""
     found: dict[str, list[ReportRow]] = {}

@@ -17,7 +17,6 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -25,11 +24,11 @@ import torch
 from data.mixture import PYTHON_SOURCES
 from eval import in_server, tracking
 from eval.as_server import default_lengths, server_decoders, server_log
-from eval.decoders import Decoder, assisted_settings, check_batches, decoder_of, decoders, measure_suite
+from eval.decoders import Decoder, assisted_settings, check_batches, count_batches, decoder_of, decoders, measure_suite
 from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
-from eval.report import markdown, warnings
+from eval.report import UNFINISHED, markdown, warnings
 from eval.suites import Suite, check_flags, check_names, check_rows, suite_of
 from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
@@ -47,8 +46,6 @@ from speculator.tables import BASELINES
 from speculator.terminal import log
 from speculator.verdict import headlines
 
-UNFINISHED = "unfinished.json"
-"""What report.json would be if the measurement ended now: there while it runs, and after it broke off."""
 _SHORT = 16  # tokens of a prompt after which steps are timed
 
 
@@ -106,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
             hybrid=arguments.hybrid,
             server=arguments.server,
         ),
-        speculator_name=arguments.speculator,
+        speculator_name="@".join(filter(None, (arguments.speculator, arguments.speculator_revision))),
     )
     tracking.send(report, arguments.output, arguments.report_to)
     print("\n".join([*headlines(report), f"report: {arguments.output / 'report.html'}"]))
@@ -210,9 +207,9 @@ def evaluate(
                 for decoder, own in zip(ours[1:], made[1:], strict=True):
                     own["server_log"] = server_log(measured.timed[decoder.key], own["num_speculative_tokens"])
             rows += made
+            write_json(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
-            write_json(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
         engines.clear()  # their caches and graphs would stay while the next batch size is measured
     report = content(rows, not_run)
     if training:
@@ -277,7 +274,7 @@ def _time_needed(
         tables: the decoders by temperature.
         tokens: new tokens of each prompt, over all repeats.
     """
-    batches = sum(ceil(len(suite.prompts) / batch_size) for suite in suites)
+    batches = sum(count_batches(suite, batch_size) for suite in suites)
     decodings = batches * sum(map(len, tables.values()))
     seconds = decodings * tokens * step_seconds(target, suites[0].prompts[0][:_SHORT], batch_size)
     unit = "prompts" if batch_size == 1 else f"batches of {batch_size}"

@@ -122,7 +122,11 @@ def load_suite(
     turns = target.encoder and any(conversation.later for conversation in kept)
     refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
     return Suite(
-        name=Path(source).name, prompts=prompts, conversations=kept, left_out=left_out, ends=target.encoder is not None
+        name=Path(source).name if Path(source).exists() else source,
+        prompts=prompts,
+        conversations=kept,
+        left_out=left_out,
+        ends=target.encoder is not None,
     )
 
 

@@ -24,7 +24,7 @@ from speculator.decoding.drafter import Shape
 from speculator.drafters.costs import CostTable
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.measure import measure_costs, timed_steps
-from speculator.drafters.price import expected_tokens
+from speculator.drafters.price import expected_tokens, fastest_shape
 from speculator.drafters.tuning import TUNED, Ranks, Tuning, choices_of, measured_on, shapes_to_measure
 from speculator.errors import UserError, refuse
 from speculator.files import check_output_file, write_json
@@ -36,7 +36,6 @@ _KINDS = {"greedy": 0.0, "sampled": 1.0}
 _BRANCHES = (4, 2)  # children measured at each depth; deeper tokens have one
 _TREE_SIZES = (3, 5, 8)
 _ACCEPTANCE_STEPS = 16  # per prompt
-_NEAR = 0.97  # predictions are off by about 3%: of drafts this near the fastest, take that with the fewest tokens
 _LOOKUP_SIZES = 8  # matches of this many tokens or more count together
 _ROWS = (1, 8, 32, 4, 2, 16)  # numbers of rows at which costs are measured, the most important first
 _COST_SECONDS = 60.0  # for several rows; half of it for one row
@@ -136,8 +135,8 @@ def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[T
             for choice in choices
             if greedy in choice.acceptance
         }
-        near = [choice for choice, speed in speeds.items() if speed > _NEAR * max(speeds.values())]
-        best = min(near, key=lambda choice: choice.shape.nodes)
+        fastest = fastest_shape(choices, cost, greedy, 1)
+        best = next(choice for choice in choices if choice.shape is fastest)
         for choice, speed in speeds.items():
             tokens = expected_tokens(choice.acceptance[greedy])
             figures = {"tokens": tokens, "cost": tokens / speed, "speedup": speed, "best": choice is best}
@@ -214,8 +213,9 @@ def rank_acceptance(
     reached = [0] * len(branches)
     drafter = HeadDrafter(head, Candidates(branches))
     title = f"tuning: acceptance at temperature {sampling.temperature:g}"
-    for prompt in Progress(prompts, title=title, unit="prompts"):
-        for draft, result in timed_steps(target, drafter, [prompt], sampling, steps):
+    for number, prompt in enumerate(Progress(prompts, title=title, unit="prompts")):
+        own = replace(sampling, seed=sampling.seed + number)
+        for draft, result in timed_steps(target, drafter, [prompt], own, steps):
             path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
             accepted = int(result.accepted[0])
             if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):

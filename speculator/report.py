@@ -116,7 +116,7 @@ class ReportRow(Figures, total=False):
         rule: accept rule; "greedy" at temperature 0.
         time_to_first_token: median prefill in seconds, by decoder.
         peak_memory_bytes: allocated on a GPU, else resident memory of the process, by decoder.
-        rows_busy: mean share of a batch's rows that still decode.
+        rows_busy: mean share of a batch's rows that still decode, over the same share in plain decoding.
         predicted_speedup: speedup over plain decoding by acceptance and `cost`.
         categories: figures of each category of the suite.
     """

@@ -76,7 +76,9 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
     if max(row["acceptance_length"] for row in heads) < _ALMOST_NOTHING:
         advice = "the head accepts almost nothing: train it on more text"
     elif interval["low"] is None:
-        advice = "the head may be worth serving: one prompt has no interval, so measure more prompts"
+        found = "may be worth serving" if interval["value"] >= 1 else "was slower than plain decoding"
+        sample = "batch" if head["batch_size"] > 1 else "prompt"
+        advice = f"the head {found}: one {sample} has no interval, so measure more prompts"
     elif interval["value"] < 1:
         advice = (
             f"the head costs more than it gains here: a drafted token costs {head['cost']['draft']:.2f} of a plain "

@@ -1,6 +1,7 @@
 """`python -m eval`: report files, what the head drafts, and measurements that notice slow or wrong decoding."""
 
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -11,10 +12,10 @@ from eval import decoders
 from eval.__main__ import main
 from eval.as_server import server_decoders, server_log
 from eval.metrics import speedup
-from eval.report import markdown
-from eval.run import UNFINISHED, render
+from eval.report import UNFINISHED, markdown
+from eval.run import render
 from eval.suites import Suite
-from eval.timing import Decoded, Timed
+from eval.timing import Decoded, Timed, time_transformers
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError
 from speculator.decoding.request import Step
 
@@ -47,9 +48,10 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
 
 
 def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick):
-    # Chains of 1 and 2 and the tree yield 1.6, 1.9 and 2 tokens, and cost 1.28, 1.56 and 1.56 plain steps.
+    # Chains of 1 and 2 and the tree yield 1.6, 1.9 and 2 tokens, and cost 1.2, 1.4 and 1.4 plain steps. The chain of 1
+    # is within 3% of that of 2, and not of the tree.
     costs = [
-        {"rows": 1, "greedy": greedy, "head": 0.0, "path": 0.0, "level": 0.28, "token": 0.0} for greedy in (True, False)
+        {"rows": 1, "greedy": greedy, "head": 0.0, "path": 0.0, "level": 0.2, "token": 0.0} for greedy in (True, False)
     ]
     write_tuning(tmp_path, trees={"greedy": [[[0], [1], [0, 0]]], "sampled": []}, costs=costs)
 
@@ -74,7 +76,7 @@ def test_the_head_drafts_a_chain_that_adaptive_drafting_on_a_gpu_lacks(tmp_path,
     costs = [{"rows": 1, "greedy": True, "head": 0.0, "path": 0.0, "level": 0.02, "token": 0.0}]
     write_tuning(tmp_path, n_predict=5, costs=costs)
     rows = report_of(tmp_path, head=tiny_head(5), tuned_in=tmp_path, temperatures=[0.0], max_new_tokens=8)["suites"]
-    assert [row["nodes"] for row in rows if row["drafter"] == "head"] == [4]
+    assert [row["nodes"] for row in rows if row["drafter"] == "head"] == [3], "the shortest within 3% of the fastest"
 
 
 def test_an_attention_head_drafts_deeper_than_it_was_trained(tmp_path, figures_only):
@@ -241,3 +243,27 @@ def test_what_was_measured_is_kept_when_a_later_temperature_breaks_off(tmp_path,
     report = report_of(tmp_path, temperatures=[0.0])
     assert not (tmp_path / UNFINISHED).exists()
     assert report.keys() == kept.keys()
+
+
+def test_a_baseline_that_fails_later_leaves_the_others_their_timings(tmp_path, monkeypatch, figures_only):
+    def fails_late(target, prompts, *others, **more):
+        if prompts[0] == SUITE.prompts[1]:
+            raise RuntimeError("out of memory\nfor longer prompts")
+        return time_transformers(target, prompts, *others, **more)
+
+    monkeypatch.setattr("eval.decoders.time_transformers", fails_late)
+    report = report_of(tmp_path, temperatures=[0.0])
+    assert report["not_run"] == {"transformers generate": "RuntimeError: out of memory for longer prompts"}
+    assert len(report["suites"]) == 3
+    assert all(row["tokens_per_second"].keys() == {"plain", "speculative"} for row in report["suites"])
+
+
+def test_all_lines_of_a_suite_have_the_same_columns(tmp_path, quick):
+    draft = Target(tiny_model(), tokenizer=None)
+    report = report_of(
+        tmp_path, temperatures=[0.0], batch_sizes=[1, 2], baselines=["hf_prompt_lookup"], draft_model=draft
+    )
+    assert any("hf_prompt_lookup" in row["tokens_per_second"] for row in report["suites"])
+    head, *lines = re.findall(r"<tr.*?</tr>", (tmp_path / "report.html").read_text().partition("<table")[2], re.DOTALL)
+    assert len(lines) > 8
+    assert {line.count("<td") for line in lines[:9]} == {head.count("<th")}

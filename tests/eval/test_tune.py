@@ -77,10 +77,10 @@ def test_measured_acceptance_by_rank_is_that_of_decoding(target, temperature, eo
     assert [len(level) for level in acceptance] == [4, 2, 1]
     steps = [
         step
-        for prompt in prompts
-        for step in generate(
-            target, HeadDrafter(head, branches), [prompt], sampling, max_new_tokens=80, eos_token_ids=eos
-        ).steps[0][:12]
+        for row in generate(
+            target, HeadDrafter(head, branches), prompts, sampling, max_new_tokens=80, eos_token_ids=eos
+        ).steps
+        for step in row[:12]
         if not step.cut
     ]
     for depth, level in enumerate(acceptance):

@@ -150,7 +150,7 @@ def test_a_head_that_was_unlucky_at_first_is_used_again():
 def test_the_fastest_shape_weighs_acceptance_against_cost():
     """One row: 1 + .7 + .42 + .21 tokens for 1.3 plain steps. Many rows: verification has to be short."""
     assert fastest_shape(CHOICES, cost, True, 1) is TREE
-    assert fastest_shape(CHOICES[:4], cost, True, 1).nodes == 3
+    assert fastest_shape(CHOICES[:4], cost, True, 1).nodes == 2, "three tokens are not 3% faster"
     assert fastest_shape(CHOICES[:4], cost, True, 16).nodes == 1
 
 
