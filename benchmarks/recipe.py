@@ -5,24 +5,15 @@ Nothing is downloaded: rows are packed random documents. Each step is one micro-
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.profiler import ProfilerActivity, profile
 from transformers import TrainingArguments
 
-from benchmarks.shapes import PRESETS, random_target
-from speculator.errors import OneLineParser, run_command
-from speculator.tables import gigabytes, markdown_table
 from speculator.target.model import Target
-from train.command_line import parse
 from train.config import HERE, RunConfig
 from train.gpus import place_of
 from train.initialise import new_head
@@ -90,38 +81,3 @@ def measure(config: RunConfig, target: Target, steps: int) -> dict[str, Any]:
         "document_attention": str(target.document_attention and target.document_attention[0]),
         "trainer": trainer,
     }
-
-
-def kernels(trainer: SpeculatorTrainer) -> str:
-    """Table of the kernels that take most of one more micro-batch."""
-    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        with trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(trainer.model, batch)
-        loss.backward()
-    return profiler.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=60)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    config, target = parse(["--config", str(arguments.config)]), random_target(arguments.preset)
-    found = measure(config, target, arguments.steps)
-    trainer = found.pop("trainer")
-    shown = {**found, "mfu": found["mfu"] and f"{found['mfu']:.1%}"}
-    for name in ("peak_bytes", "planned_bytes"):
-        shown[name] = found[name] and f"{gigabytes(found[name])} GB"
-    print(markdown_table(("", arguments.config.stem), [[name, str(value)] for name, value in shown.items()]))
-    if target.device.type == "cuda":
-        print(f"\n```\n{kernels(trainer)}\n```")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = OneLineParser(prog="python -m benchmarks.recipe", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="recipe whose stage 1 is measured")
-    parser.add_argument("--preset", choices=PRESETS, required=True, help="shape of the target")
-    parser.add_argument("--steps", type=int, default=20, help="micro-batches (default: 20)")
-    arguments = parser.parse_args(argv)
-    return run_command("recipe", lambda: run(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
