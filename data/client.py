@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import time
 from collections import Counter
@@ -155,14 +154,16 @@ async def _fetch(
 
     def asked_again(server: _TextServer, error: Exception, begun: float) -> bool:
         """Return whether a server that did not answer a request sent at the time `begun` is not to be dropped."""
+        if server.answered is None:
+            return False
         if isinstance(error, asyncio.TimeoutError) and server.answered > begun:
             return True  # busy: it answered other requests meanwhile
-        if available != {server} or time.monotonic() - server.answered > _AWAY_SECONDS:
+        if available != {server}:
             return False
-        if not server.away:
+        if server.away_since is None:
+            server.away_since = time.monotonic()
             log(f"warning: {server.describe(error)}; waiting for it, at most {_AWAY_SECONDS / 60:g} minutes")
-        server.away = True
-        return True
+        return time.monotonic() - server.away_since < _AWAY_SECONDS
 
     def room() -> int:
         """Return the length of a prompt that leaves room for a completion on every server, once they were probed."""
@@ -247,14 +248,21 @@ class _TextServer(Connection):
 
     Attributes:
         longest: largest length of a prompt that leaves room for a completion, once `probe` has asked the server.
-        answered: time of the latest answer, of `time.monotonic`.
-        away: whether it was reported missing since then.
+        answered: time of the latest answer, of `time.monotonic`; None before the first.
+        away_since: time of the first failure after it; None: there was none.
     """
 
     def __init__(self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, writing: Writing):
         self._seconds = _REQUEST_SECONDS + _TOKEN_SECONDS * writing.max_new_tokens
-        super().__init__(base, "--server", openai.AsyncOpenAI, max_retries=_RETRIES, timeout=self._seconds)
-        self.answered, self.away = -math.inf, False
+        super().__init__(
+            base,
+            "--server",
+            openai.AsyncOpenAI,
+            max_retries=_RETRIES,
+            timeout=openai.Timeout(self._seconds, connect=_FIRST_SECONDS),
+        )
+        self.answered: float | None = None
+        self.away_since: float | None = None
         self._gives_text = False  # without token ids
         self._model, self.tokenizer, self.writing = target, tokenizer, writing
         self.longest = sys.maxsize
@@ -308,7 +316,7 @@ class _TextServer(Connection):
         max_tokens = max_tokens or self.writing.max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.
         samplers: JsonObject = {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "repetition_penalty": 1.0}
-        if self._gives_text:
+        if whole := self._gives_text:
             samplers["skip_special_tokens"] = False
         if ends := self.writing.ends:
             samplers |= {"stop_token_ids": ends.eos_token_ids, "stop": ends.stop_strings}
@@ -328,8 +336,8 @@ class _TextServer(Connection):
             choice = answer.choices[0]
             ended = choice.finish_reason == "stop"
             tokens = getattr(choice, "token_ids", None)
-            self.answered, self.away = time.monotonic(), False
-            if not tokens and not self._gives_text:
+            self.answered, self.away_since = time.monotonic(), None
+            if not tokens and not whole:
                 # A text without its special tokens, as those around a tool call, is not what the target wrote.
                 self._gives_text = True
                 return await self.complete(row, ids, prompt, sampling, max_tokens)

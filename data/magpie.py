@@ -85,7 +85,7 @@ def self_rows(
         asking: how the target writes user turns.
         writing: how it answers them; an answer that is cut ends its chat.
         batch_size: rows decoded together.
-        concurrency: concurrent requests to each server (default: `data.client.CONCURRENCY`).
+        concurrency: concurrent requests to each server (default: `batch_size`, at least 32).
         progress: show progress bars.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
@@ -104,6 +104,7 @@ def self_rows(
         context = min(context, shortest_context(target.urls, target.name))
     longest = asking.max_prompt_tokens + writing.max_new_tokens
     refuse(
+        (abs(writing.seed) >> 42, f"the source self: the seed {writing.seed} has more than 42 bits"),
         (
             longest > context,
             f"prompts of {asking.max_prompt_tokens} and answers of {writing.max_new_tokens} tokens do not fit "

@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,11 +116,21 @@ def is_recorded(path: Path) -> bool:
 def _recorded(folder: Path) -> Iterator[Document]:
     """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest."""
     files = _readable_files(folder)  # listed once, because the server may be adding shards
-    count = sum(1 for file in files for _ in parse_rows(file))
-    for number, document in enumerate(chain.from_iterable(_local_file(file, file.name) for file in files)):
-        # By age: of 200 rows 0..179 train, 180..189 validate, and the newest ten are held out.
-        bucket = 100 * number // count
-        yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
+    numbers: dict[bytes, int] = {}  # of different rows: copies, which are dropped later, are in no split alone
+    for file in files:
+        for _, row, _ in parse_rows(file):
+            numbers.setdefault(_digest(row), len(numbers))
+    for file in files:
+        shard = list(parse_rows(file))
+        for (_, row, _), document in zip(shard, _documents(iter(shard), file.name, str(file)), strict=True):
+            # By age: of 200 rows 0..179 train, 180..189 validate, and the newest ten are held out.
+            bucket = 100 * numbers[_digest(row)] // len(numbers)
+            yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
+
+
+def _digest(row: Any) -> bytes:
+    """Return a hash of a row."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()[:16]
 
 
 def _suffix(file: Path) -> str:
@@ -150,7 +159,8 @@ def local_files(path: Path) -> Iterator[Document]:
 @cache  # the splits are read one by one
 def _log_unread(folder: Path) -> None:
     """Print how many files of a folder are not read, by suffix, but for hidden files and cards."""
-    files = [file for file in _files_in(folder) if not file.name.startswith(".") and file.stem.lower() != "readme"]
+    files = [file for file in _files_in(folder) if file.stem.lower() != "readme"]
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     unread = Counter(_suffix(file) or "without a suffix" for file in files if _suffix(file) not in _SUFFIXES)
     if unread:
         log(f"{folder}: not read: {', '.join(f'{count} {suffix}' for suffix, count in unread.most_common(5))}")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from data.documents import Content
 from data.mixture import SourceError
-from speculator.chat import THOUGHTS, Message, clean_messages, clean_tools, from_json
+from speculator.chat import THOUGHTS, Message, clean_messages, clean_tools, from_json, with_system
 from speculator.errors import UserError, check_text, first_line
 from speculator.files import Json
 
@@ -155,10 +155,7 @@ def _chat(messages: Any, given: dict[str, Json], where: str) -> Content:
         messages: of the chat, or their JSON.
         given: the row, for its "tools", and the "system" message of a chat that has none.
     """
-    messages, tools = from_json(messages), given.get("tools")
-    if (system := given.get("system")) and isinstance(messages, list):
-        own = any(isinstance(each, dict) and each.get("role") == "system" for each in messages)
-        messages = messages if own else [{"role": "system", "content": system}, *messages]
+    messages, tools = with_system(from_json(messages), given.get("system")), given.get("tools")
     if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
         raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
     try:
@@ -319,7 +316,7 @@ FORMATS = [
     ),
     Format(
         name='"completion" as messages',
-        keys=("prompt", "completion", "label", "tools"),
+        keys=("prompt", "completion", "label", "tools", "system"),
         fits=_has_chat_completion,
         read=_from_chat_pair,
     ),

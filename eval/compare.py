@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from eval.report import UNFINISHED
-from speculator.errors import UserError, show
+from speculator.errors import UserError, refuse, show
 from speculator.files import parse_json, read_text
 from speculator.report import Interval, Report, ReportRow
 from speculator.tables import length_with_interval, markdown_table, shown
@@ -162,10 +162,10 @@ def _read(path: Path) -> Report:
     if path.is_dir():
         places = [path / "report.json", path / "eval" / "report.json"]
         path = next((place for place in places if place.is_file()), places[0])
-        if (path.parent / UNFINISHED).is_file():
-            log(
-                f"warning: {path.parent / UNFINISHED} is of a measurement that broke off, and {path.name} of one before"
-            )
+        unfinished = path.parent / UNFINISHED
+        refuse((unfinished.is_file() and not path.is_file(), f"no {path}; {unfinished} has what was measured"))
+        if unfinished.is_file():
+            log(f"warning: {unfinished} is of a measurement that is not finished, and {path.name} of one before")
     report = parse_json(read_text(path), str(path))
     if (report.get("schema") if isinstance(report, dict) else None) != 2:
         raise UserError(f'{path} is not a report.json of `speculator eval` with "schema": 2')

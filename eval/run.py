@@ -215,7 +215,6 @@ def evaluate(
     if training:
         report["training"] = training
     write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
-    (output / UNFINISHED).unlink()
     render(report, traces, output)
     for line in report["warnings"]:
         log(f"warning: {line}")
@@ -277,7 +276,7 @@ def _time_needed(
     batches = sum(count_batches(suite, batch_size) for suite in suites)
     decodings = batches * sum(map(len, tables.values()))
     seconds = decodings * tokens * step_seconds(target, suites[0].prompts[0][:_SHORT], batch_size)
-    unit = "prompts" if batch_size == 1 else f"batches of {batch_size}"
+    unit = "turns" if batch_size == 1 else f"batches of {batch_size}"
     about = timedelta(seconds=round(seconds))
     work = f"{batches} {unit}, {decodings} decodings of {tokens} tokens"
     return f"measuring takes about {about} ({work}); --max_prompts changes it"
@@ -320,6 +319,7 @@ def render(report: Report, traces: Sequence[Trace], output: Path) -> None:
 
     The figures and plots are also logged to the current wandb run, if there is one.
     """
+    (output / UNFINISHED).unlink(missing_ok=True)
     draw_plots(report, output)
     write_page(report, traces, output)
     tracking.log(report, output)

@@ -122,7 +122,7 @@ def load_suite(
     turns = target.encoder and any(conversation.later for conversation in kept)
     refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
     return Suite(
-        name=Path(source).name if Path(source).exists() else source,
+        name=_name(source),
         prompts=prompts,
         conversations=kept,
         left_out=left_out,
@@ -139,6 +139,11 @@ def _is_document(source: str) -> bool:
     if path.is_file():
         return not path.name.lower().removesuffix(".gz").endswith(".jsonl")
     return path.is_dir() or source.startswith((".", "/")) or source.lower().endswith(_SUFFIXES) or "/" not in source
+
+
+def _name(source: str) -> str:
+    """Return the name of a suite: of a local file or folder the last part of its path, else the whole."""
+    return Path(source).name if Path(source).exists() else source
 
 
 def _is_text(row: Any) -> bool:
@@ -254,7 +259,7 @@ def from_text(
         limits: leaves out prompts that do not fit the context.
         tally: counts unusable rows (default: the first one raises).
     """
-    name = ", ".join(Path(location).name for location in mixture.locations)
+    name = ", ".join(map(_name, mixture.locations))
     cut = Cut(prompt_tokens, last_turn=True)
     found, left_out = conversations(mixture, split, tokenizer, cut, max_prompts, limits=limits, tally=tally)
     if not found:

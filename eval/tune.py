@@ -136,6 +136,9 @@ def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[T
             if greedy in choice.acceptance
         }
         fastest = fastest_shape(choices, cost, greedy, 1)
+        if not isinstance(fastest, FixedTree):  # then no tree is kept, and this is what is asked later
+            chains = [choice for choice in choices if not isinstance(choice.shape, FixedTree)]
+            fastest = fastest_shape(chains, cost, greedy, 1)
         best = next(choice for choice in choices if choice.shape is fastest)
         for choice, speed in speeds.items():
             tokens = expected_tokens(choice.acceptance[greedy])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
@@ -70,6 +71,14 @@ class Message(TypedDict, total=False):
     name: str
     weight: float
     train: bool
+
+
+def with_system(messages: Json, system: Json) -> Json:
+    """Return a row's messages with its "system" message before them, unless it has none or they have one."""
+    if not system or not isinstance(messages, list):
+        return messages
+    own = any(isinstance(each, dict) and each.get("role") == "system" for each in messages)
+    return messages if own else [{"role": "system", "content": system}, *messages]
 
 
 def thoughts_of(message: Message) -> str:
@@ -264,10 +273,13 @@ def _content_text(content: Any, name: str) -> Any:
 
 _MARK = "MARKofMESSAGE"
 _PROBE: Json = {"key": "PROBEvalue"}
-_PROBE_TOOL: Tool = {
-    "type": "function",
-    "function": {"name": "PROBEname", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
+_PROBE_TOOL, _OTHER_TOOL = (
+    Tool(
+        type="function",
+        function={"name": name, "description": "", "parameters": {"type": "object", "properties": {}}},
+    )
+    for name in ("PROBEname", "OTHERname")
+)
 
 
 @lru_cache(maxsize=32)
@@ -291,10 +303,11 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
     call: ToolCall = {"id": "abcdefgh1", "type": "function", "function": {"name": "PROBEname", "arguments": _PROBE}}
     message: Message = {"role": "assistant", "tool_calls": [call]}
     best, found = 0, None
-    for form in ((False, False), (True, False), (False, True), (True, True)):
+    forms = ((False, False), (True, False), (False, True), (True, True))
+    for tools, form in product((None, [_OTHER_TOOL]), forms):  # some templates need tools
         with suppress(Exception):
             text = _render(
-                tokenizer, template, [{"role": "user", "content": "PROBE"}, _in_form(message, *form)], None, False
+                tokenizer, template, [{"role": "user", "content": "PROBE"}, _in_form(message, *form)], tools, False
             )
             # JSON is best. An object in Python's notation, and text that is quoted again, are not what a model writes.
             as_json = re.search(r'(?<!\\)"PROBEvalue"', text) is not None
@@ -387,7 +400,13 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """
     if not tokenizer.chat_template:
         return None
-    last, between = text_after_answer(tokenizer, tokenizer.get_chat_template(None, None))
+    return _end_token(tokenizer, tokenizer.get_chat_template(None, None), len(tokenizer))
+
+
+@lru_cache(maxsize=32)
+def _end_token(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> int | None:
+    """Do the work of `end_token` once for each template and number of tokens (`size`)."""
+    last, between = text_after_answer(tokenizer, template)
     added = any_added(tokenizer)
     found = added.search(last) or added.match(between.lstrip())
     return tokenizer.get_vocab()[found[0]] if found else None

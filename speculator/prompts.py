@@ -24,6 +24,8 @@ from speculator.chat import (
     chat_tokens,
     clean_messages,
     clean_tools,
+    from_json,
+    with_system,
     writes_calls,
 )
 from speculator.errors import UserError, check_text, refuse
@@ -80,7 +82,11 @@ class Prompt:
             elif not self.chat:
                 raise UserError(f"{self.where}: a message without text needs a chat template")
         if self.chat:
-            return self._rendered(tokenizer, self.messages)
+            ids = self._rendered(tokenizer, self.messages)
+            called = any("tool_calls" in message for message in self.messages)
+            fault = f"{self.where}: the chat template leaves out tool calls"
+            refuse((called and not writes_calls(tokenizer, self.tools), fault))
+            return ids
         return tokenizer(self.text, verbose=False)["input_ids"]
 
     def following(
@@ -107,8 +113,6 @@ class Prompt:
     def _rendered(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
         """Return the token ids of messages in the chat template, up to where the next answer begins."""
         try:
-            called = any("tool_calls" in message for message in messages)
-            refuse((called and not writes_calls(tokenizer, self.tools), "the chat template leaves out tool calls"))
             text = chat_text(tokenizer, messages, self.tools, True, self.today, self.variables)
             return chat_tokens(text, tokenizer)
         except UserError as error:
@@ -156,9 +160,8 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
         key = "messages"
     if key == "messages":
         try:
-            return Prompt(
-                clean_messages(value), chat=True, tools=clean_tools(row.get("tools")), category=category, where=where
-            )
+            messages = clean_messages(with_system(from_json(value), row.get("system")))
+            return Prompt(messages, chat=True, tools=clean_tools(row.get("tools")), category=category, where=where)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
     texts = value if key == "turns" else [value]

@@ -40,7 +40,8 @@ def write_gguf(
 ) -> Path:
     """A Llama in float32 with its byte-level BPE, whose turns end with <|im_end|>; one field may be left out.
 
-    `changes` has another list of tokens, context length or name of how text is split.
+    `changes` has another list of tokens, which of them are unused, context length, name of how text is split, rope or
+    its factors.
     """
     import gguf
 
@@ -49,6 +50,10 @@ def write_gguf(
     special = set(tokenizer.added_tokens_encoder)
     changes = {"tokens": tokens, "context_length": config.max_position_embeddings, "pre": "gpt-2", **(changes or {})}
     special |= set(changes["tokens"]) - set(tokens)
+
+    def kind(token: str) -> int:
+        return 5 if token in changes.get("unused", ()) else 3 if token in special else 1
+
     writer = gguf.GGUFWriter(file, architecture)
     fields = {
         "context_length": lambda: writer.add_context_length(changes["context_length"]),
@@ -62,7 +67,7 @@ def write_gguf(
         "model": lambda: writer.add_tokenizer_model("gpt2"),
         "pre": lambda: writer.add_tokenizer_pre(changes["pre"]),
         "tokens": lambda: writer.add_token_list(changes["tokens"]),
-        "types": lambda: writer.add_token_types([3 if token in special else 1 for token in changes["tokens"]]),
+        "types": lambda: writer.add_token_types([kind(token) for token in changes["tokens"]]),
         "merges": lambda: writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]]),
         "bos_token_id": lambda: writer.add_bos_token_id(tokenizer.convert_tokens_to_ids("<eos>")),
         "eos_token_id": lambda: writer.add_eos_token_id(tokenizer.convert_tokens_to_ids("<|im_end|>")),
@@ -71,6 +76,11 @@ def write_gguf(
     for name, add in fields.items():
         if name != leave_out:
             add()
+    for key, value in (changes.get("rope") or {}).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"{architecture}.rope.{key}", value)
+    if "rope_freqs" in changes:
+        writer.add_tensor("rope_freqs.weight", changes["rope_freqs"])
     for name, weight in model.state_dict().items():
         writer.add_tensor(_name(name), _stored(name, weight, config).contiguous().numpy())
     writer.write_header_to_file()

@@ -58,7 +58,11 @@ def copy_card(card: Path, copy: Path, renamed: tuple[str | None, str] | None, he
             changed.data.base_model = base if _is_hub_id(base) else None
             text = str(changed)
         if old:
-            text = re.sub(rf"(?<![\w./-]){re.escape(old)}(?![\w/-])", lambda _: str(public_name(base)), text)
+            # A folder's name may be any word, so it is replaced where a card names the target.
+            places = ("--target ", 'load("', "target | ", "head for ", "vllm serve ", "--model-path ")
+            word = r"(?<![\w./-])" if "/" in old else "|".join(f"(?<={re.escape(place)})" for place in places)
+            new = str(public_name(base))
+            text = re.sub(rf"(?:{word}){re.escape(old)}(?![\w/-]|\.\w)", lambda _: new, text)
     write_text(copy, text)
 
 
@@ -136,8 +140,9 @@ def _servers(layout: Layout, head: Speculator) -> list[str]:
     found = layout.servers(head.config, "D")  # the base model is looked for by its whole name
     config: Any = head.config
     names = [name for name in (config.base_model_name_or_path, config.base_model_adapter) if name]
+    names += [name.removesuffix(".gguf") for name in names]  # the folder that `dequantise` writes beside the file
     lines = [f"{server.verdict} {server.name}: {server.how}" for server in found]
-    for name in names:
+    for name in sorted(names, key=len, reverse=True):
         lines = [line.replace(name, str(public_name(name))) for line in lines]
     return lines
 

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     head: Any = load_any(folder)
     layout = layout_of(arguments.format, head)
     recorded = head.config.base_model_name_or_path
-    if recorded == str(folder):  # MTP layers of a hub id: not the folder of the hub's cache
+    if recorded == str(folder) and not arguments.speculator_revision:  # MTP layers of a hub id: not the cache's folder
         head.config.base_model_name_or_path = arguments.speculator
     if arguments.base_model:
         head.config.base_model_name_or_path = arguments.base_model
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{arguments.output}: {layout.name} ({layout.architecture}), {dtype}")
     print(base)
     if adapter := head.config.base_model_adapter:
-        print(f"trained for the adapter {adapter}: serve it too, or merge it into the base model")
+        print(f"trained for the adapter {adapter}: serve it too, unless it is merged into the base model")
     for server in layout.servers(head.config, str(arguments.output)):
         print(f"{server.verdict} {server.name}: {server.how}")
 

@@ -114,7 +114,8 @@ class Request:
         sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
-        finish_reason: "eos", "stop", "length", "context", "memory" or "cancelled"; None while unfinished.
+        finish_reason: "eos", "stop", "length", "context", "memory", "cancelled", or "failed" if the engine of a server
+            did; None while unfinished.
     """
 
     prompt: Sequence[int]

@@ -206,6 +206,8 @@ class Worker:
                 self.engine.step()
             except Exception as error:  # out of memory, or the device is lost: no request can continue
                 _log.exception("the engine failed and is created again")
+                with self._wake:
+                    self._loads = loads + self._loads
                 self._restart(str(error) if isinstance(error, UserError) else _FAILED)
                 if self._broken:
                     return

@@ -488,6 +488,14 @@ def test_a_busy_server_is_not_dropped(serve, tokenizer, tmp_path, monkeypatch):
     assert waited
 
 
+def test_concurrent_answers_without_token_ids_all_keep_their_special_tokens(serve, tokenizer, tmp_path):
+    """The first answers arrive together, before it is known that the server gives no ids."""
+    server, prompts = serve(token_ids=False, delay=0.05), text_prompts(tokenizer) * 2
+    fetched([server], tokenizer, tmp_path, prompts, samplings=(Sampling(0.0),), concurrency=4)
+    whole = [tuple(body["prompt"]) for body in server.bodies if body.get("skip_special_tokens") is False]
+    assert sorted(whole) == sorted(tuple(prompt.ids) for prompt in prompts)
+
+
 def test_the_last_server_may_be_away_for_a_while(serve, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(client, "_RETRIES", 0)
     monkeypatch.setattr(client, "_AWAY_SECONDS", 60)

@@ -324,8 +324,9 @@ def test_recorded_copies_are_dropped(tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "manifest.json").write_text('{"recorded": true}')
     (tmp_path / "rows" / "00000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [row["input_ids"][0] for row in documents(mixture_of([str(tmp_path)]), None)]
-    assert found == list(range(30))
+    source = mixture_of([str(tmp_path)])
+    found = {split: [row["input_ids"][0] for row in documents(source, split)] for split in SPLITS}
+    assert found == {"train": list(range(27)), "validation": [27, 28], "held-out": [29]}, "none is empty"
 
 
 def test_a_folder_names_the_files_that_are_not_read(tmp_path, capsys):

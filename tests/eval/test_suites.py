@@ -178,10 +178,11 @@ def test_a_hub_dataset_is_read_by_its_library(tmp_path, monkeypatch):
     monkeypatch.setattr("data.readers.hub_dataset", lambda name, *rest: hub_dataset(str(tmp_path / name), *rest))
     assert len(load("owner/name:test").prompts) == 3
     assert len(load("owner/name").prompts) == 1
+    assert load("owner/name:test").name == "owner/name:test", "two data sets may end alike"
     with pytest.raises(UserError, match=r"owner/name: .*dev"):
         load("owner/name:dev")
     assert [len(prompt) for prompt in load("owner/texts").prompts] == [8, 8]
-    with pytest.raises(UserError, match="no document of texts has 999 tokens"):
+    with pytest.raises(UserError, match="no document of owner/texts has 999 tokens"):
         load("owner/texts", prompt_tokens=999)
 
 

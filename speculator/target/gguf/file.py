@@ -6,6 +6,7 @@ cache as a folder of the forms that transformers loads.
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from functools import cache, partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import transformers
 from filelock import FileLock
+from tokenizers import Tokenizer
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
@@ -28,15 +30,18 @@ from transformers import (
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import cache_folder, check_input, make_folder, new_folder
 from speculator.target.gguf.header import MAGIC, Header, quick_loader, read_header
+from speculator.target.gguf.rope import set_rope
 from speculator.target.gguf.splits import SPLITS, set_split
 
 # transformers shows one line per tensor in log files; `disable=None` keeps its progress bar to terminals.
 modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]
 
 _log = logging.getLogger(__name__)
-_EDITION = 2
+_EDITION = 3
 """Number of the way in which a file's metadata becomes a folder; folders of an earlier one are not read."""
-_CONTROL = 3  # the type of a token that text never contains
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models whose attention is scaled by another size than a head's, which no file has, by architecture."""
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens: text never contains control tokens
 _TOKENS, _TYPES, _EOS = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "eos_token_id"))
 _MARKED_ENDS = (_EOS, *(f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")))
 _BAR = "\uff5c"  # DeepSeek's vertical bar
@@ -174,6 +179,37 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
         else:
             told = "%s: its tokenizer.ggml.pre %s is not known here, so text may get other tokens than in llama.cpp"
             _log.warning(told, name, split)
-    config.get_text_config().max_position_embeddings = header.fields[f"{header.architecture}.context_length"]
+    text = config.get_text_config()
+    text.max_position_embeddings = header.fields[f"{header.architecture}.context_length"]
+    set_rope(config, header)
+    if text.num_hidden_layers == _GEMMA_27B.get(header.architecture):
+        text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
+    _restore_tokens(tokenizer, header)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _restore_tokens(tokenizer: PreTrainedTokenizerBase, header: Header) -> None:
+    """Give a byte-level BPE's control and user-defined tokens the texts of the file, and let it have no other tokens.
+
+    transformers spells them in bytes if they are not ASCII, and adds tokens under ids that the model does not have.
+    Unused tokens at the end, which make the vocabulary as large as the matrices, are dropped.
+    """
+    made = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = made["model"].get("vocab")
+    if made["model"].get("type") != "BPE" or not isinstance(vocabulary, dict):
+        return
+    names, types = header.fields[_TOKENS], header.fields.get(_TYPES, [])
+    count = len(names)
+    while len(types) == len(names) and count and types[count - 1] == _UNUSED:
+        count -= 1
+    marks = {token: names[token] for token in range(count) if types[token : token + 1] in ([_CONTROL], [_USER_DEFINED])}
+    made["model"]["vocab"] = {marks.get(token, text): token for text, token in vocabulary.items() if token < count}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    known = {added["id"]: added for added in made["added_tokens"] if added["id"] < count}
+    known |= {
+        token: {"id": token, "content": text, **plain, "special": types[token] == _CONTROL} | known.get(token, {})
+        for token, text in marks.items()
+    }
+    made["added_tokens"] = [known[token] for token in sorted(known)]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(made))

@@ -9,7 +9,7 @@ import transformers.quantizers.quantizer_gguf as quantizer
 from conftest import tiny_tokenizer
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from data.cli.generate import _context_length
 from data.rendering import load_tokenizer
@@ -295,3 +295,69 @@ def test_nothing_is_said_about_packed_weights(file, monkeypatch):
     monkeypatch.setattr(quantizer.logger, "warning", said.append)
     Target.load(str(file), dtype="bfloat16")
     assert said == []
+
+
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED = {
+    "llama3": {"factor": 8.0, **BANDS},
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SCALED)
+def test_the_rope_is_scaled_as_in_the_file(tmp_path, tokenizer, kind):
+    """Llama 3's scaling is a tensor in the file, made as llama.cpp's converter makes it; the others are metadata."""
+    torch.manual_seed(0)
+    rope = {"rope_type": kind, "rope_theta": 500000.0, **SCALED[kind]}
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=len(tokenizer), **shape, max_position_embeddings=128, rope_parameters=rope)
+    config.num_key_value_heads, config.tie_word_embeddings = 1, False
+    model = LlamaForCausalLM(config).eval()
+    for layer in model.model.layers:  # sharp attention, which sees the angles
+        layer.self_attn.q_proj.weight.mul_(100)
+    rope_of_file = {"freq_base": 500000.0}
+    changes = {"rope": rope_of_file}
+    if kind == "llama3":
+        plain = 500000.0 ** -(torch.arange(0, 64, 2).float() / 64)
+        changes["rope_freqs"] = (plain / model.model.rotary_emb.inv_freq).numpy()
+    else:
+        rope_of_file |= {"scaling.type": kind, "scaling.factor": 4.0}
+        if kind == "yarn":
+            rope_of_file["scaling.original_context_length"] = 32
+    target = Target.load(str(write_gguf(tmp_path / "scaled.gguf", model, tokenizer, changes=changes)))
+    tokens = torch.arange(100)[None] % len(tokenizer)
+    expected, ours = model(tokens).logits, target.logits(target.hidden(tokens))
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+    plain_file = write_gguf(tmp_path / "plain.gguf", model, tokenizer, changes={"rope": {"freq_base": 500000.0}})
+    plain = Target.load(str(plain_file))
+    assert (plain.logits(plain.hidden(tokens)) - expected).abs().max() > 1e-3, "the scaling changes the logits"
+
+
+def test_a_rope_that_transformers_lacks_is_refused(tmp_path, model, tokenizer):
+    odd = {"rope_freqs": torch.tensor([1.0, 2.0, 3.0, 4.0]).numpy()}
+    with pytest.raises(UserError, match=r"rope_freqs\.weight"):
+        Target.load(str(write_gguf(tmp_path / "odd.gguf", model, tokenizer, changes=odd)))
+    longrope = {"rope": {"scaling.type": "longrope", "scaling.factor": 4.0}}
+    with pytest.raises(UserError, match="longrope"):
+        Target.load(str(write_gguf(tmp_path / "long.gguf", model, tokenizer, changes=longrope)))
+
+
+def test_tokens_have_the_texts_and_ids_of_the_file(tmp_path, tokenizer):
+    """DeepSeek's marks are not ASCII; a converter fills the vocabulary up with unused tokens."""
+    names = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    names += ["<\uff5cUser\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[PAD304]", "[PAD305]"]
+    changes = {"tokens": names, "unused": names[-2:]}
+    file = write_gguf(tmp_path / "marks.gguf", tiny_llama(len(names)), tokenizer, changes=changes)
+    target = Target.load(str(file))
+    made = target.tokenizer
+    assert len(made) == len(names) - 2
+    assert "[PAD304]" not in made.get_vocab()
+    text = f"{names[-4]}def wrap{names[-3]}"
+    ids = made(text, add_special_tokens=False)["input_ids"]
+    assert [ids[0], ids[-1]] == [len(names) - 4, len(names) - 3]
+    assert made.decode(ids) == text
+    assert made.decode(ids, skip_special_tokens=True) == "def wrap"
+    assert max(made.get_vocab().values()) < target.vocab_size
+    assert ids[1:-1] == tokenizer("def wrap", add_special_tokens=False)["input_ids"]
