@@ -269,24 +269,28 @@ class Engine:
         """Admit waiting requests, prefill one chunk, and advance every decoding row by one verification step.
 
         Returns whether anything is left to do. Host work is here; `decode_rows` is the device's part, which CUDA graphs
-        can replay.
+        can replay. After an exception, the next step continues the texts as they are.
         """
-        started = time.perf_counter()
-        self.rows.admit(self.waiting)  # slots of finished requests become free, and go to waiting ones
-        self.rows.grow(self.waiting)  # the caches have room for all of them
-        self.prefill()  # one chunk of the prompts that are not in the cache yet
-        prefilled = time.perf_counter()
-        self.prefill_seconds += prefilled - started
-        batch = self.rows.select()
-        if batch:
-            report = self._decode(batch)
-            if self.drafter:
-                self.drafter.prepare()  # a GPU runs the step meanwhile
-            self.append_tokens(batch, report.tolist())  # the step's one copy to the host
-            seconds = time.perf_counter() - prefilled
-            self.decode_seconds += seconds
-            if self.drafter:
-                self.drafter.observe(seconds)
+        try:
+            started = time.perf_counter()
+            self.rows.admit(self.waiting)  # slots of finished requests become free, and go to waiting ones
+            self.rows.grow(self.waiting)  # the caches have room for all of them
+            self.prefill()  # one chunk of the prompts that are not in the cache yet
+            prefilled = time.perf_counter()
+            self.prefill_seconds += prefilled - started
+            batch = self.rows.select()
+            if batch:
+                report = self._decode(batch)
+                if self.drafter:
+                    self.drafter.prepare()  # a GPU runs the step meanwhile
+                self.append_tokens(batch, report.tolist())  # the step's one copy to the host
+                seconds = time.perf_counter() - prefilled
+                self.decode_seconds += seconds
+                if self.drafter:
+                    self.drafter.observe(seconds)
+        except BaseException:  # an interrupt, or an error in `on_step`: the device may be ahead of the texts
+            self.rows.read_again()
+            raise
         return self.busy
 
     def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4], see `Verified.report`

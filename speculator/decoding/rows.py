@@ -152,6 +152,14 @@ class Rows:
         self.capturing = self._capture and cuda_graphs.capturable(self.target, drafter)
         self._new_graphs()
 
+    def read_again(self) -> None:
+        """Let the rows in use be prefilled again from their texts: the caches may hold more or less than those."""
+        self.scheduler.preempt()
+        self._batch = None
+        if self.drafter and hasattr(self, "cache"):
+            self.drafter.memory = self.drafter.memory.open(self.cache)
+            self._new_graphs()
+
     def forget(self) -> None:
         """Empty all slots, so that no later prompt reuses an earlier one's prefix, and clear the drafter's history.
 

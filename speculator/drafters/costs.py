@@ -124,7 +124,11 @@ class CostTable:
             more = next((entry for entry in entries if entry.rows >= rows), entries[-1])
             less = next((entry for entry in reversed(entries) if entry.rows <= rows), more)
             # Each entry answers for as many tokens per row: for 6 rows with 12 tokens, that of 4 rows is asked about 8.
-            low, high = (entry.of(levels, tokens / rows * entry.rows, path) for entry in (less, more))
+            # Beyond the most rows that were measured, a token costs what it costs there.
+            scales = [1 if rows > more.rows else entry.rows / rows for entry in (less, more)]
+            low, high = (
+                entry.of(levels, tokens * scale, path) for entry, scale in zip((less, more), scales, strict=True)
+            )
             share = (rows - less.rows) / (more.rows - less.rows) if less.rows < rows < more.rows else 1.0
             self._known[key] = 1 + (low + (high - low) * share - 1) * self._factors.get(_key(greedy, rows), 1.0)
         return self._known[key]

@@ -677,3 +677,37 @@ def test_a_prompt_far_beyond_the_trained_length_is_logged_once(target, caplog):
     engine.generate([[1] * 17, [2] * 20], max_new_tokens=2)
     Engine(target, HeadDrafter(head)).generate([[1] * 17], max_new_tokens=2)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "mlp", "eagle3", "ngram"])
+@pytest.mark.parametrize("where", ["append_tokens", "on_step", "start_decoding", "commit"])
+def test_texts_go_on_as_they_are_after_an_interrupt(target, kind, where):
+    heads = {"mlp": tiny_head(), "eagle3": tiny_head(architecture="eagle3")}
+    drafter = {"plain": None, "ngram": NgramDrafter(3)}.get(kind) if kind not in heads else HeadDrafter(heads[kind], 3)
+    sampling = Sampling(1.0, seed=5)
+    expected = generate(target, drafter, PROMPTS, sampling, max_new_tokens=20).tokens
+    engine, calls = Engine(target, drafter, slots=3), []
+
+    def interrupt(*arguments):
+        calls.append(arguments)
+        if len(calls) in (1, 4):
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    whole = (lambda *_: None) if where == "on_step" else getattr(engine, where)
+    if where != "on_step":
+        setattr(engine, where, interrupt)
+    requests = [
+        engine.submit(
+            prompt, Sampling(1.0, seed=5 + row), max_new_tokens=20, on_step=interrupt if where == "on_step" else None
+        )
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    interrupts = 0
+    while engine.busy:
+        try:
+            engine.run()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts
+    assert [request.tokens for request in requests] == expected
