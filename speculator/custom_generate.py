@@ -120,6 +120,7 @@ class _BorrowedModel:
         self._tokenizer = tokenizer
         self._target: Target | None = None
         self._modules: list[nn.Module] = []
+        self._place: tuple[torch.device, torch.dtype] | None = None
         self._head: Speculator | None = None
         self._drafters: dict[tuple[float, int], Drafter] = {}
 
@@ -129,10 +130,11 @@ class _BorrowedModel:
 
         At the end the model is as it was before.
         """
-        # Another model than in the last call, or another output layer or adapter: nothing of the old one is kept.
-        modules = list(model.modules())
-        if self._modules != modules:
-            self._target, self._head, self._drafters = None, None, {}
+        # Another model than in the last call, another output layer or adapter, or the same one elsewhere: nothing of
+        # the old one is kept.
+        modules, place = list(model.modules()), (model.device, model.dtype)
+        if self._modules != modules or self._place != place:
+            self._target, self._head, self._drafters, self._place = None, None, {}, place
         attention = original_attention(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         training = [module for module in model.modules() if module.training]
@@ -162,7 +164,7 @@ class _BorrowedModel:
         Args:
             given: a drafter, which is returned, a head or a head's folder.
             sampling: settings of the call. A folder's drafter is made once for greedy decoding, once for sampling.
-            rows: batch size; a folder's drafter is made once for each.
+            rows: batch size; a folder's drafter is made once for each power of two.
             adaptive: a folder's drafter drafts adaptively, not a chain of n_predict tokens.
         """
         assert self._target is not None
@@ -171,6 +173,7 @@ class _BorrowedModel:
         if isinstance(given, Speculator):
             bind(given, self._target)
             return HeadDrafter(given.to(self._target.device))  # type: ignore[arg-type]
+        rows = 1 << (rows - 1).bit_length()
         key = (sampling.greedy, rows)
         if self._head is None:
             self._head = load_head(given, self._target)

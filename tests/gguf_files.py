@@ -76,6 +76,8 @@ def write_gguf(
     for name, add in fields.items():
         if name != leave_out:
             add()
+    if "add_bos" in changes:
+        writer.add_add_bos_token(changes["add_bos"])
     for key, value in (changes.get("rope") or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{architecture}.rope.{key}", value)

@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> None:
     count = len(rows)
     # Samples of a prompt resemble each other, so n-gram lookup also searches the earlier ones.
     memory = MEMORY if arguments.num_samples > 1 else 0
-    drafter = model_flags.drafter(arguments, target, [arguments.temperature], arguments.batch_size, memory)
     if arguments.num_samples > 1:
         rows = [(row | {"sample": i}, prompt) for row, prompt in rows for i in range(arguments.num_samples)]
     slots = 1 if conversation else min(arguments.batch_size, len(rows))
+    drafter = model_flags.drafter(arguments, target, [arguments.temperature], slots, memory)
     engine = Engine(target, drafter, slots=slots, rule=arguments.rule)
     submit = partial(engine.submit, max_new_tokens=arguments.max_new_tokens, stop_strings=arguments.stop)
     if arguments.show_drafts:
@@ -113,8 +113,8 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
     while shown < len(requests):
         engine.step()
         while shown < len(requests) and requests[shown].finish_reason:
-            requests[shown].check_memory()
             if not arguments.output:
+                requests[shown].check_memory()
                 show(leads[shown] + decode(tokenizer, requests[shown].tokens, contexts[shown]))
             shown += 1
     if arguments.output:
@@ -123,13 +123,20 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
             _row(row, request, decode(tokenizer, request.tokens, context)) for (row, _), request, context in columns
         ]
         write_text(arguments.output, "".join(json.dumps(row) + "\n" for row in written))
+        for request in requests:  # after the texts of the others are written
+            request.check_memory()
     return requests
 
 
 def _row(row: dict, request: Request, text: str) -> dict:
-    """Return a row of the output file, given that of the input; without a step its acceptance length is None."""
+    """Return a row of the output file, given that of the input; without a step its acceptance length is None.
+
+    A text for which there was no memory has "error".
+    """
     mean = acceptance_length(request.steps)
-    return {**row, "text": text, "tokens": request.tokens, "acceptance_length": None if math.isnan(mean) else mean}
+    failed = {"error": "memory"} if request.finish_reason == "memory" else {}
+    made = {"text": text, "tokens": request.tokens, "acceptance_length": None if math.isnan(mean) else mean}
+    return {**row, **made, **failed}
 
 
 def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:

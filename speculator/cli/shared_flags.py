@@ -22,7 +22,7 @@ def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
         "--dtype",
         choices=dtypes,
         default="auto",
-        help="dtype of the target (default: auto, as stored; float32 on a CPU)",
+        help="dtype of the target (default: auto, as stored; float32 on a CPU, and bfloat16 for a GGUF file on a GPU)",
     )
 
 

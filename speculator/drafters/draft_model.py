@@ -27,7 +27,7 @@ class DraftModelDrafter(Drafter):
         shape: form of the draft; a number n stands for a chain of n tokens.
 
     Raises:
-        UserError: the tokenizers or the encoders differ, or the draft model has recurrent layers.
+        UserError: the tokenizers, encoders or devices differ, or the draft model has recurrent layers.
     """
 
     name = "model"
@@ -38,6 +38,8 @@ class DraftModelDrafter(Drafter):
         both = (model.tokenizer, target.tokenizer)
         if None not in both and both[0].get_vocab() != both[1].get_vocab():
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
+        if model.device != target.device:
+            raise UserError(f"the draft model is on {model.device} and its target on {target.device}: load both on one")
         if (model.encoder and model.encoder.prefix) != (target.encoder and target.encoder.prefix):
             raise UserError(f"{model.name} and {target.name} must both have an encoder, and the same start token")
         self.memory = DraftModelSource(model, target.vocab_size)

@@ -14,7 +14,7 @@ class HeadDrafter(Drafter):
     Args:
         head: the trained head.
         shape: shape of the draft; a number is the length of a chain, None a chain of n_predict. Tuned settings are
-            ignored: see `adaptive_drafter`.
+            ignored: see `load_drafter`.
 
     Raises:
         UserError: the shape is deeper, or has more children of a token, than the head can draft.

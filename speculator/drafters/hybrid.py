@@ -17,6 +17,7 @@ from speculator.decoding.sampling import Noise
 from speculator.decoding.verify import deepest
 from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.shapes import check_length, check_nodes
+from speculator.errors import refuse
 
 
 class Hybrid:
@@ -91,12 +92,18 @@ class HybridDrafter(Drafter):
         lookup: finds the path, and is copied. Its `num_speculative_tokens` is the most tokens that the path adds.
 
     Raises:
-        UserError: the draft would be too large.
+        UserError: the draft would be too large, or `drafter` has none of its own, as adaptive drafting and lookup.
     """
 
     name = "hybrid"
 
     def __init__(self, drafter: Drafter, lookup: NgramDrafter):
+        refuse(
+            (
+                not (drafter.shape and drafter.shape.nodes),
+                f"a hybrid draft needs the fixed draft of a head or a model, such as HeadDrafter's, not {drafter.name}",
+            )
+        )
         inner, self.lookup = copy(drafter), copy(lookup)
         inner.memory = copy(drafter.memory)
         inner.reshape(Hybrid(drafter.shape, lookup.num_speculative_tokens))

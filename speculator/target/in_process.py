@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -188,10 +189,15 @@ class InProcessTarget(ModelHere):
         resolved = resolve_device(device)
         if dtype == "auto" and resolved.type == "cpu":  # without bfloat16 units bfloat16 is slower than float32
             dtype = "float32"
+        elif dtype == "auto" and is_gguf(name):  # whose config has none, and float32 takes twice the memory
+            dtype = "bfloat16"
         where: Any = "auto" if parallel == "device_map" else group or resolved
         tokenizer, model = read_target(name, revision, dtype, where, trust_remote_code)
         if adapter is not None:
             add_adapter(model, adapter)
+            own = Path(adapter) / "chat_template.jinja"
+            if own.is_file() and own.read_text(encoding="utf-8") != tokenizer.chat_template:
+                log(f"warning: chats have the template of {name}, not that of {adapter}, as merged weights would")
         drop_vision_tower(model)
         flags = {"revision": revision, "adapter": adapter}
         model.config.name_or_path = " ".join([name, *(f"--{flag} {value}" for flag, value in flags.items() if value)])

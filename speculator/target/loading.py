@@ -151,7 +151,10 @@ def add_adapter(model: Any, adapter: str) -> None:
         raise UserError(f"{adapter}: adapters need the package peft: pip install peft") from None
     try:
         config = PeftConfig.from_pretrained(adapter, inference_mode=True)
-        refuse((config.is_prompt_learning, f"{config.peft_type.value} adds virtual tokens, which are not supported"))
+        refuse(
+            (config.is_prompt_learning, f"{config.peft_type.value} adds virtual tokens, which are not supported"),
+            (getattr(config, "alora_invocation_tokens", None), "activated LoRA changes a part of a text only"),
+        )
         # PEFT's own loader, which knows all forms of its files, changes the layers of the model in place.
         added = PeftModel(model, config, autocast_adapter_dtype=False)
         found = added.load_adapter(adapter, "default", autocast_adapter_dtype=False)
@@ -169,11 +172,14 @@ def add_adapter(model: Any, adapter: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a UserError for a folder without config.json; the message says so if it is an adapter's."""
+    """Raise a UserError for a folder without config.json, or an adapter's, which transformers would add by itself."""
     missing = f"no {CONFIG} in {folder}, so not the folder of a model"
-    if (folder / ADAPTER).is_file():
-        missing += f"; its {ADAPTER} makes it an adapter: give its base model as the target, and this as the adapter"
-    refuse((not (folder / CONFIG).is_file(), missing))
+    is_adapter, is_model = (folder / ADAPTER).is_file(), (folder / CONFIG).is_file()
+    advice = f"its {ADAPTER} makes it an adapter: give its base model as the target, and this as the adapter"
+    refuse(
+        (is_adapter, f"{f'{folder} holds a {CONFIG}, but' if is_model else f'{missing};'} {advice}"),
+        (not is_model, missing),
+    )
 
 
 def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatched_keys: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 from filelock import FileLock
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
@@ -31,7 +32,7 @@ from speculator.errors import UserError, first_line, refuse
 from speculator.files import cache_folder, check_input, make_folder, new_folder
 from speculator.target.gguf.header import MAGIC, Header, quick_loader, read_header
 from speculator.target.gguf.rope import set_rope
-from speculator.target.gguf.splits import SPLITS, set_split
+from speculator.target.gguf.splits import SPLITS, WITH_BOS, set_split
 
 # transformers shows one line per tensor in log files; `disable=None` keeps its progress bar to terminals.
 modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]
@@ -174,6 +175,8 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if header.fields["tokenizer.ggml.model"] == "gpt2":  # a byte-level BPE
         split = header.fields.get("tokenizer.ggml.pre")
+        if header.fields.get("tokenizer.ggml.add_bos_token", split in WITH_BOS):
+            _begin_with_bos(tokenizer)
         if split in SPLITS:
             set_split(tokenizer, split)
         else:
@@ -187,6 +190,14 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
     _restore_tokens(tokenizer, header)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _begin_with_bos(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let text begin with BOS, unless it does."""
+    bos, token = tokenizer.bos_token, tokenizer.bos_token_id
+    if token is not None and tokenizer("x")["input_ids"][:1] != [token]:
+        template = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, token)])
+        tokenizer.backend_tokenizer.post_processor = template
 
 
 def _restore_tokens(tokenizer: PreTrainedTokenizerBase, header: Header) -> None:

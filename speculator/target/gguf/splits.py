@@ -51,6 +51,8 @@ _NAMES = {
 SPLITS = {name: split for split, names in _NAMES.items() for name in names.split()}
 """Regexes by the value of `tokenizer.ggml.pre`; each one splits the pieces of the one before."""
 _AS_LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
+WITH_BOS = _AS_LLAMA3 | {"tekken"}
+"""Names for which text begins with BOS, unless the file says otherwise."""
 _WHOLE_WORDS = _AS_LLAMA3 | {"glm4", "glm5", "tekken"}
 """Names for which a piece that is in the vocabulary is a token, whatever its merges give."""
 

@@ -361,3 +361,15 @@ def test_tokens_have_the_texts_and_ids_of_the_file(tmp_path, tokenizer):
     assert made.decode(ids, skip_special_tokens=True) == "def wrap"
     assert max(made.get_vocab().values()) < target.vocab_size
     assert ids[1:-1] == tokenizer("def wrap", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("split", "field", "begins"),
+    [("llama-bpe", None, True), ("llama-bpe", False, False), ("qwen2", None, False), ("qwen2", True, True)],
+)
+def test_text_begins_with_bos_where_it_does_in_llama_cpp(tmp_path, model, tokenizer, split, field, begins):
+    changes = {"pre": split} | ({} if field is None else {"add_bos": field})
+    made = load_tokenizer(str(write_gguf(tmp_path / "bos.gguf", model, tokenizer, changes=changes)))
+    ids = made("def wrap")["input_ids"]
+    assert (ids[0] == made.bos_token_id) == begins
+    assert ids[begins:] == tokenizer("def wrap", add_special_tokens=False)["input_ids"]
