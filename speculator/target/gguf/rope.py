@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from speculator.errors import refuse
+from speculator.files import JsonObject
 from speculator.target.gguf.header import Header
 
 _FACTORS = "rope_freqs.weight"
@@ -25,7 +26,7 @@ def set_rope(config: PreTrainedConfig, header: Header) -> None:
     if not rope:
         return
     # Where layers of two kinds have ropes of their own, the file's is that of full attention.
-    own: dict[str, Any] = rope.get("full_attention", rope)
+    own: Any = rope.get("full_attention", rope)
     known = {key.removeprefix(f"{header.architecture}.rope."): value for key, value in header.fields.items()}
     if base := known.get("freq_base"):
         own["rope_theta"] = base
@@ -36,7 +37,7 @@ def set_rope(config: PreTrainedConfig, header: Header) -> None:
         own.update(_scaling(header, known, own["rope_theta"], head_dim))
 
 
-def _scaling(header: Header, known: dict[str, Any], base: float, head_dim: int) -> dict[str, Any]:
+def _scaling(header: Header, known: Any, base: float, head_dim: int) -> JsonObject:
     """Return the fields of `rope_parameters` that say how a file scales its rope; {}: not at all.
 
     Args:
@@ -60,7 +61,7 @@ def _scaling(header: Header, known: dict[str, Any], base: float, head_dim: int) 
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
 
 
-def _of_factors(factors: np.ndarray, base: float, head_dim: int) -> dict[str, Any]:
+def _of_factors(factors: np.ndarray, base: float, head_dim: int) -> JsonObject:
     """Return the fields of Llama 3's scaling for the numbers by which a file divides the rope's frequencies."""
     factor = float(factors.max())
     if factor == 1.0:
