@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from speculator.errors import refuse
 from speculator.target.encoder.encoder import decoder_config
 from speculator.target.sharding import whole
 
@@ -26,6 +27,13 @@ def fingerprint(model: Any) -> str:
     """
     config = decoder_config(model)
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
+    offloaded = any(matrix.is_meta for matrix in matrices)
+    refuse(
+        (
+            offloaded,
+            f"{config.name_or_path}: its embedding or output matrix does not fit the GPUs: use more or larger ones",
+        )
+    )
     samples = []
     for matrix in map(whole, matrices):
         rows, columns = sample_indices(*matrix.shape)

@@ -201,6 +201,10 @@ def test_a_target_with_an_offloaded_layer_gives_the_same_text(target_folder, tmp
         text, expected = (generate(each, NgramDrafter(3), PROMPTS, sampling).tokens for each in (target, whole))
         assert text == expected
     torch.testing.assert_close(target.hidden(torch.tensor(PROMPTS[:1])), whole.hidden(torch.tensor(PROMPTS[:1])))
+    layout |= {"model.layers.1": "cpu", "lm_head": "disk"}
+    short = LlamaForCausalLM.from_pretrained(target_folder, device_map=layout, offload_folder=tmp_path)
+    with pytest.raises(UserError, match="does not fit the GPUs"):
+        Target(short, tokenizer=None)
     one = Target.load(str(target_folder), parallel="device_map")
     torch.testing.assert_close(one.hidden(torch.tensor(PROMPTS[:1])), whole.hidden(torch.tensor(PROMPTS[:1])))
 
