@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, TypedDict
 
 from speculator.chat import Message, Tool
@@ -102,3 +104,22 @@ class TokenDocument(TypedDict, total=False):
     rejected: list[int]
     source_ids: list[int]
     chat: ChatFacts
+
+
+_CONTENT = ("text", "prompt", "completion", "label", "messages", "tools", "input_ids", "loss_mask", "source_ids")
+
+
+def digest_of(row: Document) -> bytes:
+    """Return a hash of a document's content, 16 bytes."""
+    return hashlib.sha256(_identity(row)).digest()[:16]
+
+
+def _identity(row: Document) -> bytes:
+    """Return the content of a document as bytes; two documents are copies if these are the same."""
+    if "text" in row:
+        return row["text"].encode()
+    content = {key: value for key, value in row.items() if key in _CONTENT}
+    try:
+        return json.dumps(content, sort_keys=True, default=str).encode()
+    except (RecursionError, TypeError):  # deeply nested; keys of several types
+        return repr(content).encode("utf-8", "surrogatepass")

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,7 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from data import python_sources
-from data.documents import Document
+from data.documents import Document, digest_of
 from data.mixture import PYTHON_SOURCES, SourceError
 from data.rows import KEYS, RowError, content
 from speculator.chat import from_json
@@ -118,19 +119,12 @@ def _recorded(folder: Path) -> Iterator[Document]:
     files = _readable_files(folder)  # listed once, because the server may be adding shards
     numbers: dict[bytes, int] = {}  # of different rows: copies, which are dropped later, are in no split alone
     for file in files:
-        for _, row, _ in parse_rows(file):
-            numbers.setdefault(_digest(row), len(numbers))
-    for file in files:
-        shard = list(parse_rows(file))
-        for (_, row, _), document in zip(shard, _documents(iter(shard), file.name, str(file)), strict=True):
-            # By age: of 200 rows 0..179 train, 180..189 validate, and the newest ten are held out.
-            bucket = 100 * numbers[_digest(row)] // len(numbers)
-            yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
-
-
-def _digest(row: Any) -> bytes:
-    """Return a hash of a row."""
-    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).digest()[:16]
+        for document in _local_file(file, file.name):
+            numbers.setdefault(digest_of(document), len(numbers))
+    for document in chain.from_iterable(_local_file(file, file.name) for file in files):
+        # By age: of 200 rows 0..179 train, 180..189 validate, and the newest ten are held out.
+        bucket = 100 * numbers[digest_of(document)] // len(numbers)
+        yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
 
 
 def _suffix(file: Path) -> str:

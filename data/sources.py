@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import chain, islice
@@ -11,7 +10,7 @@ from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from data.documents import Document, TokenDocument
+from data.documents import Document, TokenDocument, digest_of
 from data.mixture import Mixture, SourceError
 from data.readers import SPLITS, read
 from data.rendering import Pairs, render
@@ -19,7 +18,6 @@ from data.tally import COPY, EMPTY, Tally
 
 _FEW = 200
 """Documents below which a source may have an empty split by chance."""
-_CONTENT = ("text", "prompt", "completion", "label", "messages", "tools", "input_ids", "loss_mask", "source_ids")
 Item = TypeVar("Item")
 
 
@@ -28,7 +26,7 @@ def name_of(row: Document) -> str:
 
     The name is a hash of the content, unless the source gives its documents names of their own.
     """
-    return row.get("name") or _digest(row).hex()
+    return row.get("name") or digest_of(row).hex()
 
 
 def split_of(name: str) -> str:
@@ -91,7 +89,7 @@ def _documents(
     first = list(islice(rows, _FEW))
     few = _splits_of_few(first) if len(first) < _FEW else {}
     for row in chain(first, rows):
-        digest = b"" if "fault" in row else _digest(row)
+        digest = b"" if "fault" in row else digest_of(row)
         name = row.get("name") or digest.hex() or row["id"]  # a bad row has no content
         in_split = split is None or (row.get("split") or few.get(name) or split_of(name)) == split
         tally.rows += in_split
@@ -111,30 +109,14 @@ def _documents(
             yield row
 
 
-def _digest(row: Document) -> bytes:
-    """Return a hash of a document's content, 16 bytes."""
-    return hashlib.sha256(_identity(row)).digest()[:16]
-
-
 def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
     """Return {digest: index of the first source that has it} of all documents except those of the last source."""
     first: dict[bytes, int] = {}
     for source, location in enumerate(locations[:-1]):
         for row in read(location):
             if "fault" not in row:
-                first.setdefault(_digest(row), source)
+                first.setdefault(digest_of(row), source)
     return first
-
-
-def _identity(row: Document) -> bytes:
-    """Return the content of a document as bytes; two documents are copies if these are the same."""
-    if "text" in row:
-        return row["text"].encode()
-    content = {key: value for key, value in row.items() if key in _CONTENT}
-    try:
-        return json.dumps(content, sort_keys=True, default=str).encode()
-    except (RecursionError, TypeError):  # deeply nested; keys of several types
-        return repr(content).encode("utf-8", "surrogatepass")
 
 
 def token_documents(

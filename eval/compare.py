@@ -161,10 +161,10 @@ def _read(path: Path) -> Report:
     """
     if path.is_dir():
         places = [path / "report.json", path / "eval" / "report.json"]
-        path = next((place for place in places if place.is_file()), places[0])
-        unfinished = path.parent / UNFINISHED
-        refuse((unfinished.is_file() and not path.is_file(), f"no {path}; {unfinished} has what was measured"))
-        if unfinished.is_file():
+        folder, path = path, next((place for place in places if place.is_file()), places[0])
+        unfinished = next((each for place in places if (each := place.parent / UNFINISHED).is_file()), None)
+        refuse((unfinished and not path.is_file(), f"no report.json in {folder}; {unfinished} has what was measured"))
+        if unfinished:
             log(f"warning: {unfinished} is of a measurement that is not finished, and {path.name} of one before")
     report = parse_json(read_text(path), str(path))
     if (report.get("schema") if isinstance(report, dict) else None) != 2:

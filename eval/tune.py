@@ -135,10 +135,10 @@ def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[T
             for choice in choices
             if greedy in choice.acceptance
         }
-        fastest = fastest_shape(choices, cost, greedy, 1)
-        if not isinstance(fastest, FixedTree):  # then no tree is kept, and this is what is asked later
-            chains = [choice for choice in choices if not isinstance(choice.shape, FixedTree)]
-            fastest = fastest_shape(chains, cost, greedy, 1)
+        fastest, before = fastest_shape(choices, cost, greedy, 1), None
+        while fastest is not before:  # of the trees only this one is kept, and chosen among the chains later
+            left = [each for each in choices if each.shape is fastest or not isinstance(each.shape, FixedTree)]
+            fastest, before = fastest_shape(left, cost, greedy, 1), fastest
         best = next(choice for choice in choices if choice.shape is fastest)
         for choice, speed in speeds.items():
             tokens = expected_tokens(choice.acceptance[greedy])

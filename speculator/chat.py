@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
-from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
@@ -116,7 +115,7 @@ def chat_text(
             template = _stopped_clock(today) + template
         # Templates disagree on the form of tool calls, so they are rewritten to the one that this template takes.
         if any("tool_calls" in message for message in messages):
-            form = _form_of_calls(tokenizer, template) or (False, False)
+            form = _form_of_calls(tokenizer, template, bool(tools)) or (False, False)
             messages = [_in_form(message, *form) if "tool_calls" in message else message for message in messages]
         messages = [_with_known_names(message, template) for message in messages]
         text = _render(tokenizer, template, messages, tools, ask, variables)
@@ -292,7 +291,7 @@ def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[bool, bool] | None:
+def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool) -> tuple[bool, bool] | None:
     """Find how a template takes tool calls; return whether arguments must be JSON text, and missing content None.
 
     False, False: arguments must be an object, and missing content "". None: it writes no calls.
@@ -304,7 +303,8 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
     message: Message = {"role": "assistant", "tool_calls": [call]}
     best, found = 0, None
     forms = ((False, False), (True, False), (False, True), (True, True))
-    for tools, form in product((None, [_OTHER_TOOL]), forms):  # some templates need tools
+    tools = [_OTHER_TOOL] if with_tools else None  # which some templates need
+    for form in forms:
         with suppress(Exception):
             text = _render(
                 tokenizer, template, [{"role": "user", "content": "PROBE"}, _in_form(message, *form)], tools, False
@@ -322,7 +322,7 @@ def _form_of_calls(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[b
 
 def writes_calls(tokenizer: PreTrainedTokenizerBase, tools: list[Tool] | None) -> bool:
     """Return whether the chat template for these tools writes the tool calls of earlier answers."""
-    return _form_of_calls(tokenizer, tokenizer.get_chat_template(None, tools)) is not None
+    return _form_of_calls(tokenizer, tokenizer.get_chat_template(None, tools), bool(tools)) is not None
 
 
 def _in_form(message: Message, as_text: bool, null: bool) -> Message:

@@ -69,7 +69,7 @@ def write_gguf(
         "tokens": lambda: writer.add_token_list(changes["tokens"]),
         "types": lambda: writer.add_token_types([kind(token) for token in changes["tokens"]]),
         "merges": lambda: writer.add_token_merges([" ".join(pair) for pair in bpe["merges"]]),
-        "bos_token_id": lambda: writer.add_bos_token_id(tokenizer.convert_tokens_to_ids("<eos>")),
+        "bos_token_id": lambda: writer.add_bos_token_id(changes.get("bos", tokenizer.convert_tokens_to_ids("<eos>"))),
         "eos_token_id": lambda: writer.add_eos_token_id(tokenizer.convert_tokens_to_ids("<|im_end|>")),
         "chat_template": lambda: writer.add_chat_template(TEMPLATE),
     }

@@ -24,7 +24,9 @@ from speculator.errors import UserError, first_line
 from speculator.kernels.linear import packed_bytes
 from speculator.tables import gigabytes, markdown_table
 from speculator.target.cache.kv_cache import BUCKETS
+from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class, drop_vision_tower
+from speculator.target.probe import stated_context
 from speculator.target.sharding import divided
 from train.checks import check_is_decoder
 from train.config import StageConfig
@@ -91,7 +93,7 @@ def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> 
         prompts: sizes of the prompts of stage 2, known or estimated; None: unknown, so each has
             `stage2.generate.prompt_tokens` tokens and one answer.
     """
-    config, context = run.config, getattr(run.text, "max_position_embeddings", None)
+    config, context = run.config, stated_context(run.text)
     found, own, generate = {}, config.data.self_source, config.stage2.generate
     chat = own.max_prompt_tokens + own.max_new_tokens
 
@@ -212,8 +214,10 @@ class Plan:
         """Return the dtype in which the target's weights are loaded."""
         if self.config.target.dtype != "auto":
             return getattr(torch, self.config.target.dtype)
-        stored = self.text.dtype or target.dtype
         here = self.place.memory or self.served
+        if here and is_gguf(self.config.target.name_or_path):
+            return torch.bfloat16
+        stored = self.text.dtype or target.dtype
         return stored if here and isinstance(stored, torch.dtype) else torch.float32
 
     def length(self, stage: str) -> int:

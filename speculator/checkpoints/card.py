@@ -59,10 +59,18 @@ def copy_card(card: Path, copy: Path, renamed: tuple[str | None, str] | None, he
             text = str(changed)
         if old:
             # A folder's name may be any word, so it is replaced where a card names the target.
-            places = ("--target ", 'load("', "target | ", "head for ", "vllm serve ", "--model-path ")
-            word = r"(?<![\w./-])" if "/" in old else "|".join(f"(?<={re.escape(place)})" for place in places)
-            new = str(public_name(base))
-            text = re.sub(rf"(?:{word}){re.escape(old)}(?![\w/-]|\.\w)", lambda _: new, text)
+            places = (
+                *("--target ", 'load("', "target | ", "head for ", "serve ", "-m ", "--model-path ", "(base: "),
+                *("--target-model-dir ", "--output "),
+            )
+            place = r"(?<![\w./-])" if "/" in old else "|".join(map(re.escape, places))
+            stem, new = old.removesuffix(".gguf"), str(public_name(base))
+
+            def renamed_at(found: re.Match[str]) -> str:
+                whole = found[0].endswith(".gguf") or stem == old  # else the folder that `dequantise` writes
+                return found[1] + (new if whole else new.removesuffix(".gguf"))
+
+            text = re.sub(rf"((?:{place})'?){re.escape(stem)}(?:\.gguf)?(?![\w/-]|\.\w)", renamed_at, text)
     write_text(copy, text)
 
 

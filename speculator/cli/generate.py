@@ -136,7 +136,7 @@ def _row(row: dict, request: Request, text: str) -> dict:
     mean = acceptance_length(request.steps)
     failed = {"error": "memory"} if request.finish_reason == "memory" else {}
     made = {"text": text, "tokens": request.tokens, "acceptance_length": None if math.isnan(mean) else mean}
-    return {**row, **made, **failed}
+    return {name: value for name, value in row.items() if name != "error"} | made | failed
 
 
 def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:

@@ -169,7 +169,8 @@ class InProcessTarget(ModelHere):
         Args:
             name: hub id, local folder, or GGUF file, whose weights are dequantised.
             revision: hub branch, tag or commit.
-            dtype: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16" or "float16".
+            dtype: "auto" (the checkpoint's own; float32 on a CPU, and bfloat16 for a GGUF file elsewhere), "float32",
+                "bfloat16" or "float16".
             device: default: the accelerator if there is one, else the CPU.
             adapter: hub id or folder of a PEFT adapter, which is not merged into the weights.
             trust_remote_code: run the Python code that comes with the model.

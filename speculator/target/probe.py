@@ -197,16 +197,25 @@ def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
     return {"encoder_outputs": StatesOnly(given["encoder_hidden_states"]), "decoder_input_ids": texts, **masks}
 
 
+def stated_context(config: Any) -> int | None:
+    """Return the context length that a text config states, in tokens; None: it states none.
+
+    With YaRN it is the original context times the factor, where `max_position_embeddings` is less.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "yarn" and length and original:
+        length = max(length, int(original * (rope.get("factor") or 1)))
+    return length
+
+
 def context_length(config: PreTrainedConfig, name: str) -> int:
     """Return the longest sequence, in tokens, whose logits are exact: the config's context, or 2**31 if it states none.
 
     With chunked attention it is one chunk. With longrope it is the original context, and a warning names the target.
-    With YaRN it is the original context times the factor, where the config states less.
     """
-    length, original = getattr(config, "max_position_embeddings", None), original_context(config)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn" and length and rope.get("original_max_position_embeddings"):
-        length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    length, original = stated_context(config), original_context(config)
     # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         length = min(length or config.attention_chunk_size, config.attention_chunk_size)

@@ -38,7 +38,7 @@ from speculator.target.gguf.splits import SPLITS, WITH_BOS, set_split
 modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]
 
 _log = logging.getLogger(__name__)
-_EDITION = 3
+_EDITION = 4
 """Number of the way in which a file's metadata becomes a folder; folders of an earlier one are not read."""
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose attention is scaled by another size than a head's, which no file has, by architecture."""
@@ -175,8 +175,9 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if header.fields["tokenizer.ggml.model"] == "gpt2":  # a byte-level BPE
         split = header.fields.get("tokenizer.ggml.pre")
+        _restore_tokens(tokenizer, header)
         if header.fields.get("tokenizer.ggml.add_bos_token", split in WITH_BOS):
-            _begin_with_bos(tokenizer)
+            _begin_with_bos(tokenizer, header.fields.get("tokenizer.ggml.bos_token_id"))
         if split in SPLITS:
             set_split(tokenizer, split)
         else:
@@ -187,15 +188,14 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
     set_rope(config, header)
     if text.num_hidden_layers == _GEMMA_27B.get(header.architecture):
         text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
-    _restore_tokens(tokenizer, header)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _begin_with_bos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let text begin with BOS, unless it does."""
-    bos, token = tokenizer.bos_token, tokenizer.bos_token_id
-    if token is not None and tokenizer("x")["input_ids"][:1] != [token]:
+def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, token: int | None) -> None:
+    """Let text begin with BOS, whose id is `token`; None: there is none."""
+    if token is not None:
+        bos = tokenizer.convert_ids_to_tokens(token)
         template = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, token)])
         tokenizer.backend_tokenizer.post_processor = template
 
@@ -207,9 +207,7 @@ def _restore_tokens(tokenizer: PreTrainedTokenizerBase, header: Header) -> None:
     Unused tokens at the end, which make the vocabulary as large as the matrices, are dropped.
     """
     made = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = made["model"].get("vocab")
-    if made["model"].get("type") != "BPE" or not isinstance(vocabulary, dict):
-        return
+    vocabulary = made["model"]["vocab"]
     names, types = header.fields[_TOKENS], header.fields.get(_TYPES, [])
     count = len(names)
     while len(types) == len(names) and count and types[count - 1] == _UNUSED:

@@ -57,7 +57,7 @@ def _scaling(header: Header, known: Any, base: float, head_dim: int) -> JsonObje
     refuse((kind not in ("linear", "yarn"), f"the file's rope is scaled by {kind}, which is not supported here"))
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    length = known.get("scaling.original_context_length")
+    length = known.get("scaling.original_context_length") or header.fields[f"{header.architecture}.context_length"]
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
 
 

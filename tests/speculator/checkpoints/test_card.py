@@ -123,6 +123,22 @@ def test_a_copied_card_names_another_base_everywhere(run, tmp_path):
     assert copied.count("new/one") == text.count("org/base")
 
 
+def test_a_copied_card_names_another_file_where_it_names_the_target(tmp_path):
+    text = (
+        '# Draft head for target.gguf\n\nthe target verifies; target = Target.load("target.gguf")\n'
+        "speculator dequantise --target target.gguf --output target, then vllm serve target --x\n"
+        "llama-server -m target.gguf -md HEAD.gguf\n"
+    )
+    (tmp_path / "README.md").write_text(text)
+    copy_card(tmp_path / "README.md", tmp_path / "copy.md", ("/data/target.gguf", "/models/new.gguf"), tiny_head())
+    copied = (tmp_path / "copy.md").read_text()
+    assert copied.partition("# Draft")[2] == (
+        ' head for new.gguf\n\nthe target verifies; target = Target.load("new.gguf")\n'
+        "speculator dequantise --target new.gguf --output new, then vllm serve new --x\n"
+        "llama-server -m new.gguf -md HEAD.gguf\n"
+    )
+
+
 def test_a_learning_rate_for_other_rows_and_another_width_says_so(run):
     settings = yaml.safe_load((run.parent / "config.yaml").read_text())
     settings["settings"]["stage1"] |= {"base_batch_size": 8, "base_width": 4096}

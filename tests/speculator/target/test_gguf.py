@@ -360,6 +360,9 @@ def test_tokens_have_the_texts_and_ids_of_the_file(tmp_path, tokenizer):
     assert made.decode(ids) == text
     assert made.decode(ids, skip_special_tokens=True) == "def wrap"
     assert max(made.get_vocab().values()) < target.vocab_size
+    changes |= {"add_bos": True, "bos": len(names) - 4}
+    begun = load_tokenizer(str(write_gguf(tmp_path / "bos.gguf", tiny_llama(len(names)), tokenizer, changes=changes)))
+    assert begun("def wrap")["input_ids"] == ids[:-1]
     assert ids[1:-1] == tokenizer("def wrap", add_special_tokens=False)["input_ids"]
 
 
