@@ -200,12 +200,12 @@ def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
 def stated_context(config: Any) -> int | None:
     """Return the context length that a text config states, in tokens; None: it states none.
 
-    With YaRN it is the original context times the factor, where `max_position_embeddings` is less.
+    With YaRN it is the original context times the factor, where `max_position_embeddings` is about the original one.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "yarn" and length and original:
+    if rope.get("rope_type") == "yarn" and length and original and length >= original:
         length = max(length, int(original * (rope.get("factor") or 1)))
     return length
 
