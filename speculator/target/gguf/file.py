@@ -38,7 +38,7 @@ from speculator.target.gguf.splits import SPLITS, WITH_BOS, set_split
 modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)  # type: ignore[attr-defined]
 
 _log = logging.getLogger(__name__)
-_EDITION = 4
+_EDITION = 5
 """Number of the way in which a file's metadata becomes a folder; folders of an earlier one are not read."""
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the models whose attention is scaled by another size than a head's, which no file has, by architecture."""
@@ -173,11 +173,13 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
     with quick_loader():
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    if header.fields["tokenizer.ggml.model"] == "gpt2":  # a byte-level BPE
-        split = header.fields.get("tokenizer.ggml.pre")
+    kind, split = (header.fields.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if kind == "gpt2":  # a byte-level BPE
         _restore_tokens(tokenizer, header)
-        if header.fields.get("tokenizer.ggml.add_bos_token", split in WITH_BOS):
-            _begin_with_bos(tokenizer, header.fields.get("tokenizer.ggml.bos_token_id"))
+    # The kind "llama" is sentencepiece's.
+    if header.fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS):
+        _begin_with_bos(tokenizer, header.fields.get("tokenizer.ggml.bos_token_id"))
+    if kind == "gpt2":
         if split in SPLITS:
             set_split(tokenizer, split)
         else:

@@ -376,3 +376,38 @@ def test_text_begins_with_bos_where_it_does_in_llama_cpp(tmp_path, model, tokeni
     ids = made("def wrap")["input_ids"]
     assert (ids[0] == made.bos_token_id) == begins
     assert ids[begins:] == tokenizer("def wrap", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3"])
+def test_a_sentencepiece_file_keeps_its_tokens_and_begins_with_bos(tmp_path, architecture):
+    """Gemma's converter marks runs of spaces as user-defined tokens."""
+    marks, pieces, spaces = ["<unk>", "<s>", "</s>"], ["▁", "a", "b", "▁a", "ab"], ["  ", "   "]
+    tokens = [*marks, *(f"<0x{value:02X}>" for value in range(256)), *pieces, *spaces]
+    writer = gguf.GGUFWriter(tmp_path / "piece.gguf", architecture)
+    for add, value in (
+        (writer.add_context_length, 128),
+        (writer.add_embedding_length, 32),
+        (writer.add_block_count, 2),
+        (writer.add_feed_forward_length, 64),
+        (writer.add_head_count, 4),
+        (writer.add_head_count_kv, 2),
+        (writer.add_key_length, 8),
+        (writer.add_layer_norm_rms_eps, 1e-5),
+        (writer.add_tokenizer_model, "llama"),
+        (writer.add_token_list, tokens),
+        (writer.add_token_types, [2, 3, 3, *[6] * 256, *[1] * 5, 4, 4]),
+        (writer.add_token_scores, [*[0.0] * 259, -1.0, -2.0, -3.0, -4.0, -5.0, 0.0, 0.0]),
+        (writer.add_bos_token_id, 1),
+        (writer.add_eos_token_id, 2),
+        (writer.add_unk_token_id, 0),
+    ):
+        add(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made = load_tokenizer(str(tmp_path / "piece.gguf"))
+    ids = made("ab  a b")["input_ids"]
+    assert ids[0] == 1
+    assert set(ids[1:]) <= set(range(259, len(tokens))), "no unknown token, and none in bytes"
+    assert made.decode(ids[1:]).strip() == "ab  a b"
