@@ -185,7 +185,6 @@ async def _fetch(
                 continue
             # Not before there is a slot: all rows wait here at once.
             answering = answering or Answering(prompts[row], servers[0].tokenizer, longest)
-            begun = time.monotonic()
             try:  # one server answers all turns: it has the chat so far in its cache
                 while answering.prompt is not None:
                     begun = time.monotonic()
@@ -358,7 +357,7 @@ class _TextServer(Connection):
         """Return the tokens of a completion's text, as they follow the prompt's tokens.
 
         If the completion `ended` by itself, the end token is appended, which servers remove: in a `chat` that of the
-        template, else EOS, the tokenizer's.
+        template, else EOS.
         """
         before = self.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
         assert isinstance(before, str)

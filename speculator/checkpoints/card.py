@@ -57,21 +57,27 @@ def copy_card(card: Path, copy: Path, renamed: tuple[str | None, str] | None, he
             changed: Any = ModelCard(text, ignore_metadata_errors=True)
             changed.data.base_model = base if _is_hub_id(base) else None
             text = str(changed)
-        if old:
-            # A folder's name may be any word, so it is replaced where a card names the target.
-            places = (
-                *("--target ", 'load("', "target | ", "head for ", "serve ", "-m ", "--model-path ", "(base: "),
-                *("--target-model-dir ", "--output "),
-            )
-            place = r"(?<![\w./-])" if "/" in old else "|".join(map(re.escape, places))
-            stem, new = old.removesuffix(".gguf"), str(public_name(base))
-
-            def renamed_at(found: re.Match[str]) -> str:
-                whole = found[0].endswith(".gguf") or stem == old  # else the folder that `dequantise` writes
-                return found[1] + (new if whole else new.removesuffix(".gguf"))
-
-            text = re.sub(rf"((?:{place})'?){re.escape(stem)}(?:\.gguf)?(?![\w/-]|\.\w)", renamed_at, text)
+        text = _rename_target(text, old, str(public_name(base))) if old else text
     write_text(copy, text)
+
+
+def _rename_target(text: str, old: str, new: str) -> str:
+    """Return a card with another name of the target; of a GGUF file also that of the folder that `dequantise` writes.
+
+    A name without "/" may be any word, so it is replaced only where a card names the target.
+    """
+    places = (
+        *("--target ", 'load("', "target | ", "head for ", "serve ", "-m ", "--model-path ", "(base: "),
+        *("--target-model-dir ", "--output "),
+    )
+    place = r"(?<![\w./-])" if "/" in old else "|".join(map(re.escape, places))
+    stem = old.removesuffix(".gguf")
+
+    def replaced(found: re.Match[str]) -> str:
+        is_folder = stem != old and not found[0].endswith(".gguf")
+        return found[1] + (new.removesuffix(".gguf") if is_folder else new)
+
+    return re.sub(rf"((?:{place})'?){re.escape(stem)}(?:\.gguf)?(?![\w/-]|\.\w)", replaced, text)
 
 
 def card_of(folder: Path, run: tuple[RunRecord, Report] | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from speculator.errors import refuse
+from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.target.gguf.header import Header
 
@@ -74,5 +74,4 @@ def _of_factors(factors: np.ndarray, base: float, head_dim: int) -> JsonObject:
         if expected.shape == factors.shape and np.allclose(expected, factors, rtol=1e-3):
             scaling = {"factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH}
             return {"rope_type": "llama3", **scaling, "original_max_position_embeddings": length}
-    refuse((True, f"{_FACTORS} of the file is not Llama 3's, and transformers has no other rope of this kind"))
-    return {}
+    raise UserError(f"{_FACTORS} of the file is not Llama 3's, and transformers has no other rope of this kind")
