@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
+from speculator.kernels.compiled import can_compile
 from train import kept_states
 from train.config import LossConfig
 from train.kept_states import KeptStates
@@ -147,7 +148,9 @@ def test_files_belong_to_a_document_a_target_and_the_layers_that_a_head_reads(ta
     assert KeptStates(same, (), True).folder == kept.folder
 
 
-def test_rows_of_a_batch_are_read_in_any_company(target):
+def test_rows_of_a_batch_are_read_in_any_company(target, monkeypatch):
+    """The normalisers are compiled, as for a large vocabulary."""
+    monkeypatch.setattr(kept_states, "compiling_pays", lambda device, _: can_compile(device))
     rows = rows_of_text(6)
     collate = Collator(tiny_head(architecture="eagle3").config, documents=True)
     kept = KeptStates(target, (0, 1), normalisers=True)
