@@ -35,7 +35,7 @@ OTHER_FLAGS = {
     *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip", "--quiet"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
     *("--tensor-parallel-size", "--enable-expert-parallel", "--shm-size"),  # vLLM, Docker
-    "--no-enable-chunked-prefill",  # vLLM
+    *("--no-enable-chunked-prefill", "--speculative-config", "--nproc_per_node"),  # vLLM, torchrun
     "--loss",  # a column of settings
 }
 
