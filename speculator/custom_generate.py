@@ -31,6 +31,7 @@ from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads import Speculator
+from speculator.kernels.fused_norms import fuse_norms, restore_norms
 from speculator.kernels.linear import pack_linears, unpack_linears
 from speculator.target.attention.attention import ATTENTION, original_attention, set_attention
 from speculator.target.encoder import positions
@@ -135,10 +136,12 @@ class _BorrowedModel:
         modules, place = list(model.modules()), (model.device, model.dtype)
         if self._modules != modules or self._place != place:
             self._target, self._head, self._drafters, self._place = None, None, {}, place
+        is_target = model.config._attn_implementation == ATTENTION  # the user has it as a `Target` too
         attention = original_attention(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         training = [module for module in model.modules() if module.training]
         packed = pack_linears(model)
+        fused = fuse_norms(model) if model.device.type == "cuda" else []
         try:
             if self._target is None:
                 self._target = Target(model, self._tokenizer)  # type: ignore[arg-type]
@@ -149,8 +152,10 @@ class _BorrowedModel:
             yield self._target
         finally:
             unpack_linears(packed)
-            set_attention(model, attention)
-            positions.remove(model)
+            restore_norms(fused)
+            set_attention(model, ATTENTION if is_target else attention)
+            if not is_target:
+                positions.remove(model)
             for parameter in trained:
                 parameter.requires_grad_(True)
             for module in training:

@@ -159,6 +159,11 @@ class Engine:
                 do not count.
             on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
         """
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise UserError(f"sampling must be a Sampling, got {sampling!r:.40}")
+        for name, count in (("logprobs", logprobs or 0), ("min_tokens", min_tokens)):
+            if type(count) is not int or count < 0:
+                raise UserError(f"{name} must be an integer >= 0, got {count!r:.40}")
         (tokens,) = check_prompts(self.target, [prompt])
         text = self.target.text(tokens)
         # Whichever limit is lower ends the completion, and gives its reason.
@@ -228,6 +233,7 @@ class Engine:
             prefill_seconds=self.prefill_seconds - prefill_before,
             decode_seconds=self.decode_seconds - decode_before,
             finish_reasons=[request.finish_reason for request in requests],
+            token_logprobs=[request.token_logprobs for request in requests],
         )
 
     @property
@@ -253,8 +259,8 @@ class Engine:
         self.rows.forget()
 
     @torch.inference_mode()
-    def replace_drafter(self, drafter: Drafter) -> None:
-        """Draft with another drafter from the next step on; after an error, the old one stays.
+    def replace_drafter(self, drafter: Drafter | None) -> None:
+        """Draft with another drafter from the next step on, or with none; after an error, the old one stays.
 
         Requests in flight are preempted: prompts and completions are prefilled again, for the new drafter's state.
         Under the rule `match` texts stay the same, up to near-ties of rounded logits.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from numbers import Integral
 from operator import index
 from typing import Any, TypedDict
 
@@ -204,7 +205,7 @@ class Generation:
         tokens: new tokens of each row, EOS included.
         steps: verification steps of each row, prefill excluded.
         prefill_seconds, decode_seconds: wall-clock time of all prefills and of all steps.
-        finish_reasons: see `Request`.
+        finish_reasons, token_logprobs: see `Request`.
     """
 
     tokens: list[list[int]]
@@ -212,6 +213,7 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reasons: list[str | None] = field(default_factory=list)
+    token_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
@@ -305,6 +307,6 @@ def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
 
 def check_max_new_tokens(max_new_tokens: Any) -> int:
     """Return `max_new_tokens`; raise a UserError unless it is an integer >= 1."""
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
+    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r:.40}")
-    return max_new_tokens
+    return int(max_new_tokens)

@@ -143,9 +143,9 @@ class Rows:
                 self._allocate(self._open, waiting)
             self.scheduler.admit(waiting, self.memory.overlap)
 
-    def replace_drafter(self, drafter: Drafter) -> None:
-        """Draft with another drafter. Rows in use are prefilled again, to fill the new drafter's memory."""
-        if hasattr(self, "cache"):
+    def replace_drafter(self, drafter: Drafter | None) -> None:
+        """Draft with another drafter, or with none. Rows in use are prefilled again, for its memory."""
+        if drafter and hasattr(self, "cache"):
             drafter = _opened(drafter, self.cache)
         self.scheduler.preempt()
         self.drafter, self._batch = drafter, None

@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +42,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        kinds = {"temperature": Real, "top_k": Integral, "top_p": Real, "min_p": Real, "seed": Integral}
+        kinds = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int}
         for name, kind in kinds.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UserError(f"{name} must be {'an integer' if kind is Integral else 'a number'}, got {value!r:.40}")
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+                raise UserError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r:.40}")
+            object.__setattr__(self, name, kind(value))  # numpy's numbers lack what Python's have
         refuse(
             (
                 not 0 <= self.temperature <= _MAX_TEMPERATURE,
@@ -377,7 +379,7 @@ def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
     Large numbers have the finest steps, because they decide whether a rare token is sampled.
     """
     # Halfway between the grid's points, so never 0, and below 1 in float32: log(0) would give an infinite score.
-    uniform = (bits + 0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
+    uniform = (bits.float() + 0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 

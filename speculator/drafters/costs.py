@@ -76,7 +76,7 @@ def fitted(rows: int, greedy: bool, steps: Sequence[tuple[int, int, bool, float]
     """
     sizes = [(levels > 0, path, levels, tokens) for levels, tokens, path, _ in steps]
     costs = [cost - 1 for *_, cost in steps]
-    x, y = torch.tensor(sizes, dtype=torch.double), torch.tensor(costs, dtype=torch.double)
+    x, y = (torch.tensor(each, dtype=torch.double, device="cpu") for each in (sizes, costs))
     # Scaled to 1, so that the cost of a single draft is shared out evenly among the parameters.
     scale = x.amax(0).clamp_min(1)
     found, weights = torch.zeros_like(scale), torch.ones_like(y)

@@ -10,9 +10,10 @@ from torch import Tensor
 from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.drafter import Drafter, LogitsSource, Shape
 from speculator.decoding.memory import Sequences
-from speculator.drafters.shapes import Chain, grown
+from speculator.drafters.shapes import Chain, as_shape, grown
 from speculator.errors import UserError
 from speculator.target.cache.kv_cache import KVCache
+from speculator.target.encoder.encoder import Encoded, source_of
 from speculator.target.model import Target
 
 
@@ -43,7 +44,7 @@ class DraftModelDrafter(Drafter):
         if (model.encoder and model.encoder.prefix) != (target.encoder and target.encoder.prefix):
             raise UserError(f"{model.name} and {target.name} must both have an encoder, and the same start token")
         self.memory = DraftModelSource(model, target.vocab_size)
-        self.reshape(Chain(shape) if isinstance(shape, int) else shape)
+        self.reshape(as_shape(shape))
 
 
 class CausalSource(LogitsSource):
@@ -125,6 +126,8 @@ class DraftModelSource(CausalSource):
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in new], device=device)
         self.cache.select(start, start + len(sequences), max(begins))
         self.cache.truncate(torch.tensor(begins))
+        if any(isinstance(source_of(text), Encoded) for text in sequences):
+            raise UserError("a draft model reads a source's tokens; model.generate passes on encoded states only")
         self.cache.read_sources(sequences)
         self.model.extend(self.cache, tokens, counts=[len(row) for row in new])
         self.cache.truncate(torch.tensor(ends))

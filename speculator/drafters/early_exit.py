@@ -8,7 +8,7 @@ from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Shape
 from speculator.decoding.memory import Sequences
 from speculator.drafters.draft_model import CausalSource
-from speculator.drafters.shapes import Chain
+from speculator.drafters.shapes import as_shape
 from speculator.errors import UserError, refuse
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
@@ -35,7 +35,7 @@ class EarlyExitDrafter(Drafter):
     def __init__(self, target: Target, layers: int, shape: Shape | int = 4):
         check_layers(target, layers)
         self.memory = EarlyExitSource(target, layers)
-        self.reshape(Chain(shape) if isinstance(shape, int) else shape)
+        self.reshape(as_shape(shape))
 
 
 class EarlyExitSource(CausalSource):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from speculator.decoding.drafter import Drafter, Shape
-from speculator.drafters.shapes import Chain
+from speculator.drafters.shapes import as_shape
 from speculator.errors import UserError
 from speculator.heads import Speculator
 
@@ -24,10 +24,8 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: Speculator, shape: Shape | int | None = None):
         self.head, self.trained_length = head.eval(), head.config.trained_length
-        if shape is None or isinstance(shape, int):
-            shape = Chain(head.n_predict if shape is None else shape)
         self.memory, self.aux_layers = head.drafting_source(), head.aux_layers
-        self.reshape(shape)
+        self.reshape(as_shape(head.n_predict if shape is None else shape))
 
     def reshape(self, shape: Shape) -> None:
         config = self.head.config

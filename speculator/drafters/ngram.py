@@ -132,9 +132,8 @@ class NgramDrafter(Drafter):
     capturable = True
 
     def __init__(self, num_speculative_tokens: int = 4, max_ngram: int = 3, memory: int = 0):
-        check_length(num_speculative_tokens)
-        self.num_speculative_tokens = self.nodes = num_speculative_tokens
-        self.max_ngram = max_ngram
+        self.num_speculative_tokens = self.nodes = num_speculative_tokens = check_length(num_speculative_tokens)
+        self.max_ngram = max_ngram = check_length(max_ngram)
         self.memory = Memory()
         self.memory.paths = LookupPaths(num_speculative_tokens)
         self.history = History(memory, max_ngram) if memory else None

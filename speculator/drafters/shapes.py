@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource
+from speculator.decoding.drafter import LogitsSource, Shape
 from speculator.decoding.memory import Sequences
 from speculator.decoding.sampling import Noise, draw, most_likely
 from speculator.decoding.verify import CHAIN_RULES
@@ -20,11 +22,12 @@ _BEAM = 10
 """The most tokens of a level of a `Tree` that are expanded."""
 
 
-def check_length(length: int) -> None:
-    """Raise a UserError unless the length of a chain is an integer in 1.._MOST."""
-    if type(length) is not int or length < 1:
-        raise UserError(f"draft length {length!r} is not at least 1")
-    check_nodes(length)
+def check_length(length: Any) -> int:
+    """Return the length of a chain; raise a UserError unless it is an integer in 1.._MOST."""
+    if not isinstance(length, Integral) or isinstance(length, bool) or length < 1:
+        raise UserError(f"draft length {length!r} is not an integer of at least 1")
+    check_nodes(int(length))
+    return int(length)
 
 
 def check_nodes(nodes: int, offered: int = 0) -> None:
@@ -47,8 +50,7 @@ class Chain:
     """
 
     def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
-        check_length(length)
-        self.depth = self.levels = self.nodes = self.offered = length
+        self.depth = self.levels = self.nodes = self.offered = check_length(length)
         self.width = 1
         self.sampled, self.min_confidence = sampled, min_confidence
         self.capturable = not min_confidence
@@ -94,6 +96,11 @@ class Chain:
             lengths = lengths + going
         ragged = self.min_confidence > 0
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, ragged=ragged)
+
+
+def as_shape(shape: Shape | int) -> Shape:
+    """Return a shape; a number n stands for a chain of n tokens."""
+    return Chain(shape) if isinstance(shape, int | Integral) else shape
 
 
 def grown(

@@ -204,7 +204,7 @@ class Speculator(PreTrainedModel, ABC):
         """Return fixed inputs of `logits`: hidden states [1, 4, D] and tokens [1, 3 + N]."""
         # S = 4 positions: the last of N steps at the last position reads token S + N - 2, the last of S + N - 1.
         config = self.config
-        hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(1, 4, config.emb_dim, generator=torch.Generator().manual_seed(0), device="cpu")
         tokens = torch.arange(3 + config.n_predict, device=self.device)[None] * 7 % config.vocab_size
         return hidden.to(self.device, self.dtype), tokens
 
@@ -212,7 +212,7 @@ class Speculator(PreTrainedModel, ABC):
         """Return a fixed matrix for `probe` in place of the target's embedding or output matrix."""
         # Row i is a view of V + D - 1 random numbers, from i on: a whole random matrix may take gigabytes.
         size = self.config.vocab_size + self.config.emb_dim - 1
-        noise = torch.randn(size, generator=torch.Generator().manual_seed(1))
+        noise = torch.randn(size, generator=torch.Generator().manual_seed(1), device="cpu")
         return noise.to(self.device, self.dtype).unfold(0, self.config.emb_dim, 1)
 
     # --- what some architectures override

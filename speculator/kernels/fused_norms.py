@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch.nn import functional as F
 _FUSED = "_fused_by_speculator"
 
 
-def fuse_norms(model: nn.Module) -> int:
-    """Replace, in place, the modules that prove to be plain RMS norms; return their number."""
+def fuse_norms(model: nn.Module) -> list[nn.Module]:
+    """Replace the class of the modules that prove to be plain RMS norms; return these modules."""
     known: dict[tuple[type, float], type | None] = {}
-    fused = 0
+    fused = []
     for module in model.modules():
         eps = _epsilon(module)
         if eps is None:
@@ -30,8 +31,14 @@ def fuse_norms(model: nn.Module) -> int:
             known[kind] = _fused(type(module), eps) if _is_rms_norm(module, eps) else None
         if (replacement := known[kind]) is not None:
             module.__class__ = replacement
-            fused += 1
+            fused.append(module)
     return fused
+
+
+def restore_norms(modules: Iterable[nn.Module]) -> None:
+    """Undo `fuse_norms`."""
+    for module in modules:
+        (module.__class__,) = type(module).__bases__  # of `_fused`
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -51,8 +58,9 @@ def _is_rms_norm(module: nn.Module, eps: float) -> bool:
     twin: Any = copy.deepcopy(module).to("cpu", torch.float32)
     size = twin.weight.shape[-1]
     numbers = torch.Generator().manual_seed(0)
-    twin.weight.copy_(torch.randn(size, generator=numbers))  # not 1, or a norm without its weight would pass
-    x = 3 * torch.randn(4, size, generator=numbers)
+    given: dict[str, Any] = {"generator": numbers, "device": "cpu", "dtype": torch.float32}
+    twin.weight.copy_(torch.randn(size, **given))  # not 1, or a norm without its weight would pass
+    x = 3 * torch.randn(4, size, **given)
     return torch.equal(twin(x), F.rms_norm(x, (size,), twin.weight, eps))
 
 

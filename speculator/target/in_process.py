@@ -154,12 +154,12 @@ class InProcessTarget(ModelHere):
     @classmethod
     def load(
         cls,
-        name: str,
+        name: str | Path,
         *,
         revision: str | None = None,
         dtype: str = "auto",
         device: str | torch.device | None = None,
-        adapter: str | None = None,
+        adapter: str | Path | None = None,
         trust_remote_code: bool = False,
         parallel: str = "none",
         parallel_size: int = 0,
@@ -178,6 +178,7 @@ class InProcessTarget(ModelHere):
                 or "fsdp", sharded over processes, all of which must call this (see `Group`).
             parallel_size: processes per copy of the model; 0: all.
         """
+        name, adapter = str(name), None if adapter is None else str(adapter)
         refuse(
             (parallel in SHARDED and not cls.sharding, f"parallel {parallel} is for training only: {DECODE_INSTEAD}")
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from speculator import HeadDrafter, Sampling, Target, UserError, generate, load_head
+from speculator import HeadDrafter, NgramDrafter, Sampling, Target, UserError, generate, load_head
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,9 @@ SETTINGS = [
     {"rule": "multi_candidate"},
     {"eos_token_ids": ["</s>"]},
     {"sampling": [Sampling(), Sampling()]},
+    {"sampling": [{"temperature": 0.8}]},
+    {"logprobs": -1},
+    {"min_tokens": "5"},
 ]
 
 
@@ -42,6 +47,19 @@ SETTINGS = [
 def test_settings_that_do_not_fit_are_refused(settings, target, inputs):
     drafter = HeadDrafter(load_head(inputs["MLP"], target))
     raises_one_line(generate, target, drafter, [[1, 2, 3]], **{"max_new_tokens": 4, **settings})
+
+
+def test_pythons_and_numpys_numbers_and_paths_are_taken(target, inputs):
+    """What a notebook has at hand."""
+    sampling = Sampling(np.float32(0.5), top_k=np.int64(5), seed=np.int64(3))
+    assert sampling == Sampling(0.5, top_k=5, seed=3)
+    drafter = HeadDrafter(load_head(inputs["MLP"], target), np.int64(2))
+    made = generate(target, drafter, [[1, 2, 3]], sampling, max_new_tokens=np.int64(6), logprobs=2)
+    assert made.tokens == generate(target, None, [[1, 2, 3]], sampling, max_new_tokens=6, eos_token_ids=[]).tokens
+    assert [len(each.top) for each in made.token_logprobs[0]] == [2] * len(made.tokens[0])
+    assert Target.load(Path(inputs["TARGET"])).vocab_size == target.vocab_size
+    with pytest.raises(UserError, match="integer"):
+        NgramDrafter(max_ngram=0)
 
 
 SAMPLINGS = [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}]

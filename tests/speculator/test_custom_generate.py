@@ -9,8 +9,18 @@ from transformers import (
 )
 from transformers.generation import TemperatureLogitsWarper
 
-from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, NgramDrafter, Tree, UserError
+from speculator import (
+    HeadDrafter,
+    MLPSpeculator,
+    MLPSpeculatorConfig,
+    NgramDrafter,
+    Target,
+    Tree,
+    UserError,
+    generate,
+)
 from speculator.custom_generate import speculative
+from speculator.kernels.fused_norms import fuse_norms, restore_norms
 
 PAD = 0
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18], [1, 4, 1, 4, 2]]
@@ -140,6 +150,27 @@ def test_the_model_is_left_unchanged(model):
     assert state_of(model) == before
     with pytest.raises(UserError, match="nowhere"):
         model.generate(ids, max_new_tokens=4, custom_generate=speculative("nowhere"))
+    assert state_of(model) == before
+
+
+def test_a_target_of_the_same_model_decodes_as_before(model):
+    """Rows of unequal lengths and a tree: transformers' own attention would see what lies beyond a row's end."""
+    target = Target(model, tokenizer=None)
+    drafter = HeadDrafter(tiny_head(), Tree([4, 2, 2], 8))
+    before = [generate(target, each, PROMPTS, max_new_tokens=COUNT).tokens for each in (None, drafter)]
+    assert before[0] == before[1]
+    ids = torch.tensor([PROMPTS[0]])
+    made = model.generate(ids, max_new_tokens=COUNT, do_sample=False, custom_generate=speculative(drafter))
+    assert made[0, len(PROMPTS[0]) :].tolist() == before[0][0]
+    assert [generate(target, each, PROMPTS, max_new_tokens=COUNT).tokens for each in (None, drafter)] == before
+
+
+def test_norms_that_were_fused_get_their_class_back(model):
+    before = state_of(model)
+    fused = fuse_norms(model)
+    assert len(fused) == 5
+    assert state_of(model) != before
+    restore_norms(fused)
     assert state_of(model) == before
 
 

@@ -70,6 +70,19 @@ def test_the_noise_is_finite_at_both_ends():
     assert (noise.diff() < 0).all()
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+def test_the_noise_does_not_depend_on_torchs_default_dtype(default):
+    """Rounded to bfloat16, one token in 500 would never be sampled; to float16, nearly none would."""
+    bits = torch.tensor([0, 1, 2**30, 2**31 - 1], dtype=torch.int32)
+    expected = _gumbel_of(bits)
+    torch.set_default_dtype(default)
+    try:
+        found = _gumbel_of(bits)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
 # ---- the shapes, over many rows
 
 

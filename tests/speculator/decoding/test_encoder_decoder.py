@@ -197,3 +197,12 @@ def test_transformers_generate_decodes_with_drafts(family):
         found = model.generate(ids, **settings, custom_generate=speculative(NgramDrafter(3)))
         assert torch.equal(found, plain.generate(ids, **settings))
         assert torch.equal(model.generate(ids, **settings), found)
+
+
+def test_a_draft_model_has_no_source_inside_of_generate():
+    """`generate` passes on the encoder's states, which are the target's own."""
+    model = tiny_encoder_decoder("t5")
+    ids = torch.tensor([_SOURCES[0]])
+    drafter = DraftModelDrafter(nearly("t5"), Target(model, tokenizer=None))
+    with pytest.raises(UserError, match="encoded states only"):
+        model.generate(ids, max_new_tokens=12, do_sample=False, custom_generate=speculative(drafter))

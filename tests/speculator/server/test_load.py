@@ -39,7 +39,7 @@ def test_requests_in_flight_keep_their_text_when_the_drafter_is_replaced(chat_ta
     how = [Sampling(0.0), Sampling(0.9, seed=3), Sampling(0.0), Sampling(1.0, seed=5)]
     prompts = [[5, 6, 7], [9], list(range(1, 40)), [5, 6, 7, 8, 9]]
     requests = [engine.submit(prompt, each, max_new_tokens=60) for prompt, each in zip(prompts, how, strict=True)]
-    for drafter in (second, first, second) if rule else (second, adaptive, first, second):
+    for drafter in (second, None, second) if rule else (second, adaptive, None, second):
         for _ in range(4):
             engine.step()
         assert engine.busy
