@@ -20,7 +20,7 @@ from transformers.utils import logging
 from benchmarks.shapes import PRESETS, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
 from speculator.device import dtype_name, hardware
-from speculator.drafters.measure import BLOCK, StepSeconds, measure
+from speculator.drafters.measure import BLOCK, StepSeconds, interquartile_mean, measure
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import MLPSpeculator
@@ -35,8 +35,8 @@ def measure_steps(
     prompts = torch.randint(target.vocab_size, (rows, context)).tolist()
     costs = StepSeconds()
     measure(target, HeadDrafter(head, length), prompts, Sampling(), blocks, costs)
-    figures = costs.figures(length)
-    decode, c, v = (figures[name] for name in ("decode_seconds", "draft_over_decode", "verify_over_decode"))
+    draft, v = costs.ratios()
+    decode, c = interquartile_mean(costs.plain) / (BLOCK - 1), draft / length
     # Random weights reject nearly every draft, so rows grow by about one token per step while they are measured.
     live = context + blocks * BLOCK // 2
     plain, wide = (step_bytes(target, rows, live + width) / rate for width in (1, 1 + length))

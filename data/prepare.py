@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -106,24 +106,12 @@ def token_rows(request: RowRequest, report: bool = True) -> Dataset:
     return rows
 
 
-def save_rows(
-    mixture: Mixture,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    output: Path,
-    *,
-    max_tokens: int | None = None,
-    max_bad_rows: float = 0.0,
-    num_proc: int | None = None,
-) -> dict[str, dict[str, int]]:
+def save_rows(wanted: RowRequest, output: Path) -> dict[str, dict[str, int]]:
     """Write the rows of every split that has text into a new `datasets` folder, which is a valid source.
 
     Args:
-        length: number of tokens in a row.
+        wanted: a request for the rows of any split; `max_tokens` limits each.
         output: folder, which must not exist.
-        max_tokens: largest number of tokens per split; None: no limit.
-        max_bad_rows: largest share of unusable rows, which are skipped.
-        num_proc: processes that render and tokenize (default: one per core, up to 8).
 
     Returns:
         The numbers of `documents`, `rows`, `tokens` and `tokens_with_loss` of each split.
@@ -137,15 +125,7 @@ def save_rows(
     rows: dict[str, Dataset] = {}
     counts: dict[str, dict[str, int]] = {}
     for split in SPLITS:
-        request = RowRequest(
-            mixture=mixture,
-            split=split,
-            tokenizer=tokenizer,
-            length=length,
-            max_tokens=max_tokens,
-            max_bad_rows=max_bad_rows,
-            num_proc=num_proc,
-        )
+        request = replace(wanted, split=split)
         try:
             rows[split], counts[split] = _cached(request)
         except TooLittleTextError:

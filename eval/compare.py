@@ -1,8 +1,6 @@
-"""Compare two reports of `speculator eval`: the differences B - A, with 95% intervals.
+"""`speculator eval compare`: see `eval.flags.compare`.
 
-Rows of other prompts, turns or limits of new tokens, or with and without a chat template, have no verdict. The
-measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores intervals
-and not the samples behind them. If both decoded the same prompts, the interval is wider than necessary.
+Rows of other prompts, turns or limits of new tokens, or with and without a chat template, have no verdict.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Accept a new head in place of an old one, or not: exit code 0 or 1, and one line with the figures.
-
-The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
-acceptance length on the guard suite has not fallen by more than `--guard_loss`. Both heads draft adaptively, as in
-`speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
-other.
-"""
+"""`speculator eval gate`: see `eval.flags.gate`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Check on this machine, with these weights, that speculative decoding keeps the target's output.
-
-At temperature 0, completions are compared token by token with plain decoding and with transformers. Above it, a
-chi-square test compares many short completions with drafts and without.
-"""
+"""`speculator eval lossless`: see `eval.flags.lossless`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""`speculator eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
-
-Other commands (each has --help):
-`speculator eval tune` measures which drafts are fastest on this machine, and writes decoding.json.
-`speculator eval lossless` checks that speculative decoding keeps the target's output.
-`speculator eval compare A/report.json B/report.json` shows the differences of two reports.
-`speculator eval gate OLD NEW` says whether a new head should replace an old one.
-"""
+"""`speculator eval`: see `eval.flags.run`."""
 
 from __future__ import annotations
 

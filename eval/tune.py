@@ -1,9 +1,4 @@
-"""Measure what adaptive drafting starts from, and write it to `decoding.json` in the head's folder.
-
-That is: how often each token of a draft is accepted at temperatures 0 and 1, how often n-gram lookup is right, and the
-cost of steps with several drafts at 1 to 32 rows. They give the trees worth drafting and the predicted speedups, which
-are printed. Measured speedups come from `speculator eval`.
-"""
+"""`speculator eval tune`: see `eval.flags.tune`."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def rows(
 def batch(run: Run, name: str, have: int) -> None:
     """Raise a UserError if `have` rows don't fill one step of "stage1" or "stage2" (`name`) on all processes."""
     stage = run.stage(name, have)
-    need = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * run.processes
+    need = stage.rows_per_step * run.processes
     if stage.max_steps and have < need:
         raise UserError(
             f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch, or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -194,6 +194,11 @@ class StageConfig:
     rejected_token_weight: PositiveFloat | None = None
     """Weight in the loss of tokens that replaced a rejected draft token, in rows that mark them (default: 1)."""
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one process reads in an optimiser step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
 
 @dataclass
 class GenerateConfig:
@@ -293,35 +298,31 @@ class RunConfig:
             stage.save_steps = stage.save_steps or stage.eval_steps
 
 
-def section_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
+def _settings(kind: type = RunConfig, path: str = "") -> Iterator[tuple[str, Field[Any], bool]]:
+    """Yield (dotted name, field, whether it is a section) of all settings and sections, such as "stage2.generate"."""
+    for item in fields(kind):
+        section = item.default_factory
+        if isinstance(section, type) and is_dataclass(section):
+            yield f"{path}{item.name}", item, True
+            yield from _settings(section, f"{path}{item.name}.")
+        else:
+            yield f"{path}{item.name}", item, False
+
+
+def section_names() -> Iterator[str]:
     """Yield the dotted names of all sections, such as "stage2.generate"."""
-    for item in fields(kind):
-        section = item.default_factory
-        if isinstance(section, type) and is_dataclass(section):
-            yield f"{path}{item.name}"
-            yield from section_names(section, f"{path}{item.name}.")
+    return (name for name, _, is_section in _settings() if is_section)
 
 
-def optional_names(kind: type = RunConfig, path: str = "") -> Iterator[str]:
+def optional_names() -> Iterator[str]:
     """Yield the dotted names of the settings that may be null, such as "stage1.epochs"."""
-    for item in fields(kind):
-        section = item.default_factory
-        if isinstance(section, type) and is_dataclass(section):
-            yield from optional_names(section, f"{path}{item.name}.")
-        elif "None" in str(item.type):
-            yield f"{path}{item.name}"
+    return (name for name, item, is_section in _settings() if not is_section and "None" in str(item.type))
 
 
 @cache
-def mapping_names(kind: type = RunConfig, path: str = "") -> frozenset[str]:
+def mapping_names() -> frozenset[str]:
     """Return the dotted names of the settings that take a mapping of any keys, such as `speculator.options`."""
-    found: set[str] = set()
-    for item in fields(kind):
-        if is_dataclass(item.default_factory):
-            found |= mapping_names(item.default_factory, f"{path}{item.name}.")  # type: ignore[arg-type]
-        elif item.default_factory is dict:
-            found.add(f"{path}{item.name}")
-    return frozenset(found)
+    return frozenset(name for name, item, _ in _settings() if item.default_factory is dict)
 
 
 def values_of(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -49,12 +49,12 @@ def expected_parts(
     run, processes, settings = inputs.run, inputs.run.processes, inputs.run.config.eval
     stage1 = run.stage("stage1", len(inputs.train_rows))
     warm = len(settings.temperatures)
-    row = step / _rows_per_step(stage1)
+    row = step / stage1.rows_per_step
     prompts = ceil(len(inputs.suites["validation"].prompts) / processes)
     check = ceil(len(inputs.validation_rows) / processes) * row * _FORWARD + 2 * NEW_TOKENS * decode(prompts)
 
     def training(stage: StageConfig) -> float:
-        return stage.max_steps * row * _rows_per_step(stage) + stage.max_steps // stage.eval_steps * check
+        return stage.max_steps * row * stage.rows_per_step + stage.max_steps // stage.eval_steps * check
 
     parts = {"stage 1": training(stage1)}
     if text is not None:
@@ -65,11 +65,6 @@ def expected_parts(
     tuning = _TUNING + 2 * settings.tune_prompts * settings.max_new_tokens * decode(1) if settings.tune_prompts else 0
     parts["tuning and measuring"] = tuning + report
     return parts
-
-
-def _rows_per_step(stage: StageConfig) -> int:
-    """Return the number of rows that one process reads in an optimiser step."""
-    return stage.per_device_train_batch_size * stage.gradient_accumulation_steps
 
 
 def line(inputs: Inputs, target: TrainingTarget, step: float) -> str:

@@ -20,8 +20,7 @@ from data.onpolicy import generate_rows
 from data.packing import COLUMNS, pack
 from data.sources import token_documents
 from data.tally import Tally
-from speculator import HeadDrafter
-from speculator.checkpoints.loading import load_drafter, load_head
+from speculator.checkpoints.loading import load_drafter
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.files import acquire, cache_folder, make_folder
@@ -133,16 +132,12 @@ def generate_own_text(
         many = max(CONCURRENCY, settings.batch_size)
         return fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
     assert isinstance(target, Target)  # see `checks.check_writes_no_text`
-    fixed = settings.num_speculative_tokens
-    drafter = (
-        HeadDrafter(load_head(head_folder, target), fixed)
-        if fixed
-        else load_drafter(
-            head_folder,
-            target,
-            temperatures=[each.temperature for each in writing.samplings],
-            batch_size=settings.batch_size,
-        )
+    drafter = load_drafter(
+        head_folder,
+        target,
+        num_speculative_tokens=settings.num_speculative_tokens or 0,
+        temperatures=[each.temperature for each in writing.samplings],
+        batch_size=settings.batch_size,
     )
     if own_prompts is None:
         return fresh_rows(run, target, drafter, folder)
@@ -175,7 +170,7 @@ def packed(run: Run, rows: datasets.Dataset, length: int) -> datasets.Dataset:
         made = datasets.Dataset.from_generator(
             lambda: pack(rows, length), features=features, cache_dir=str(work), fingerprint=f"rows-of-{length}"
         )
-    batch = stage.per_device_train_batch_size * stage.gradient_accumulation_steps * run.processes
+    batch = stage.rows_per_step * run.processes
     return made if stage.epochs or len(made) >= batch else rows
 
 

@@ -332,7 +332,7 @@ class Plan:
         """Return the number of tokens over all processes by phase, in order: trained on, or generated at most."""
         counts = {name: round(own.rows * own.new * own.answers) for name, own in self.generated.items()}
         for name, stage in self.stages.items():
-            rows = stage.max_steps * stage.gradient_accumulation_steps * stage.per_device_train_batch_size
+            rows = stage.max_steps * stage.rows_per_step
             counts[name] = rows * self.length(name) * self.place.processes
         return {name: counts[name] for name in (SELF, "stage1", "generating", "stage2") if name in counts}
 
@@ -341,7 +341,7 @@ class Plan:
         stage, rows = self.stages[name], self.rows.get(name)
         if not stage.keep_states or not rows:
             return 1.0
-        per_step = stage.gradient_accumulation_steps * stage.per_device_train_batch_size * self.place.processes
+        per_step = stage.rows_per_step * self.place.processes
         return max(1.0, stage.max_steps * per_step / rows)
 
     def kept_bytes(self) -> dict[str, int]:

@@ -214,7 +214,7 @@ def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
         length: number of tokens in a row, which is printed if it is not `data.seq_length`.
     """
     before, stage = getattr(run.config, name), run.stage(name, len(rows))
-    batch, was = (each.per_device_train_batch_size * each.gradient_accumulation_steps for each in (stage, before))
+    batch, was = (each.rows_per_step for each in (stage, before))
     notes = [f"rows of {length} tokens"] * (length != run.config.data.seq_length)
     notes += [f"batches of {batch}, not {was}"] * (batch != was)
     adapted = f"; this is little text, so {' and '.join(notes)}" if notes else ""

@@ -107,7 +107,7 @@ def train_stage(
         return {}
 
     head = start()
-    read = settings.max_steps * settings.per_device_train_batch_size * settings.gradient_accumulation_steps
+    read = settings.max_steps * settings.rows_per_step
     passes = read * state.num_processes / len(train_rows)
     kept = kept_states(name, target, head, inputs, passes) if settings.keep_states else None
     trainer = SpeculatorTrainer(

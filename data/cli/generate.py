@@ -22,7 +22,7 @@ from data.rendering import tokenizer_of
 from data.tally import Tally
 from data.writing import Writing
 from speculator.chat import DATA_DAY, set_template_variables
-from speculator.checkpoints.loading import load_drafter, load_head
+from speculator.checkpoints.loading import load_drafter
 from speculator.cli import model_flags
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
@@ -76,13 +76,14 @@ def run(arguments: argparse.Namespace) -> None:
             target.tokenizer.chat_template = None
         batch_size = arguments.batch_size or BATCH_SIZE
         drafter: HeadDrafter | None = None
-        revision = arguments.speculator_revision
-        if arguments.speculator and arguments.num_speculative_tokens:
-            drafter = HeadDrafter(load_head(arguments.speculator, target, revision), arguments.num_speculative_tokens)
-        elif arguments.speculator:
-            kinds = [each.temperature for each in writing.samplings]
+        if arguments.speculator:
             drafter = load_drafter(
-                arguments.speculator, target, temperatures=kinds, batch_size=batch_size, revision=revision
+                arguments.speculator,
+                target,
+                num_speculative_tokens=arguments.num_speculative_tokens or 0,
+                temperatures=[each.temperature for each in writing.samplings],
+                batch_size=batch_size,
+                revision=arguments.speculator_revision,
             )
         if is_self:
             self_rows(target, drafter, arguments.output, _asking(arguments), writing, batch_size=batch_size)

@@ -1,15 +1,11 @@
-"""`speculator data prepare`: tokenize sources and pack them into rows.
-
-The output is a `datasets` folder with the splits train, validation and held-out. As a source of a training run
-(`--data.sources`) it keeps these splits.
-"""
+"""`speculator data prepare`: see `data.cli.flags.prepare`."""
 
 from __future__ import annotations
 
 import argparse
 
 from data.mixture import mixture_of
-from data.prepare import save_rows
+from data.prepare import RowRequest, save_rows
 from data.rendering import tokenizer_of
 from speculator.errors import refuse
 from speculator.files import check_output_folder
@@ -32,15 +28,16 @@ def run(arguments: argparse.Namespace) -> None:
         ),
     )
     quiet_libraries()
-    counts = save_rows(
-        mixture_of(arguments.sources),
-        tokenizer_of(arguments),
-        arguments.seq_length,
-        arguments.output,
+    request = RowRequest(
+        mixture=mixture_of(arguments.sources),
+        split="train",
+        tokenizer=tokenizer_of(arguments),
+        length=arguments.seq_length,
         max_tokens=arguments.max_tokens,
         max_bad_rows=arguments.max_bad_rows,
         num_proc=arguments.num_proc,
     )
+    counts = save_rows(request, arguments.output)
     print(f"{'':12}{'documents':>12}{'rows':>12}{'tokens':>14}{'with loss':>11}")
     for split, count in counts.items():
         share = count["tokens_with_loss"] / count["tokens"]

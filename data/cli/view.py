@@ -1,8 +1,4 @@
-"""`speculator data view`: show rows as text, and mark the tokens that have loss.
-
-Text with loss is green and other text is dim. Without colours (in a file or pipe, or with NO_COLOR), text with loss is
-in [[double brackets]]. A line under the name of a chat says why it became several rows, or why an answer has no loss.
-"""
+"""`speculator data view`: see `data.cli.flags.view`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speculator.checkpoints import head_folder, load_any
-from speculator.drafters.adaptive import AdaptiveDrafter
+from speculator.drafters.head import HeadDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import UserError
 from speculator.heads.base import Speculator
@@ -48,23 +48,27 @@ def load_drafter(
     folder: str | Path,
     target: Target,
     *,
+    num_speculative_tokens: int = 0,
     temperatures: Sequence[float] = (0.0, 1.0),
     batch_size: int = 1,
     memory: int = 0,
     revision: str | None = None,
-) -> AdaptiveDrafter:
+) -> HeadDrafter:
     """Load a head that drafts adaptively: before each step the fastest of its drafts, n-gram lookup, both or neither.
 
     Acceptance and step costs come from the folder's `decoding.json`, see `speculator eval tune`. Costs that are unknown
     for this machine are measured, which takes up to six seconds once.
 
     Args:
+        num_speculative_tokens: draft chains of so many tokens instead; 0: adaptively.
         temperatures: temperatures to measure step costs for.
         batch_size: the most rows that decode at a time.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
         revision: branch, tag or commit of a head on the hub.
     """
     head = load_head(folder, target, revision)
+    if num_speculative_tokens:
+        return HeadDrafter(head, num_speculative_tokens)
     tuning = read_tuning(head_folder(folder, revision), head)
     return adaptive_drafter(head, target, tuning, temperatures=temperatures, batch_size=batch_size, memory=memory)
 

@@ -56,28 +56,16 @@ class StepSeconds:
     draft: list[float] = field(default_factory=list)
     verify: list[float] = field(default_factory=list)
 
-    def figures(self, num_speculative_tokens: int) -> dict[str, float]:
-        """Return the costs in plain steps, and a plain step's "decode_seconds".
-
-        "draft_over_decode" is the cost c of drafting one token, "verify_over_decode" the cost v of a verification.
-        """
-        draft, verify = self.ratios()
-        return {
-            "draft_over_decode": draft / num_speculative_tokens,
-            "verify_over_decode": verify,
-            "decode_seconds": _interquartile_mean(self.plain) / (BLOCK - 1),
-        }
-
     def ratios(self) -> tuple[float, float]:
         """Return the times of drafting and of verification in plain steps: interquartile means over the blocks.
 
         Each block is compared with the plain steps just before it.
         """
-        draft = _interquartile_mean(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
-        return draft, _interquartile_mean(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
+        draft = interquartile_mean(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
+        return draft, interquartile_mean(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
 
 
-def _interquartile_mean(values: Iterable[float]) -> float:
+def interquartile_mean(values: Iterable[float]) -> float:
     """Return the mean without the lowest and the highest quarter: of 1 2 3 9 it is 2.5."""
     ordered = sorted(values)
     cut = len(ordered) // 4

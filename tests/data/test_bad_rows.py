@@ -114,7 +114,10 @@ def test_a_chat_that_the_template_rejects_is_a_bad_row(tmp_path):
 
 def test_saved_rows_and_prompts_skip_bad_rows_too(tmp_path, capsys):
     source = write(tmp_path / "chats.jsonl", [*GOOD, *BAD.values()])
-    counts = save_rows(mixture_of([source]), chat_tokenizer("llama3"), 16, tmp_path / "rows", max_bad_rows=0.05)
+    request = RowRequest(
+        mixture=mixture_of([source]), split="train", tokenizer=chat_tokenizer("llama3"), length=16, max_bad_rows=0.05
+    )
+    counts = save_rows(request, tmp_path / "rows")
     assert set(counts) == set(SPLITS)
     assert " left out: " in capsys.readouterr().err
     tally = Tally(0.05)

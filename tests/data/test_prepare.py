@@ -178,7 +178,8 @@ def test_saved_rows_are_a_source_with_the_same_documents_and_splits(source, tmp_
     (source / "more.jsonl").write_text(
         "".join(json.dumps({"prompt": f"def f{i}():", "completion": f" return {i}"}) + "\n" for i in range(400))
     )
-    counts = save_rows(mixture_of([str(source)]), tokenizer, 64, folder)
+    request = RowRequest(mixture=mixture_of([str(source)]), split="train", tokenizer=tokenizer, length=64)
+    counts = save_rows(request, folder)
     saved = load_from_disk(str(folder))
     assert set(saved) == set(counts) == set(SPLITS)
     for split, rows in saved.items():
@@ -198,7 +199,7 @@ def test_saved_rows_are_a_source_with_the_same_documents_and_splits(source, tmp_
         }
         assert 0 < sum(mask) < len(mask)
     with pytest.raises(SourceError, match="already exists"):
-        save_rows(mixture_of([str(source)]), tokenizer, 16, folder)
+        save_rows(request, folder)
 
 
 def same_chats(rows, others):

@@ -31,6 +31,8 @@ def test_a_tuned_head_drafts_with_the_files_figures(target_folder, tuned_folder,
     assert drafter.choices[1].acceptance == {True: [0.6, 0.5], False: [0.6, 0.5]}
     assert drafter.cost(Chain(2), 2, False, True, 1) == pytest.approx(1.35)  # 1 + head + 2 levels + 2 tokens
     assert drafter.lookup == {True: [0.2, 0.4], False: [0.2, 0.4]}
+    fixed = load_drafter(tuned_folder, Target.load(str(target_folder)), num_speculative_tokens=2)
+    assert (fixed.name, fixed.nodes) == ("head", 2)
 
 
 def test_a_tree_is_for_the_temperature_that_it_was_tuned_for(tuned_folder, target_folder, never_measured):
