@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from accelerate import PartialState
 from datasets import Dataset, Features, Sequence, Value
 from filelock import FileLock
-from torch import accelerator
 
 from data.documents import Columns
+from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import (
     JsonObject,
@@ -67,7 +67,7 @@ class BatchFacts(Clocks, total=False):
 
 def state() -> PartialState:
     """Return accelerate's state of this process: `process_index`, `num_processes`; 0 and 1 without a launcher."""
-    return PartialState(cpu=not accelerator.is_available())
+    return PartialState(cpu=not has_accelerator())
 
 
 def stored_record(folder: Path) -> JsonObject | None:

@@ -188,7 +188,8 @@ def evaluate(
         if compared.tuned_in and not compared.lengths and server == "ours":
             tables = _tuned_tables(fixed, target, head, compared.tuned_in, temperatures, batch_size, engines, rule)
         if target.device.type == "cpu":  # on a GPU the first steps capture graphs
-            log(_time_needed(target, suites, tables, batch_size, max_new_tokens * measuring.repeats))
+            needed = _time_needed(target, suites, tables, batch_size, max_new_tokens * measuring.repeats)
+            log(needed if training else f"{needed}; --max_prompts changes it")  # a run's settings are fixed by now
         for suite, temperature in product(suites, temperatures):
             table, sampling = tables[temperature], Sampling(temperature, seed=measuring.seed)
             measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, measuring.repeats)
@@ -272,7 +273,7 @@ def _time_needed(
     unit = "turns" if batch_size == 1 else f"batches of {batch_size}"
     about = timedelta(seconds=round(seconds))
     work = f"{batches} {unit}, {decodings} decodings of {tokens} tokens"
-    return f"measuring takes about {about} ({work}); --max_prompts changes it"
+    return f"measuring takes about {about} ({work})"
 
 
 def _tuned_tables(

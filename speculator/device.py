@@ -65,6 +65,11 @@ def exact(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def has_accelerator() -> bool:
+    """Return whether this process computes on an accelerator: not on a Mac's, see `resolve_device`."""
+    return resolve_device().type != "cpu"
+
+
 def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """Return the requested device; None: the accelerator if there is one that can be used, else the CPU.
 

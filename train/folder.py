@@ -59,7 +59,7 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     found, now = _read(record), _settings(config)
     before = found["settings"]
     free = ["report_to"]
-    if not any((folder / name).exists() for name in ("generated", "stage2", "speculator")):
+    if not (has_text(folder) or any((folder / name).exists() for name in ("stage2", "speculator"))):
         free.append("stage2")
     before |= {name: now[name] for name in free}
     # Older versions had fewer options.
@@ -73,10 +73,19 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
             before[stage][_ACCUMULATION] = steps
     difference = _first_difference(before, now)
     if difference and not config.overwrite_output_dir:
+        again = f"; to write the text of stage 2 again, remove {folder}/generated and {folder}/stage2"
         raise UserError(
             f"{folder} holds a run with another {difference}; choose another --output_dir, such as "
             f"{_unused_name(folder)}; --overwrite_output_dir deletes the run that is there"
+            + again
+            * (difference.startswith("stage2") and not (folder / "speculator").exists())
         )
+
+
+def has_text(folder: Path) -> bool:
+    """Return whether a run's folder holds text for stage 2: a batch at least, not only the record of its settings."""
+    files = (path.name for path in (folder / "generated").rglob("*") if path.is_file())
+    return any(name not in ("record.json", "lock") for name in files)
 
 
 def _unused_name(folder: Path) -> Path:
@@ -139,6 +148,8 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
                 f"{folder}: changed since this run began: {', '.join(changed)}; --overwrite_output_dir starts again"
             )
         if begun | now != begun:
+            if not has_text(folder):  # the record of its settings may be that of others
+                shutil.rmtree(folder / "generated", ignore_errors=True)
             was, has = _rows_per_step(begun), _rows_per_step(now)
             if others := [f"{has[s]} in {s}, before {was[s]}" for s in has if was.get(s, has[s]) != has[s]]:
                 log(f"{folder}: rows per optimiser step changed: {', '.join(others)}")

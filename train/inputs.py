@@ -59,6 +59,8 @@ class Inputs:
         """Return fingerprints of "target", and of rows and prompts by split; a resumed run must have the same."""
         rows = {"training": self.train_rows, "validation": self.validation_rows}
         found = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
+        if isinstance(target, InProcessTarget) and target.group is None:
+            found["the target's weights"] = target.digest
         return found | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in self.suites.items()}
 
 

@@ -159,6 +159,8 @@ class Plan:
             raise UserError("target.parallel device_map can't be planned")
         self.text = target.get_text_config()
         self.served = bool(self.config.target.server)  # its layers run elsewhere, and so does the writing of text
+        if not self.served and getattr(target, "quantization_config", None):
+            raise UserError(f"{self.config.target.name_or_path} is quantised, so its memory can't be planned")
         sharded = self.config.target.parallel != "none"
         self.shards = divided(run.processes, self.config.target.parallel_size) if sharded else 1
         try:

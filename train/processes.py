@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from accelerate import PartialState
 
-from speculator.device import cores
+from speculator.device import cores, has_accelerator
 from speculator.errors import UserError, refuse
 from speculator.target.sharding import TIMEOUT
 from speculator.terminal import log
@@ -41,7 +41,7 @@ def join() -> PartialState:
         asked = os.environ.get(variable, "").lower() in ("1", "true")
         refuse((asked, f"accelerate is set to {what}: start with a file of configs/accelerate; {_INSTEAD}"))
     os.environ |= {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
-    return PartialState(cpu=not torch.accelerator.is_available(), timeout=TIMEOUT)
+    return PartialState(cpu=not has_accelerator(), timeout=TIMEOUT)
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def leave() -> None:
 
 def log_unused_gpus(state: PartialState) -> None:
     """Print how to use all GPUs if one process sees several."""
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    count = torch.accelerator.device_count() if has_accelerator() else 0
     if state.num_processes == 1 and count > 1:
         log(
             f"{count} GPUs are visible, one process uses one; "
@@ -90,5 +90,5 @@ def log_unused_gpus(state: PartialState) -> None:
 
 def use_all_cores() -> None:
     """Undo the one intra-op thread that accelerate's launcher forces on a CPU run."""
-    if not torch.accelerator.is_available():
+    if not has_accelerator():
         torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

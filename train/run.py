@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from eval.in_server import FORECAST_FILE
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
-from speculator.errors import run_command
+from speculator.errors import UserError, run_command
 from speculator.files import read_json
 from speculator.heads import Speculator
 from speculator.target.base import TrainingTarget
@@ -66,7 +67,7 @@ def main(config: RunConfig) -> int:
 
     def work() -> None:
         state = processes.join()
-        with processes.one_process_reports(), reporting_full_disk(Path(config.output_dir)):
+        with _naming(config), processes.one_process_reports(), reporting_full_disk(Path(config.output_dir)):
             if config.plan:
                 planned = Plan(settle(config, state.num_processes))
                 if state.is_main_process:
@@ -87,6 +88,15 @@ def main(config: RunConfig) -> int:
     if not code:
         processes.leave()
     return code
+
+
+@contextmanager
+def _naming(config: RunConfig) -> Iterator[None]:
+    """Let errors that name "the same command" name the one that resumes this run."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("the same command", config.same_command)) from None
 
 
 def run(asked: RunConfig) -> None:

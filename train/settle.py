@@ -61,7 +61,7 @@ class Run:
         Raises a UserError for a wrong setting, or one that does not fit the target.
         """
         text = target and text_config(target)
-        config = with_sizes_of_target(asked, text)
+        config = with_sizes_of_target(asked, text, encoder=bool(target and target.is_encoder_decoder))
         own, generate = config.data.self_source, config.stage2.generate
         if target is not None:
             checks.has_head_for(target, config.speculator)

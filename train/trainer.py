@@ -18,6 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from data.packing import Columns
 from eval import tracking
+from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import write_manifest
 from speculator.heads import Speculator, SpeculatorConfig
@@ -457,9 +458,9 @@ def arguments(**fields: Any) -> TrainingArguments:
         greater_is_better=True,
         remove_unused_columns=False,
         label_names=["labels"],
-        use_cpu=not torch.accelerator.is_available(),
+        use_cpu=not has_accelerator(),
         ddp_find_unused_parameters=False,
-        dataloader_num_workers=_LOADERS if torch.accelerator.is_available() else 0,
+        dataloader_num_workers=_LOADERS if has_accelerator() else 0,
         project=tracking.PROJECT,
         trackio_space_id=None,
         logging_nan_inf_filter=False,  # the filter syncs at every step, and hides what must end the run

@@ -55,12 +55,23 @@ def digest(model: Any) -> str:
     """
     adapters = {name: config.to_dict() for name, config in getattr(model, "peft_config", {}).items()}
     config = {name: value for name, value in model.config.to_dict().items() if name not in _OF_FILES}
-    found = hashlib.sha256(json.dumps([config, adapters], sort_keys=True, default=str).encode())
+    facts = json.dumps([config, adapters], sort_keys=True, default=_written_value)
+    return hashlib.sha256(f"{facts} {digest_of_weights(model)}".encode()).hexdigest()
+
+
+def digest_of_weights(model: Any) -> str:
+    """Return a hash of all weights, which other versions of the libraries find too."""
+    found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tuple(tensor.shape)}".encode())
         if not tensor.is_meta:  # offloaded weights are
             found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def _written_value(value: Any) -> Any:
+    """Return a value of a config for JSON. Sets, which PEFT has, get an order that is the same in all processes."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
 
 
 def _written(samples: list[int]) -> str:

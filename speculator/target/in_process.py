@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +19,7 @@ from speculator.target.attention.attention import avoid_cudnn, original_attentio
 from speculator.target.aux_layers import AuxLayers, without_output_layer
 from speculator.target.base import TrainingTarget
 from speculator.target.encoder.encoder import Encoder, StatesOnly, decoder_config
-from speculator.target.fingerprint import fingerprint
+from speculator.target.fingerprint import digest_of_weights, fingerprint
 from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import add_adapter, drop_vision_tower, read_target
 from speculator.target.packed import Layout, indices_by_document, one_per_row, packed
@@ -208,6 +209,11 @@ class InProcessTarget(ModelHere):
             names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(missing))))
             log(f"{target.name}: a text also ends at {names}, which its generation config lacks")
         return cls.of(target)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all weights. It tells a fine-tune of the inner layers from its original; `fingerprint` does not."""
+        return digest_of_weights(self.model)
 
     @classmethod
     def of(cls, half: InProcessTarget) -> Self:

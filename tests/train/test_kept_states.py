@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.kernels.compiled import can_compile
+from speculator.target.fingerprint import digest
 from train import kept_states
 from train.config import LossConfig
 from train.kept_states import KeptStates
@@ -146,6 +147,18 @@ def test_files_belong_to_a_document_a_target_and_the_layers_that_a_head_reads(ta
     folders = [KeptStates(*given).folder for given in others]
     assert len({kept.folder, *folders}) == 6
     assert KeptStates(same, (), True).folder == kept.folder
+
+
+def test_an_adapters_set_of_names_has_one_digest_in_all_processes(target):
+    """PEFT writes a set, whose order is another one in each process."""
+    names = [f"layers.{i}" for i in range(9)]
+    digests = []
+    for listed in (set(names), names):
+        target.model.peft_config = {
+            "default": SimpleNamespace(to_dict=lambda listed=listed: {"target_modules": listed})
+        }
+        digests.append(digest(target.model))
+    assert digests[0] == digests[1]
 
 
 def test_rows_of_a_batch_are_read_in_any_company(target, monkeypatch):

@@ -1,5 +1,6 @@
 """`train.py --data.sources '[self]'`: the target writes what the run reads, and nobody else need know."""
 
+import copy
 import json
 from dataclasses import replace
 from itertools import groupby
@@ -113,6 +114,10 @@ def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, t
         in folders
     )
     assert folder_of(settled(config, target), target) in folders
+    tuned = Target(copy.deepcopy(target.model), target.tokenizer)
+    tuned.model.model.layers[0].mlp.up_proj.weight.data *= 2  # which the fingerprint does not see
+    assert tuned.fingerprint == target.fingerprint
+    assert folder_of(settled(config, tuned), tuned) not in folders
 
 
 def test_text_of_stage_2_is_packed_in_the_same_rows_each_time(chat_folder, tmp_path):
@@ -135,8 +140,8 @@ def test_the_checkpoint_of_stage_2_is_chosen_by_rows_that_the_target_wrote(chat_
     run = settled(config_of(chat_folder, tmp_path, **{"stage2.max_steps": 1, "eval.validation_rows": 4}))
     rows = Dataset.from_list([{"input_ids": [i]} for i in range(100)])
     trained, held = own_text.held_out(run, rows)
-    assert [row["input_ids"] for row in (*trained, *held)] == [[i] for i in range(100)]
-    assert len(held) == 4
+    assert [row["input_ids"] for row in held] == [[24], [49], [74], [99]]
+    assert sorted(row["input_ids"] for row in (*trained, *held)) == [[i] for i in range(100)]
     few, none = own_text.held_out(run, rows.select(range(19)))
     assert (len(few), none) == (19, None)
 

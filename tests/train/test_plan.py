@@ -1,6 +1,7 @@
 """`--plan`: what a run will need, against what was measured on an H100 and what the trainer allocates."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -271,6 +272,17 @@ def test_gpus_are_known_by_their_own_names():
 def test_a_target_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="config"):
         planned(config_of(tmp_path, "--plan"))
+
+
+def test_a_quantised_target_is_not_counted_as_if_it_were_whole(target_folder, tmp_path):
+    folder = tmp_path / "quantised"
+    shutil.copytree(target_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    with pytest.raises(UserError, match=f"{folder} is quantised, so its memory can't be planned"):
+        planned(config_of(folder, "--plan", "H100"))
+    assert settled(config_of(folder), AutoConfig.from_pretrained(folder), H100).plan is None
 
 
 @pytest.mark.parametrize(

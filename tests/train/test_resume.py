@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.rendering import load_tokenizer
+from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import manifest_error, write_manifest
 from train import checkpoint, interrupts, trainer
@@ -360,12 +361,25 @@ def test_settings_of_stages_that_have_not_begun_may_change(tmp_path, capsys):
     write_record(folder, other, 1)
     assert yaml.safe_load((folder / "config.yaml").read_text())["settings"]["stage2"]["max_steps"] == 7
     assert capsys.readouterr().err == ""
-    for made in ("generated", "stage2", "speculator"):
-        (folder / made).mkdir()
+    # A first batch that did not fit the memory leaves the record of the text's settings alone.
+    begun = folder / "generated" / "batches"
+    begun.mkdir(parents=True)
+    (begun / "record.json").touch()
+    check_same_run(folder, parse([]), 1)
+    write_record(folder, other, 1)
+    assert begun.exists()
+    write_record(folder, parse([]), 1)
+    assert not begun.exists()
+    write_record(folder, other, 1)
+    for made in ("generated/batches/0.json", "stage2", "speculator"):
+        (folder / made).mkdir(parents=True) if "." not in made else begun.mkdir(parents=True)
+        if "." in made:
+            (folder / made).touch()
         check_same_run(folder, other, 1)
-        with pytest.raises(UserError, match="holds a run with another stage2"):
+        again = "" if made == "speculator" else f"; to write .* again, remove {folder}/generated and {folder}/stage2$"
+        with pytest.raises(UserError, match=f"holds a run with another stage2.*{again}"):
             check_same_run(folder, parse([]), 1)
-        (folder / made).rmdir()
+        shutil.rmtree(folder / made.split("/")[0])
     with pytest.raises(UserError, match=r"holds a run with another stage1\.max_steps"):
         check_same_run(folder, parse(["--stage1.max_steps", "7"]), 1)
 
@@ -388,6 +402,35 @@ def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_
     write_record(tmp_path / "one stage", four, 1)
     write_record(tmp_path / "one stage", two, 2)
     assert capsys.readouterr().err == ""
+
+
+def test_a_stage_of_epochs_is_not_continued_with_other_rows_per_step(unfinished, run, capfd):
+    """Eight processes would have an eighth of the steps, and step 16 would be the end of all."""
+    shutil.rmtree(unfinished / "stage1" / "checkpoint-16")
+    for folder in (unfinished / "stage1").glob("checkpoint-*"):
+        state = json.loads((folder / "trainer_state.json").read_text())
+        (folder / "trainer_state.json").write_text(json.dumps(state | {"max_steps": 128}))
+        write_manifest(folder)
+    assert run(unfinished) == 2
+    said = capfd.readouterr().err
+    assert "stage1 has 16 steps on 1 processes, and was begun with 128: start as many processes as before" in said
+
+
+def test_the_command_that_resumes_an_overwriting_run_does_not_overwrite(monkeypatch, tmp_path, capfd):
+    def fail(_):
+        raise UserError("no server has answered; the same command resumes from the last checkpoint")
+
+    monkeypatch.setattr("train.run.run", fail)
+    assert main(parse(["--overwrite_output_dir", "--output_dir", str(tmp_path)])) == 2
+    assert "; the same command without overwrite_output_dir resumes from" in capfd.readouterr().err
+
+
+def test_a_mac_trains_on_its_cpu(monkeypatch, tmp_path):
+    """Its GPU lacks the numbers of 64 bits that sampling needs, so the target is on the CPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("mps"))
+    assert not has_accelerator()
+    assert trainer.arguments(output_dir=str(tmp_path)).device.type == "cpu"
 
 
 def test_two_runs_in_a_folder_are_refused(tmp_path):
@@ -495,7 +538,8 @@ def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):
 
     from train.processes import log_unused_gpus
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for module in ("train.trainer", "train.processes"):
+        monkeypatch.setattr(f"{module}.has_accelerator", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     made = trainer.arguments(output_dir=str(tmp_path), per_device_train_batch_size=3)

@@ -4,7 +4,7 @@ import gzip
 from dataclasses import replace
 
 import pytest
-from conftest import settled
+from conftest import settled, tiny_head
 from datasets import Dataset
 from transformers import AutoConfig, LlamaConfig
 
@@ -34,11 +34,17 @@ def test_a_recipe_fits_targets_of_all_shapes(recipe, layers, vocab_size):
         assert made.aux_layers == [2, layers // 2, layers - 3]
 
 
-def test_the_row_length_is_the_targets_context_up_to_a_limit():
+def test_the_row_length_is_the_targets_context_up_to_a_limit(tmp_path):
     config = parse(["--config", "configs/eagle3.yaml"])
     assert with_sizes_of_target(config, shaped(8, 99, 131_072)).data.seq_length == 4096
     assert with_sizes_of_target(config, None).data.seq_length == 4096
     assert with_sizes_of_target(config, AutoConfig.for_model("mamba")).data.seq_length == 4096
+    head = tiny_head()
+    head.config.trained_length = 60
+    head.save_pretrained(tmp_path)
+    continued = replace(config, speculator=replace(config.speculator, warm_start=str(tmp_path)))
+    assert with_sizes_of_target(continued, shaped(8, 99)).data.seq_length == 60
+    assert with_sizes_of_target(continued, None, encoder=True).data.seq_length == 4096  # 60 are its longest answer
     set_by_hand = replace(config, data=replace(config.data, seq_length=77))
     assert with_sizes_of_target(set_by_hand, shaped(8, 99)).data.seq_length == 77
 
