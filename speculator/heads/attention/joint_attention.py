@@ -19,6 +19,9 @@ from speculator.device import compute_dtype, exact, send
 
 flash_forward = torch.ops.aten._flash_attention_forward
 flash_backward = torch.ops.aten._flash_attention_backward
+_SCORES = {"cpu": 2**20}
+_SCORES_ON_GPU = 2**25
+"""Attention scores in memory at a time, by kind of device."""
 _NUMBERS = 2**25
 """Elements of the queries whose own keys are processed at a time, in addition to flash attention."""
 
@@ -41,6 +44,21 @@ class Block(NamedTuple):
         query, keys, values, own_keys, own_values = tensors
         shared = [x[self.sequence, self.span] for x in (keys, values)]
         return [query[self.rows], *shared, own_keys[:, self.rows], own_values[:, self.rows]]
+
+
+def scores_of_a_head(kind: str, heads: int) -> int:
+    """Return the most attention scores of each head that may be in memory at a time; `kind` is the device's."""
+    return _SCORES.get(kind, _SCORES_ON_GPU) // heads
+
+
+def positions_with_label(positions: int, loss_mask: Tensor | None) -> Tensor:  # [B, S] -> [R]
+    """Return the indices into B * S flattened positions that need features; None: all. One is always among them."""
+    if loss_mask is None:
+        return torch.arange(positions, device="cpu")
+    found = loss_mask.flatten().nonzero()[:, 0]
+    return (
+        found if len(found) else torch.zeros(1, dtype=torch.long, device="cpu")
+    )  # DDP needs a gradient for every weight
 
 
 class QueryRows:

@@ -33,17 +33,19 @@ from transformers import PreTrainedConfig
 
 from speculator.errors import UserError
 from speculator.heads.attention.base import AttentionHead, Norm, Rope, default_aux_layers
-from speculator.heads.attention.joint_attention import QueryRows, fused_dtype, joint_attention
+from speculator.heads.attention.joint_attention import (
+    QueryRows,
+    fused_dtype,
+    joint_attention,
+    positions_with_label,
+    scores_of_a_head,
+)
 from speculator.heads.attention.levels import LevelSource
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.drafting import Eagle3Form
 from speculator.heads.eagle3.layer import Eagle3Layer
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts
-
-_SCORES = {"cpu": 2**20}
-_SCORES_ON_GPU = 2**25
-"""Attention scores in memory at a time in training, by kind of device."""
 
 
 class Eagle3Speculator(UnrolledHead, AttentionHead):
@@ -166,12 +168,8 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         keys, values = layer.self_attn.key_value(u, self.rope(positions, self.fc.weight.dtype))
 
         # Indices into the flattened [B * S] positions: of those without a label only keys and values are computed.
-        everything = torch.arange(documents.numel(), device=documents.device)
-        wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
-        if not len(wanted):
-            wanted = everything[:1]  # DDP needs a gradient for every weight
-        kind = states.device.type
-        limit = _SCORES.get(kind, _SCORES_ON_GPU) // self.config.num_attention_heads
+        wanted, kind = positions_with_label(documents.numel(), loss_mask), states.device.type
+        limit = scores_of_a_head(kind, self.config.num_attention_heads)
         rows = QueryRows(wanted, document_starts(documents), limit, self.config.sliding_window, states.device)
         fused = fused_dtype(keys, kind)
 

@@ -31,17 +31,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from speculator.heads.attention.joint_attention import QueryRows, fused_dtype, joint_attention
+from speculator.heads.attention.joint_attention import (
+    QueryRows,
+    fused_dtype,
+    joint_attention,
+    positions_with_label,
+    scores_of_a_head,
+)
 from speculator.heads.mtp.block import MTPLayer, Rotary, empty_decoder
 from speculator.heads.mtp.config import MTPSpeculatorConfig
 from speculator.heads.mtp.drafting import MTPSource
 from speculator.heads.target_matrices import HeadOnTargetMatrices
 from speculator.heads.unrolled import UnrolledHead
 from speculator.target.packed import document_starts
-
-_SCORES = {"cpu": 2**20}
-_SCORES_ON_GPU = 2**25
-"""Attention scores in memory at a time in training, by kind of device."""
 
 
 class Joint:
@@ -190,10 +192,9 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         if documents is None:
             documents = torch.zeros(len(tokens), length, dtype=torch.long)
         positions, starts = torch.arange(length, device=states.device), document_starts(documents)
-        everything = torch.arange(documents.numel(), device=documents.device)
-        kind, heads = states.device.type, self.config.block["num_attention_heads"]  # type: ignore[index]
-        limit = _SCORES.get(kind, _SCORES_ON_GPU) // heads
-        rows = QueryRows(everything, starts, limit, None, states.device)
+        heads = self.config.block["num_attention_heads"]  # type: ignore[index]
+        limit = scores_of_a_head(states.device.type, heads)
+        rows = QueryRows(positions_with_label(documents.numel(), None), starts, limit, None, states.device)
 
         embedded = self.embed(tokens[:, :length])
         if self.config.zero_first:
@@ -209,9 +210,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
 
         feature, state, *text = self._step(0, 0, rows, embedded, state, positions[None])
         features.append(feature)
-        wanted = everything if loss_mask is None else loss_mask.flatten().nonzero()[:, 0]
-        if not len(wanted):
-            wanted = everything[:1]  # DDP needs a gradient for every weight
+        wanted = positions_with_label(documents.numel(), loss_mask)
         # From step 1 on only positions with a label: R rows as one sequence, [1, R, D].
         rows = QueryRows(wanted, starts, limit, None, states.device)
         state = state.flatten(0, 1)[None, rows.wanted]

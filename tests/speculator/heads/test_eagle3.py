@@ -137,7 +137,7 @@ def test_training_form_equals_the_equations_for_any_block_size(kind, monkeypatch
     mix = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected_gradients = torch.autograd.grad((expected * mix).sum(), [aux_hidden, *weights])
     for rows in (1, 5, 100):
-        monkeypatch.setitem(eagle3._SCORES, "cpu", rows * 4 * DOCUMENTS.shape[1])
+        monkeypatch.setitem(joint_attention._SCORES, "cpu", rows * 4 * DOCUMENTS.shape[1])
         found = torch.stack([head.lm_head(x) for x in head.unrolled(aux_hidden, tokens, DOCUMENTS)])
         torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
         for a, b in zip(
@@ -153,7 +153,7 @@ def test_positions_outside_the_loss_mask_are_skipped_and_change_nothing(wanted, 
     loss_mask = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
     loss_mask[1, wanted] = True
     loss_mask[0] = True
-    monkeypatch.setitem(eagle3._SCORES, "cpu", 3 * 4 * DOCUMENTS.shape[1])
+    monkeypatch.setitem(joint_attention._SCORES, "cpu", 3 * 4 * DOCUMENTS.shape[1])
     queries = []
     head.layers[0].mlp.register_forward_hook(lambda module, given, out: queries.append(len(given[0])))
     with torch.no_grad():
