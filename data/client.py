@@ -134,8 +134,7 @@ async def _fetch(
 ) -> None:
     """Request the answers to the prompts of some batches, and write each batch when its last conversation has ended.
 
-    Args:
-        batches: numbers of the prompts by number of the batch.
+    `batches` maps the number of a batch to the numbers of its prompts.
     """
     available = set(servers)
     refused: list[str] = []

@@ -182,9 +182,7 @@ def _enumerate(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
 def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str) -> Iterator[Document]:
     """Yield a document for each (number, parsed row, error or None); a bad row gets "fault".
 
-    Args:
-        name: of the file in its source, for the ids.
-        place: path of the file, for messages.
+    Ids begin with the file's `name` in its source, and messages with its path, `place`.
     """
     for number, row, error in rows:
         where = f"{place}:{number}"
@@ -226,11 +224,7 @@ def _parquet(file: Path) -> Iterator[Any]:
 def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
     """Cut a text file at line ends into documents of about 10 kB, so that a long file has a share in every split.
 
-    A piece that is not UTF-8 text gets "fault".
-
-    Args:
-        name: of the file in its source, for the ids.
-        where: path of the file, for messages.
+    A piece that is not UTF-8 text gets "fault". Ids begin with the file's `name` in its source; `where` is its path.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     count = 0

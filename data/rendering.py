@@ -166,9 +166,7 @@ def _rows_of(
 ) -> list[TokenDocument]:
     """Return the rows of a document.
 
-    Args:
-        tokens: token ids of the batch's texts; a document that is a text takes the next ones.
-        chats: rows and facts, or RowError, of the batch's chats; a document that is a chat takes the next ones.
+    A text takes the next of its batch's `tokens`, and a chat the next of its batch's `chats`, which are from `_chats`.
     """
     if pairs:
         return [_pair(document, tokenizer, pairs)]
@@ -353,10 +351,7 @@ def _token_rows(
 
     A server tokenises all that precedes an answer at once, and the model continues these tokens. So an answer whose
     first character would join the context's last token is tokenised alone. A later context that tokenises an earlier
-    answer in another way begins another row.
-
-    Args:
-        whole: tokens of the row's whole text, for the part after the last answer.
+    answer in another way begins another row. The part after the last answer is taken from `whole`, the row's tokens.
     """
     rows: list[tuple[list[int], list[int]]] = []
     contexts, written = (_tokens([row.text[: span[side]] for span in row.spans], tokenizer) for side in (0, 1))

@@ -151,9 +151,7 @@ def _check_size(where: str, characters: int) -> None:
 def _chat(messages: Any, given: dict[str, Json], where: str) -> Content:
     """Return a checked chat from its first message that is not the assistant's; "dropped" counts those before it.
 
-    Args:
-        messages: of the chat, or their JSON.
-        given: the row, for its "tools", and the "system" message of a chat that has none.
+    `messages` may be JSON text. The row, `given`, gives "tools", and the "system" message of a chat that has none.
     """
     messages, tools = with_system(from_json(messages), given.get("system")), given.get("tools")
     if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:

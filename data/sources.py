@@ -78,10 +78,8 @@ def _documents(
 ) -> Iterator[Document]:
     """Yield the documents of one split of a source without copies, and count the split's rows in `tally`.
 
-    Args:
-        rows: all documents of the source.
-        seen: digests of earlier documents; new ones are added.
-        elsewhere: return whether the document of a digest is kept in another source, and is a copy here.
+    `rows` are of all splits. `seen` has the digests of earlier documents and gets the new ones. `elsewhere` returns
+    whether another source keeps the document of a digest.
     """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")

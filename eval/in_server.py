@@ -129,9 +129,7 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
 def _counters(base: str, shown: str) -> Counter[str]:
     """Return vLLM's counters since its start: "drafts", and "accepted_tokens", also by position: "0", "1", ...
 
-    Args:
-        base: URL of the server without /v1.
-        shown: the server's address in a UserError, which is raised without a page or counters.
+    `base` is the server's URL without /v1. A UserError names the server as `shown` if there is no page or no counters.
     """
     import httpx
 
@@ -149,9 +147,7 @@ def _counters(base: str, shown: str) -> Counter[str]:
 def _acceptance(counted: Counter[str], before: Counter[str]) -> Served:
     """Return "drafts", "accepted_per_position" and "acceptance_length" of the steps between two readings of counters.
 
-    Args:
-        counted: the later reading, which is changed in place.
-        before: the earlier one.
+    `counted`, the later reading, is changed in place.
     """
     counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
     drafts = counted.pop("drafts", 0)

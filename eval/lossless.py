@@ -92,14 +92,9 @@ def _fit(
     fixed: Mapping[str, int | None],
     drafters: int,
 ) -> Suite:
-    """Set the numbers of prompts and samples that the user left open, print the time, and return the suite to check.
+    """Set the numbers of prompts and samples left open, None in `fixed`; print the time and return the suite to check.
 
-    The time is that of plain steps. Drafts may shorten it, and verification may lengthen it.
-
-    Args:
-        arguments: `max_prompts` and `samples` are set in place.
-        fixed: values of `_MOST` that the user gave, or None.
-        drafters: number of drafters that are checked.
+    They are set in `arguments`. The time is that of plain steps: drafts may shorten it, verification may lengthen it.
     """
     rows = batch_size(target, drafter, arguments.samples)
     one, many = (step_seconds(target, suite.prompts[0], count) for count in (1, rows))

@@ -254,8 +254,7 @@ def _category(name: str, decoder: Decoder, part: Measured) -> Figures:
 def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[int]) -> Figures:
     """Return the figures of `acceptance`, and "acceptance_length_interval" {"low", "high"} unless all steps were cut.
 
-    Args:
-        conversations: number of each batch's conversation; the interval is over conversations.
+    The interval is over conversations; `conversations` has the number of each batch's conversation.
     """
     # Turns of a conversation depend on each other, so a conversation is one sample: its (tokens, steps) are added up.
     sums: dict[int, list[int]] = {}

@@ -124,11 +124,8 @@ def _decoder(
 ) -> Line:
     """Return a decoder's line of the page's table, as {column: `Cell`}.
 
-    The first four arguments are an item of `decoder_lines`.
-
-    Args:
-        lengths: those of `head_lengths`: if there are any, the line of a head names its draft length.
-        others: baselines beside plain decoding, which have a column each.
+    The first four arguments are an item of `decoder_lines`, and `lengths` are those of `head_lengths`. The `others` are
+    baselines besides plain decoding, which have a column each.
     """
     speculative, cost = baseline is None, row.get("cost", {})
     memory = row["peak_memory_bytes"][key]
@@ -153,12 +150,9 @@ def _decoder(
 
 
 def _category(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
-    """Return a category's line of the page's table, as {column: `Cell`}.
+    """Return the line of a category in the page's table, as {column: `Cell`}.
 
-    Args:
-        row: the decoder's row of the report.
-        part: the category's figures in it.
-        lengths: those of `head_lengths`.
+    `part` has the category's figures in `row`, the decoder's row of the report. `lengths` are those of `head_lengths`.
     """
     return {
         "category": (part["name"], None),

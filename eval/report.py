@@ -171,11 +171,9 @@ def _table(rows: list[ReportRow], lengths: set[int]) -> str:
 
 
 def _line(name: str, acceptance_length: str, row: ReportRow, key: str, ratios: list[str]) -> list[str]:
-    """Return the cells of a decoder's line of `_table`.
+    """Return the cells of a decoder's line of `_table`; `ratios` are the cells of its speedups over each baseline.
 
-    Args:
-        key: key of the decoder in the row's figures by decoder, such as "tokens_per_second".
-        ratios: cells with the speedups over each baseline.
+    `key` is the decoder's key in the row's figures by decoder, such as "tokens_per_second".
     """
     memory = row["peak_memory_bytes"][key]
     return [

@@ -226,8 +226,7 @@ def _content(
 ) -> Report:
     """Return the content of report.json; the arguments are those of `evaluate`.
 
-    Args:
-        not_run: why a baseline was not run, by its name.
+    `not_run` has the reason why a baseline was not run, by its name.
     """
     batch_sizes, draft_model = measuring.batch_sizes, compared.draft_model
     assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
@@ -263,9 +262,7 @@ def _time_needed(
 ) -> str:
     """Return a log line on how long the measurement takes if no answer ends early and drafts gain and lose no time.
 
-    Args:
-        tables: the decoders by temperature.
-        tokens: new tokens of each prompt, over all repeats.
+    `tables` has the decoders by temperature. `tokens` is the number of new tokens of each prompt, over all repeats.
     """
     batches = sum(count_batches(suite, batch_size) for suite in suites)
     decodings = batches * sum(map(len, tables.values()))
@@ -288,11 +285,8 @@ def _tuned_tables(
 ) -> dict[float, list[Decoder]]:
     """Return the decoders to measure, by temperature.
 
-    They are `fixed`, of which the head's decoder gets its fastest draft if the head was tuned, and adaptive drafting
-    unless a `rule` is given.
-
-    Args:
-        folder: the head's, with or without a decoding.json.
+    They are `fixed`, of which the head's decoder gets its fastest draft if the head's `folder` has a decoding.json, and
+    adaptive drafting unless a `rule` is given.
     """
     tables, tuning = {}, read_tuning(folder, head)
     for temperature in temperatures:

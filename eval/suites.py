@@ -154,9 +154,7 @@ def _is_text(row: Any) -> bool:
 def _prompt(where: str, row: Any, chat: bool) -> Prompt:
     """Return the prompt of a row. Messages after the user's last one are dropped: they are another model's answer.
 
-    Args:
-        where: place of the row, for a UserError about a row without a prompt.
-        chat: apply the chat template, if the row is a chat.
+    If `chat`, a chat gets the chat template. A UserError about a row without a prompt names its place, `where`.
     """
     refuse((_is_text(row), f'{where}: has "text" to cut a prompt from, but the first row is a prompt'))
     if isinstance(row, dict) and not any(row.get(key) is not None for key in KEYS):
@@ -182,12 +180,8 @@ def _wanted(
     """Yield the token ids and the prompt of usable rows, until `count` of each category fit.
 
     Prompts that do not fit are yielded too. Rows without categories are read no further than that; with categories all
-    rows are read.
-
-    Args:
-        rows: (place for errors, content, what is wrong with the row or None) of each row.
-        chat: apply the chat template to chats.
-        tally: counts all rows and the unusable ones, which are skipped.
+    rows are read. Each of the `rows` is (place for errors, content, what is wrong with the row or None). If `chat`,
+    chats get the chat template. `tally` counts all rows, and the unusable ones, which are skipped.
     """
     fitting: Counter[str] = Counter()
     for where, row, error in rows:

@@ -115,13 +115,8 @@ def _trace(
 def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -> tuple[list[tuple[int, str]], int]:
     """Return the path of a draft that the page shows, as (token, source) pairs, and the number of drafted tokens.
 
-    The path has the accepted tokens, and then the first child of each token, down to a leaf.
-
-    Args:
-        drafter: the drafter that made the draft.
-        key: key of the decoder, see `Decoder`; it is the source, unless head and lookup share the draft.
-        draft: draft of one row.
-        verified: result of its verification.
+    The path has the accepted tokens, and then the first child of each token, down to a leaf. The source is `key`, the
+    decoder's, unless head and lookup share the draft. The draft has one row.
     """
     drafted = int(draft.lengths[0])
     tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()

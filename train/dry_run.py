@@ -239,9 +239,8 @@ def _one_step(stage: Stage) -> Stage:
 def _done(config: RunConfig, run: Path) -> Iterator[str]:
     """Yield the lines to print: what each stage and the evaluation did on stand-ins, and a hint to --plan.
 
-    Args:
-        config: the real settings, which tell the stages.
-        run: folder of the finished run on stand-ins; an AssertionError is raised if a stage logged no loss.
+    `config` has the real settings, and `run` is the folder of the run on stand-ins. An AssertionError is raised if
+    a stage logged no loss.
     """
     for name in ("stage1", "stage2"):
         if getattr(config, name).max_steps:

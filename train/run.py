@@ -153,8 +153,7 @@ def run(asked: RunConfig) -> None:
 def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> None:
     """Run the remaining stages, publish the head and write its report.
 
-    Args:
-        heads: a list of the head to start from, which stage 1 pops, so that the head can be freed after the stage.
+    `heads` holds the head to start from. Stage 1 pops it, so that it can be freed after the stage.
     """
     state, run, config = PartialState(), inputs.run, inputs.run.config
     folder, head_folder = run.folder, run.head_folder

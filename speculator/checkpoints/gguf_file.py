@@ -67,14 +67,9 @@ _WHOLE = {
 
 
 def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> JsonObject:
-    """Return the GGUF metadata that all heads have, by key.
+    """Return the GGUF metadata that all heads have, by key; the keys' prefix is `architecture`, "eagle3" or "dflash".
 
     Raises a UserError for a head without `aux_layers` or with a rope that llama.cpp can't run.
-
-    Args:
-        architecture: "eagle3" or "dflash", the prefix of the keys.
-        dtype: name of the weights' dtype.
-        layers: number of the head's layers.
     """
     rope = config.rope_parameters or {}
     kind = rope.get("rope_type", "default")

@@ -114,10 +114,8 @@ def _config(found: GGUFReader, stored: dict[str, ReaderTensor]) -> tuple[JsonObj
 def _weights(head: Any, stored: dict[str, ReaderTensor], interleaved: bool) -> dict[str, Tensor]:
     """Return dequantised tensors by the head's names, and remove the tensors that were used from `stored`.
 
-    Args:
-        head: a head of the same shape as the file's.
-        stored: the file's tensors by name; the ids of the draft vocabulary stay in it.
-        interleaved: rope pairs neighbouring features in the file's query and key projections; they are reordered.
+    The ids of the draft vocabulary stay in `stored`. `head` has the file's shapes. If `interleaved`, rope pairs
+    neighbouring features in the file's query and key projections, which are reordered.
     """
     from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 

@@ -92,14 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
     """Create the drafter that the flags describe, but with the head in another folder.
 
-    Args:
-        arguments: flags of the command.
-        target: the loaded target.
-        make_drafter: creates a drafter, given flags.
-        folder: folder of the head.
-
-    Raises:
-        UserError: the head was trained for another target, or can't be loaded.
+    Raises a UserError if the head was trained for another target or can't be loaded.
     """
     trained_for = read_config(Path(folder)).get("base_model_fingerprint")
     if trained_for and not similar_target(trained_for, target.fingerprint):

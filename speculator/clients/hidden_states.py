@@ -253,9 +253,7 @@ class HiddenStateServers:
     def _leave(self, server: _HiddenStateServer, fault: str) -> None:
         """Note that a server has failed a request, and pause it; raise a UserError if all have failed for 20 minutes.
 
-        Args:
-            server: the server.
-            fault: one line that names the server and what went wrong.
+        `fault` is one line that names the server and what went wrong.
         """
         with self._change:
             server.busy -= 1
@@ -277,14 +275,8 @@ class HiddenStateServers:
     def _ask(self, server: _HiddenStateServer, tokens: list[int], **more: Any) -> tuple[Path, Any]:
         """Send a document; return the path of the file that the answer names, and the answer.
 
-        Args:
-            server: where to send it.
-            tokens: token ids of the document.
-            more: further fields of the request.
-
-        Raises:
-            UserError: the file is not on this machine, or is to hold other layers.
-            openai.APIError: the server failed.
+        `more` are further fields of the request. Raises a UserError if the file is not on this machine or is to hold
+        other layers, and an openai.APIError if the server failed.
         """
         request = f"{self._name}-{next(self._numbers)}"
         try:

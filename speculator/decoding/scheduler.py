@@ -163,12 +163,8 @@ class Scheduler:
         """Find the prompt in flight that shares the longest prefix with the request, if copying it saves enough.
 
         Copying saves enough if the prefix is computed already, or if waiting for it saves more than half of the tokens
-        left to compute.
-
-        Args:
-            num_computed: tokens that the request can take from a free slot instead.
-            hashes: hashes of the prompt's prefixes of whole blocks, the shortest first.
-            overlap: see `admit`.
+        left to compute. A free slot offers `num_computed` tokens instead. `hashes` are of the prompt's prefixes of
+        whole blocks, the shortest first. For `overlap` see `admit`.
 
         Returns:
             The prompt's slot, its sequence and the number of tokens to copy; None if no prompt shares enough.

@@ -243,12 +243,9 @@ class Chooser:
         logits: Sequence[float],
         shifts: Sequence[Shift],
     ) -> PricedDraft:
-        """Return the plan of the next step.
+        """Return the plan of the next step, see `choose`; `shifts` are the requests' estimates for the head.
 
-        Args:
-            requests, found: see `choose`.
-            logits: measured log-odds that a token of each request's path is accepted.
-            shifts: each request's estimate for the head.
+        `logits` are the measured log-odds that a token of each request's path is accepted.
         """
         kinds, rows = [request.sampling.greedy for request in requests], len(requests)
         greedy, none = all(kinds), [0] * rows

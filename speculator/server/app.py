@@ -231,11 +231,7 @@ class _Routes:
     ) -> Response:
         """Tokenize the prompts, decode the answers, and return the response, whole or as a stream of events.
 
-        Args:
-            http: the HTTP request.
-            request: its checked fields.
-            prompts: chats, texts or token ids; each has `request.choices` answers.
-            writer_class: form of the response.
+        Each prompt has `request.choices` answers.
         """
         began = time.monotonic()
         self._check_model(request.model)
@@ -330,10 +326,8 @@ class _Routes:
     async def _outputs(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[StepOutput]:
         """Yield the outputs of a job, as they come, until every answer has ended.
 
-        Args:
-            job: decoding requests, one per answer.
-            writer: the caller adds each output to it; an answer in which it finds a stop string is cancelled.
-            began: time of the request by `time.monotonic`, for the time to the first token.
+        The caller adds each output to `writer`. An answer in which the writer finds a stop string is cancelled. The
+        time to the first token starts at `began`, by `time.monotonic`.
         """
         first = True
         while not writer.done:
@@ -348,11 +342,9 @@ class _Routes:
                 job.requests[output.index].cancel()
 
     def _close(self, job: Job, writer: CompletionWriter, began: float, recorded: bool) -> None:
-        """Cancel unfinished answers, count all answers and the request's seconds; record the answers if all are whole.
+        """Cancel unfinished answers, and count all answers and the request's seconds.
 
-        Args:
-            job, writer, began: as in `_outputs`.
-            recorded: whether to record the answers.
+        With `recorded`, also record the answers if all are whole.
         """
         job.cancel()
         self.metrics.request_seconds.observe(time.monotonic() - began)

@@ -240,13 +240,9 @@ class CompletionWriter:
     def _choice(
         self, index: int, text: ResponseChoice, tokens: list[int], logprobs: list[TokenLogprobs]
     ) -> ResponseChoice:
-        """Return a choice of the response.
+        """Return a choice of the response; its `text` is the result of `message` or `delta`.
 
-        Args:
-            index: number of the answer.
-            text: result of `message` or `delta`.
-            tokens: token ids of the whole answer, or of one step of a stream.
-            logprobs: one entry per token; empty unless requested.
+        `tokens` are those of the whole answer, or of one step of a stream. `logprobs` is empty unless requested.
         """
         reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
         choice: ResponseChoice = {

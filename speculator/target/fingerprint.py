@@ -56,12 +56,16 @@ def digest(model: Any) -> str:
     adapters = {name: config.to_dict() for name, config in getattr(model, "peft_config", {}).items()}
     config = {name: value for name, value in model.config.to_dict().items() if name not in _OF_FILES}
     facts = json.dumps([config, adapters], sort_keys=True, default=_written_value)
-    return hashlib.sha256(f"{facts} {digest_of_weights(model)}".encode()).hexdigest()
+    return _with_weights(facts, model)
 
 
 def digest_of_weights(model: Any) -> str:
     """Return a hash of all weights, which other versions of the libraries find too."""
-    found = hashlib.sha256()
+    return _with_weights("", model)
+
+
+def _with_weights(facts: str, model: Any) -> str:
+    found = hashlib.sha256(facts.encode())
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tuple(tensor.shape)}".encode())
         if not tensor.is_meta:  # offloaded weights are

@@ -335,9 +335,8 @@ def neighbours_matter(target: Target, length: int) -> float:
 def _choose_document_attention(target: InProcessTarget, texts: Tensor, allowed: float) -> tuple[Any, Layout] | None:
     """Return the first (attention, layout) that reads several documents in a row as if each were alone; None if none.
 
-    Args:
-        texts: [2, _LENGTH], read as two documents per row.
-        allowed: largest `gap` between the logits and those of each document alone.
+    `texts` [2, _LENGTH] are read as two documents per row. `allowed` is the largest `gap` between the logits and those
+    of each document alone.
     """
     # Two documents of 8 tokens in a row of 16: their ids are False and True.
     half = _LENGTH // 2

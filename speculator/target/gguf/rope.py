@@ -40,10 +40,7 @@ def set_rope(config: PreTrainedConfig, header: Header) -> None:
 def _scaling(header: Header, known: Any, base: float, head_dim: int) -> JsonObject:
     """Return the fields of `rope_parameters` that say how a file scales its rope; {}: not at all.
 
-    Args:
-        known: metadata of the rope, by their keys without the prefix.
-        base: of the frequencies.
-        head_dim: size of an attention head.
+    `known` has the rope's metadata, by their keys without the prefix. `base` is that of the frequencies.
     """
     tensors = {tensor.name: tensor.data for tensor in header.tensors}
     longrope = [name for name in tensors if name.startswith("rope_factors_")]
