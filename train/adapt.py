@@ -2,10 +2,12 @@
 
     OUTPUT/speculator             link to the head in use
     OUTPUT/rounds.html, .svg      page and plot of all rounds
+    OUTPUT/cache/                 rows that the round prepared, deleted at its end, and the target's chats, which stay
     OUTPUT/round-001/traffic/     the recorded answers when the round began; deleted at its end
     OUTPUT/round-001/run/         run of train.py
     OUTPUT/round-001/exported/    old and new head for vLLM; deleted at its end
     OUTPUT/round-001/gate.json    figures of `speculator eval gate`
+    OUTPUT/round-001/before.json  acceptance length in a vLLM server before the update
     OUTPUT/round-001/round.json   outcome of the round, written last
 
 These files say how far a round is, so the same command resumes it after a kill.
@@ -24,7 +26,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +33,9 @@ from typing import IO, Any
 import httpx
 
 import speculator
+from data.documents import digest_of
+from data.mixture import SELF
+from data.readers import local_files
 from speculator.__main__ import build_parser
 from speculator.checkpoints import head_folder, layout_of, load_any
 from speculator.checkpoints.files import read_config
@@ -44,11 +48,14 @@ from speculator.report import Round
 from speculator.terminal import log
 from train.command_line import parse
 from train.flags import target_flags
+from train.settle import settle
 
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30
 """Shortest time between two lines about the answers that have arrived."""
 _LOAD_SECONDS = 600
+_LEAST_ANSWERS = 20
+"""Different answers below which the newest 5%, which are held out, or the 5% before them are none."""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -63,7 +70,6 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.layout and not arguments.server, "--layout needs --server"),
     )
     # A typing error is found here, and not after hours of waiting and training.
-    parse(["--config", str(arguments.config)])
     build_parser("eval gate").parse_args(
         ["old", "new", "--target", "target", "--suite", "suite", *arguments.gate_flags]
     )
@@ -77,6 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
     refuse((not arguments.record.is_dir(), f"--record {arguments.record}: not a folder"))
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     refuse((" --" in arguments.target, f"{arguments.record} was recorded with {arguments.target}: give --target"))
+    # So are settings that contradict the head.
+    settle(parse(_training_flags(arguments, arguments.record, str(arguments.head))), processes=1, local_only=True)
     make_folder(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:
@@ -93,7 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
         last: Round | None = rounds[-1] if rounds else None
         while arguments.rounds is None or len(rounds) < arguments.rounds:
             folder = arguments.output / f"round-{len(rounds) + 1:03d}"
-            if not (folder / "traffic").exists():
+            if not (folder / "run" / "config.yaml").exists():  # a training that was refused gets the newest answers
+                shutil.rmtree(folder / "traffic", ignore_errors=True)
                 _wait(arguments, last)
                 _copy_shards(arguments, folder / "traffic")
             last = _round(arguments, folder, head, key, lock)
@@ -128,8 +137,12 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
         finished: Any = read_json(file)
         rounds.append(finished)
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
-        for name in ("traffic", "cache", "run/stage1", "run/generated", "run/stage2", "exported"):
+        for name in ("traffic", "run/stage1", "run/generated", "run/stage2", "exported"):
             shutil.rmtree(file.parent / name, ignore_errors=True)
+    if not (output / f"round-{len(rounds) + 1:03d}").exists():  # else its rows are in the cache too
+        for path in (output / "cache").glob("*"):
+            if not path.name.startswith(f"{SELF}-"):  # see `train.own_text.folder_of`
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     # By renaming, because a link can't be changed in place: a server that starts meanwhile sees the old or the new one.
     scratch = output / "speculator.partial"
     scratch.unlink(missing_ok=True)
@@ -165,6 +178,8 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
 def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     """Wait until enough answer tokens were recorded since the last round, or any at all after enough time.
 
+    In both cases wait for `_LEAST_ANSWERS` different answers too.
+
     Args:
         last: content of the last round's round.json; None before the first round.
     """
@@ -172,13 +187,16 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     newest, read, since = "", 0, time.time()
     if last is not None:
         newest, read, since = last["newest"], last.get("newest_tokens", 0), last["finished"]
+    different, few = set[bytes](), False
     said, again = 0, 0.0
     while True:
         count = 0
         for shard in _shards(arguments.record):
-            if shard.name < newest:  # names sort by age
-                continue
             try:
+                if len(different) < _LEAST_ANSWERS:
+                    different.update(digest_of(row) for row in local_files(shard) if "fault" not in row)
+                if shard.name < newest:  # names sort by age
+                    continue
                 count += _answer_tokens(shard)
                 # The last round ended inside its newest file, which may have grown.
                 count -= read if shard.name == newest else 0
@@ -188,7 +206,11 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
         minutes = (time.time() - since) / 60
         late = arguments.every_minutes is not None and minutes >= arguments.every_minutes
         if count >= arguments.every_tokens or (count > 0 and late):
-            return
+            if len(different) >= _LEAST_ANSWERS:
+                return
+            if not few:
+                few = True
+                log(f"waiting for {_LEAST_ANSWERS} different answers: with fewer, none can be held out")
         if count != said and time.monotonic() >= again:
             said, again = count, time.monotonic() + _LOG_SECONDS
             log(f"{max(count, 0):,} of {arguments.every_tokens:,} new answer tokens")
@@ -212,6 +234,13 @@ def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
                     shutil.copyfile(shard, copy)
 
 
+def _training_flags(arguments: argparse.Namespace, traffic: Path, head: str) -> list[str]:
+    """Return the flags of `speculator train` in a round that trains `head` on the answers in the folder `traffic`."""
+    sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]
+    flags = ["--config", str(arguments.config), "--target.name_or_path", arguments.target]
+    return [*flags, "--speculator.warm_start", head, "--data.sources", json.dumps(sources)]
+
+
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> Round:
     """Train a new head, compare it with the old one (`eval gate`), and load it into the server if it is accepted.
 
@@ -226,18 +255,16 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     """
     # Each step leaves a file or folder, and is skipped if that exists: a killed round resumes after its last step.
     traffic, trained, gate = folder / "traffic", folder / "run", folder / "gate.json"
-    target = arguments.target
-    sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]
+    flags = _training_flags(arguments, traffic, old)
     new = str((trained / "speculator").resolve())
-    training = ["-m", "speculator", "train", "--config", arguments.config, "--target.name_or_path", target]
-    training += ["--speculator.warm_start", old, "--data.sources", json.dumps(sources), "--output_dir", trained]
+    training = ["-m", "speculator", "train", *flags, "--output_dir", trained]
     training += ["--overwrite_output_dir", "false"]  # a killed round resumes
-    _call(training, lock, SPECULATOR_CACHE=str(folder.resolve() / "cache"))
+    _call(training, lock, SPECULATOR_CACHE=str(arguments.output.resolve() / "cache"))
     tuned, copied = Path(old) / TUNED, trained / "speculator" / TUNED
     if tuned.is_file() and not copied.exists():  # so that both heads draft in the same shapes, at the same costs
         write_bytes(copied, tuned.read_bytes())
     if not gate.exists():
-        loading = target_flags(replace(parse(["--config", str(arguments.config)]).target, name_or_path=target))
+        loading = target_flags(parse(flags).target)
         gating = ["-m", "speculator", "eval", "gate", old, new, *loading, "--suite", traffic]
         _call([*gating, "--output", gate, *arguments.gate_flags], lock, accepted=(0, 1))
     figures: Any = read_json(gate)
@@ -246,9 +273,9 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
         exports = [str((folder / "exported" / name).resolve()) for name in ("new", "old")]
         for head, output in zip((new, old), exports, strict=True):
             if not Path(output).exists():
-                flags = ["--speculator", head, "--format", arguments.layout, "--output", output]
-                _call(["-m", "speculator", "export", *flags], lock)
-        fault = VLLMServer(arguments.server, key).try_head(*exports)
+                exporting = ["--speculator", head, "--format", arguments.layout, "--output", output]
+                _call(["-m", "speculator", "export", *exporting], lock)
+        fault = VLLMServer(arguments.server, key).try_head(exports[0], exports[1], folder / "before.json")
     elif figures["accepted"] and arguments.server:
         fault = _ask(arguments.server, key, {"path": new})
     shards = _shards(traffic)

@@ -21,7 +21,9 @@ from speculator.target.probe import stated_context
 from speculator.target.sharding import SHARDED
 from speculator.terminal import log
 from train.config import HeadOptions, RunConfig, StageConfig
-from train.initialise import head_class, parameters, start_of
+from train.initialise import head_class, parameters, start_of, without_memory
+from train.muon import muon_weights
+from train.sharded_adam import largest_share
 
 if TYPE_CHECKING:
     from train.settle import Run
@@ -236,19 +238,33 @@ def _fits_context(run: Run, target: str, context: int) -> None:
 def _fits_memory(run: Run, target: TrainingTarget) -> None:
     """Raise a UserError if training the head, even without the target, exceeds the memory of the target's device.
 
-    It takes 16 bytes per weight of the head: weight, gradient and Adam's two moments in float32. A GPU has its own
-    memory, any other device this machine's.
+    It takes weights, gradients and moments. A GPU has its own memory, any other device this machine's.
     """
-    weights = parameters(run)
+    need = _bytes_to_train(run)
     if target.device.type == "cuda":
         where, memory = "this GPU", torch.cuda.get_device_properties(target.device).total_memory
     else:
         where, memory = "this machine", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if 16 * weights > memory:
+    if need > memory:
         raise UserError(
-            f"speculator: a head of {weights:,} weights needs {16 * weights / 1e9:,.0f} GB to train, and {where} has "
-            f"{memory / 1e9:,.0f}; take a smaller inner_dim or n_predict, or tie_weights"
+            f"speculator: a head of {parameters(run):,} weights needs {need / 1e9:,.0f} GB to train, and {where} has "
+            f"{memory / 1e9:,.0f}; take a smaller speculator.inner_dim or speculator.n_predict, or "
+            "speculator.options.tie_weights, or split the moments over more GPUs by shard_optimizer"
         )
+
+
+def _bytes_to_train(run: Run) -> int:
+    """Return the bytes of the head's weights, gradients and moments in one process, as `Plan.memory` counts them.
+
+    With two stages, it is the larger one's.
+    """
+    head = without_memory(run)
+    trained = [weight for weight in head.parameters() if weight.requires_grad]
+    count = sum(weight.numel() for weight in trained)
+    moments = 8 * largest_share((each.numel() for each in trained), run.processes if run.config.shard_optimizer else 1)
+    saved = 4 * sum(weight.numel() for weight in muon_weights(head) if weight.requires_grad)  # Muon has one moment
+    stages = [stage for stage in (run.config.stage1, run.config.stage2) if stage.max_steps]
+    return max(8 * count + moments - (saved if stage.optimizer == "muon" else 0) for stage in stages)
 
 
 def rows(

@@ -185,16 +185,26 @@ def _merging(argv: list[str]) -> list[str]:
     return merged
 
 
+def _files_of(argv: list[str]) -> list[str]:
+    """Return the files that a command line names by --config, in order."""
+    words = [part for word in argv for part in word.split("=", 1)]
+    return [file for flag, file in pairwise(words) if flag == "--config"]
+
+
 def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
-    """Return the config without a recipe's `epochs` in each stage whose `max_steps` a flag gives.
+    """Return the config without `epochs` in each stage whose `max_steps` a later file or a flag gives.
 
     Exits with code 2 if flags give both.
     """
     given = {word.partition("=")[0] for word in argv}
+    files = [build_parser().parse_args([f"--config={file}"], defaults=False) for file in _files_of(argv)]
     for name in ("stage1", "stage2"):
-        if f"--{name}.max_steps" in given:
-            if f"--{name}.epochs" in given and getattr(config, name).epochs:  # null is no contradiction
-                _fail(f"--{name}.max_steps and --{name}.epochs are mutually exclusive")
+        lengths = [{key for key in ("max_steps", "epochs") if f"{name}.{key}" in file} for file in files]
+        lengths.append({key for key in ("max_steps", "epochs") if f"--{name}.{key}" in given})
+        if len(lengths[-1]) == 2 and getattr(config, name).epochs:  # null is no contradiction
+            _fail(f"--{name}.max_steps and --{name}.epochs are mutually exclusive")
+        last = next(filter(None, reversed(lengths)), set())
+        if last == {"max_steps"}:
             config = replace(config, **{name: replace(getattr(config, name), epochs=None)})
     return config
 
@@ -211,9 +221,8 @@ def parse(argv: list[str]) -> RunConfig:
         if flag.startswith("--") and flag[2:] in _FIRST_KEYS:
             _fail(_section(flag[2:], value, "--{} {}"))
     argv = _merging(_files_first(argv))
-    for flag, file in pairwise([part for word in argv for part in word.split("=", 1)]):
-        if flag == "--config":
-            _check_sections(file)
+    for file in _files_of(argv):
+        _check_sections(file)
     if not any(word.partition("=")[0] == "--config" for word in argv):
         argv = [f"--config={default_recipe(argv)}", *argv]
     argv = [

@@ -66,7 +66,9 @@ def adapt(parser: OneLineParser) -> None:
         help="recorded answer tokens since the last round that start a round (default: 200000)",
     )
     parser.add_argument(
-        "--every_minutes", type=float, help="minutes after which fewer tokens start a round too (default: never)"
+        "--every_minutes",
+        type=float,
+        help="minutes after which fewer tokens, of at least 20 answers, start a round too (default: never)",
     )
     parser.add_argument("--rounds", type=int, help="number of rounds after which to stop (default: no end)")
     parser.add_argument("--api_key", help="key of the server (default: $SPECULATOR_API_KEY)")

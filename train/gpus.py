@@ -59,14 +59,17 @@ def gpu_named(name: str) -> str | None:
 def place_of(wanted: str, processes: int) -> Place:
     """Return this machine's devices, one for each process, if `wanted` is `HERE`; else the GPUs that it names.
 
-    "8xH100" stands for 8 processes, whatever `processes` is. A GPU that `GPUS` lacks raises a UserError.
+    "8xH100" stands for 8 processes, whatever `processes` is; "A100-40GB" has another memory than `GPUS` says. A GPU
+    that `GPUS` lacks raises a UserError.
     """
     if wanted != HERE:
         named = re.fullmatch(r"(?:([1-9]\d{0,5})\s*x\s*)?([^,]+)", wanted)
         name = named and gpu_named(named[2].upper())
         if not named or not name:
-            raise UserError(f"--plan {wanted}: name a GPU as in 8xH100; known: {', '.join(GPUS)}")
-        return Place(processes=int(named[1] or 1), name=name, memory=GPUS[name].memory * 10**9, gpu=GPUS[name])
+            raise UserError(f"--plan {wanted}: name a GPU as in 8xH100 or 4xA100-40GB; known: {', '.join(GPUS)}")
+        stated = re.search(r"[- ]([1-9]\d{0,4}) ?GB?\b", named[2].upper())
+        memory = int(stated[1]) if stated else GPUS[name].memory
+        return Place(processes=int(named[1] or 1), name=name, memory=memory * 10**9, gpu=GPUS[name])
     if not torch.cuda.is_available():
         return Place(processes)
     own = torch.cuda.get_device_properties(torch.cuda.current_device())

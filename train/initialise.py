@@ -57,6 +57,8 @@ def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConf
     unset = [name for name in start.target_options if getattr(start, name) is None]  # they follow from the target
     known = own.keys() - {*unset, *_free(start)}
     fixed = [name for name in _SHARED_OPTIONS if name in given and name not in _free(start)]
+    if start.draft_vocab_size is None and options.draft_vocab_size >= start.vocab_size:  # all tokens, as with 0
+        fixed = [name for name in fixed if name != "draft_vocab_size"]
     asked = {name: value for name in fixed if (value := getattr(options, name))}
     asked |= {name: value for name, value in options.options.items() if name in known}
     wrong = {name: value for name, value in asked.items() if value not in (None, getattr(start, name))}

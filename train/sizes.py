@@ -199,7 +199,8 @@ def _prompt_of(row: Document, generate: GenerateConfig) -> Prompt:
 
 def count_of_tokens(packed: datasets.Dataset) -> int:
     """Count the tokens of rows."""
-    return len(packed.with_format("arrow")["input_ids"].combine_chunks().flatten())
+    tables = packed.with_format("arrow").iter(batch_size=1000)
+    return sum(compute.sum(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
 
 
 def longest(rows: datasets.Dataset) -> int:

@@ -6,11 +6,13 @@ The routes exist with VLLM_SERVER_DEV_MODE=1. The weights come through the trans
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import httpx
 
 from speculator.clients.vllm_counters import read_counters
 from speculator.errors import UserError, first_line, refuse
+from speculator.files import read_json, write_json
 from speculator.terminal import log
 
 LAYOUTS = ("eagle3", "dflash", "dflash2")
@@ -35,12 +37,13 @@ class VLLMServer:
         self.name, self.base = url, url.rstrip("/").removesuffix("/v1")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
-    def try_head(self, new: str, old: str) -> str | None:
+    def try_head(self, new: str, old: str, measured: Path | None = None) -> str | None:
         """Replace the draft head, and undo that if it accepts less; may take an hour.
 
         Args:
             new: folder of the exported new head, on the server's machine.
             old: the same of the head in use.
+            measured: file that keeps the old head's acceptance length, for the call after a kill (default: none).
 
         Returns:
             None if the new head is in use at the end, otherwise the reason that the old one is.
@@ -48,7 +51,7 @@ class VLLMServer:
         Raises:
             UserError: the server does not answer, or the old head can't be loaded again.
         """
-        before = self.watch()
+        before = self._watch_once(measured)
         if fault := self._replace(new):
             # A failed update may leave the drafter half loaded; the texts are right all the same.
             lost = self._replace(old)
@@ -64,6 +67,14 @@ class VLLMServer:
         fault = self._replace(old)
         refuse((fault, f"--server {self.name}: the new head accepts less, and the old one was not loaded: {fault}"))
         return f"swapped back: acceptance length {after:.2f} in the server, {before:.2f} before"
+
+    def _watch_once(self, measured: Path | None) -> float | None:
+        """Return the result of `watch`, which is kept in the file `measured` and read from there if it exists."""
+        if measured is None:
+            return self.watch()
+        if not measured.exists():
+            write_json(measured, {"acceptance_length": self.watch()})
+        return read_json(measured)["acceptance_length"]
 
     def watch(self) -> float | None:
         """Wait for the next 2,000 drafts and return their acceptance length; None if fewer come in half an hour."""

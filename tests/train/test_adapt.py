@@ -11,19 +11,24 @@ from conftest import DFLASH2, exit_code, tiny_block_head, tiny_head, write_tunin
 from kills import Killed
 from serving_here import chat_target, drafter, serving, tiny_head_for
 
+from data.readers import SPLITS, read
 from speculator.__main__ import build_parser, main
 from speculator.cli import model_flags, serve
+from speculator.clients.vllm_updates import VLLMServer
 from train import adapt
 
 __all__ = ["chat_target", "drafter"]
 KEY = "secret"
+LEAST_ANSWERS = adapt._LEAST_ANSWERS
 
 
-def record_shard(record, number: int, rows: int = 2) -> None:
+def record_shard(record, number: int, rows: int = 2, first: int | None = None) -> None:
+    """Write a file of equal answers, or of different ones from the token `first` on."""
     (record / "rows").mkdir(parents=True, exist_ok=True)
     (record / "manifest.json").write_text(json.dumps({"recorded": True, "target": "tiny"}))
-    row = json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]})
-    (record / "rows" / f"{number:08d}.jsonl.gz").write_bytes(gzip.compress(f"{row}\n".encode() * rows))
+    starts = [5] * rows if first is None else range(first, first + rows)
+    lines = [json.dumps({"input_ids": [start, 6, 7], "loss_mask": [0, 1, 1]}) + "\n" for start in starts]
+    (record / "rows" / f"{number:08d}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
 
 
 class Loop:
@@ -31,7 +36,7 @@ class Loop:
 
     def __init__(self, target, folder, url, worker):
         self.folder, self.record, self.url, self.worker = folder, folder / "traffic", url, worker
-        self.target, self.verdicts, self.calls, self.damaged = target, [], [], False
+        self.target, self.verdicts, self.calls, self.damaged, self.cached = target, [], [], False, []
         tiny_head_for(target).float().save_pretrained(folder / "head")
         record_shard(self.record, 0)
 
@@ -53,7 +58,13 @@ class Loop:
             Path(value("--output")).write_text(json.dumps(verdict))
         else:
             self.calls.append(("train", value("--speculator.warm_start")))
-            made = Path(value("--output_dir")) / "speculator"
+            made, cache = Path(value("--output_dir")) / "speculator", Path(variables["SPECULATOR_CACHE"])
+            self.cached.append(sorted(path.name for path in cache.glob("*")))
+            for name in ("self-chats", "rows"):
+                (cache / name).mkdir(parents=True, exist_ok=True)
+            (cache / "rows.lock").touch()
+            made.mkdir(parents=True, exist_ok=True)
+            (made.parent / "config.yaml").touch()
             tiny_head_for(self.target).float().save_pretrained(made)
             if self.damaged:
                 (made / "model.safetensors").write_bytes(b"damaged")
@@ -71,13 +82,28 @@ def loop(chat_target, drafter, tmp_path, monkeypatch):
         made = Loop(chat_target, tmp_path, url, worker)
         monkeypatch.setattr(adapt, "_call", made.call)
         monkeypatch.setattr(adapt, "_POLL_SECONDS", 0.01)
+        monkeypatch.setattr(adapt, "_LEAST_ANSWERS", 1)
         monkeypatch.setattr("signal.signal", lambda *_: None)
         yield made
 
 
-@pytest.mark.parametrize("flags", [["--gate_flags", "--suit x"], ["--config", "/nowhere.yaml"]])
-def test_a_typing_error_is_found_before_the_first_round(loop, flags):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gate_flags", "--suit x"], "--suit"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["--config", "speculator: {initialise: target}"], "speculator.warm_start and speculator.initialise"),
+        (["--config", "speculator: {n_predict: 99}"], "n_predict"),
+        (["--mix", "self"], "weight"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_typing_error_is_found_before_the_first_round(loop, flags, message, capsys):
+    if "{" in flags[1]:
+        (loop.folder / "own.yaml").write_text(flags[1])
+        flags = ["--config", str(loop.folder / "own.yaml")]
     assert exit_code(main, loop.argv("--rounds", "1", *flags)) == 2
+    assert message in capsys.readouterr().err
     assert not loop.calls
     assert not (loop.folder / "out").exists()
 
@@ -92,7 +118,7 @@ def test_the_gate_loads_the_target_as_the_training_does_and_no_prompt_is_left(lo
     assert main(loop.argv("--rounds", "1", "--config", str(config))) == 0
     expected = ["--target", "tiny", "--revision", "v2", "--dtype", "float32"]
     assert loop.gated == [*expected, "--chat_template_kwargs", '{"thinking": false}']
-    assert sorted(path.name for path in made.iterdir()) == ["speculator"]
+    assert sorted(path.name for path in made.iterdir()) == ["config.yaml", "speculator"]
 
 
 def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_loaded(loop, capsys):
@@ -131,7 +157,7 @@ def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monke
         def resume(self):
             tried.append("resume")
 
-        def try_head(self, new, old):
+        def try_head(self, new, old, measured):
             assert Path(new).is_dir()
             assert Path(old).is_dir()
             tried.append((Path(new).name, Path(old).name))
@@ -195,7 +221,7 @@ def test_a_round_that_was_killed_is_resumed(loop, monkeypatch, moment, after):
     old = loop.worker.engine.drafter.head
     assert main(loop.argv("--rounds", "1")) == 0
     assert loop.round(1)["outcome"] == "in use"
-    begun = moment != "_copy_shards" or after
+    begun = moment not in ("_copy_shards", "train") or (moment == "train" and after)
     assert loop.round(1)["newest"] == ("00000000.jsonl.gz" if begun else "00000001.jsonl.gz")
     assert (loop.worker.engine.drafter.head is old) == (moment == "write_page" or (moment == "write_json" and after))
     assert loop.verdicts == []
@@ -273,6 +299,65 @@ def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
     assert main(loop.argv("--rounds", "2", "--every_tokens", "1000", "--every_minutes", "0")) == 0
     assert len(slept) == 3, "without a new answer nothing begins"
     assert loop.round(2)["newest"] == "00000003.jsonl.gz"
+
+
+def test_with_fewer_answers_one_of_the_splits_would_be_empty(tmp_path):
+    for count in (LEAST_ANSWERS - 1, LEAST_ANSWERS):
+        record_shard(tmp_path, 0, count, first=5)
+        splits = {row["split"] for row in read(str(tmp_path))}
+        assert (splits == set(SPLITS)) is (count == LEAST_ANSWERS)
+
+
+def test_a_round_waits_for_an_answer_to_hold_out_however_late_it_is(loop, monkeypatch, capsys):
+    monkeypatch.setattr(adapt, "_LEAST_ANSWERS", LEAST_ANSWERS)
+    record_shard(loop.record, 0, LEAST_ANSWERS - 1, first=5)
+    loop.verdicts, slept = [True], []
+
+    def sleep(_) -> None:
+        slept.append(True)
+        record_shard(loop.record, len(slept), rows=2, first=None if len(slept) == 1 else 200)
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(loop.argv("--rounds", "1", "--every_minutes", "0")) == 0
+    assert len(slept) == 2, "copies count once"
+    assert capsys.readouterr().err.count("waiting for 20 different answers") == 1
+
+
+def test_the_chats_that_the_target_wrote_serve_all_rounds(loop):
+    loop.verdicts = [True, False]
+    assert main(loop.argv("--rounds", "1", "--mix", "self@0.25")) == 0
+    record_shard(loop.record, 1)
+    assert main(loop.argv("--rounds", "2", "--mix", "self@0.25")) == 0
+    assert loop.cached == [[], ["self-chats"]]
+
+
+def test_a_vllm_server_with_the_new_head_is_compared_with_the_old_heads_acceptance_after_a_kill(loop, monkeypatch):
+    loaded, lengths = ["old"], {"old": 2.0, "new": 1.5}
+    tiny_head(architecture="eagle3").save_pretrained(loop.folder / "head")
+
+    class Server(VLLMServer):
+        def counters(self):
+            return 0, 0
+
+        def resume(self):
+            pass
+
+        def _replace(self, folder):
+            loaded.append(Path(folder).name)
+
+        def watch(self):
+            if len(loaded) == 2:  # while it watches the new head
+                loaded.append("new")
+                raise Killed
+            return lengths[loaded[-1]]
+
+    monkeypatch.setattr(adapt, "VLLMServer", Server)
+    loop.verdicts = [True]
+    with pytest.raises(Killed):
+        main(loop.argv("--layout", "eagle3", "--rounds", "1"))
+    assert main(loop.argv("--layout", "eagle3", "--rounds", "1")) == 0
+    assert loop.round(1)["outcome"].startswith("swapped back")
+    assert loaded[-1] == "old"
 
 
 def test_answers_count_whole_after_the_newest_file_of_the_last_round_was_deleted(loop, monkeypatch):

@@ -166,6 +166,17 @@ def test_the_settings_of_a_start_need_no_values_of_its_weights(target_folder, tm
     refused(tmp_path / "head")
 
 
+def test_a_recipes_draft_vocabulary_of_all_tokens_is_none(target_folder, tmp_path):
+    flags = start_of("eagle3 native", Target.load(str(target_folder)), tmp_path / "head")
+    start = load_any(tmp_path / "head").config
+    assert start.draft_vocab_size is None
+    size = "--speculator.draft_vocab_size"
+    found = [parse([*flags, size, str(start.vocab_size + more)]).speculator.draft_vocab_size for more in (0, 1)]
+    assert found == [start.vocab_size, start.vocab_size + 1]  # which the target's config turns into 0
+    with pytest.raises(SystemExit):
+        parse([*flags, size, str(start.vocab_size - 1)])
+
+
 def test_a_start_that_is_cut_off_is_refused_before_the_target_is_loaded(target_folder, tmp_path):
     flags = start_of("mlp native", Target.load(str(target_folder)), tmp_path / "head")
     config, weights = parse(flags), tmp_path / "head" / "model.safetensors"

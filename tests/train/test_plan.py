@@ -258,6 +258,15 @@ def test_shards_that_cannot_be_are_refused(target_folder, flags, message):
         planned(config_of(target_folder, "--plan", "8xH100", "--target.parallel", *flags))
 
 
+@pytest.mark.parametrize(
+    ("name", "processes", "memory"),
+    [("4xA100-40GB", 4, 40), ("v100-16gb", 1, 16), ("2 x A100-SXM4-40G", 2, 40), ("RTX 4090", 1, 24), ("A10G", 1, 24)],
+)
+def test_a_plan_has_the_memory_that_a_gpus_name_states(name, processes, memory):
+    place = place_of(name, 1)
+    assert (place.processes, place.memory) == (processes, memory * 10**9)
+
+
 @pytest.mark.parametrize("name", ["8xh1000", "0xH100", "8xA100,4xH100", "x", "MyGPU"])
 def test_an_unknown_gpu_is_refused(name, target_folder):
     with pytest.raises(UserError, match=f"--plan {name}"):

@@ -3,6 +3,7 @@
 import gzip
 from dataclasses import replace
 
+import pyarrow
 import pytest
 from conftest import settled, tiny_head
 from datasets import Dataset
@@ -12,7 +13,7 @@ from speculator import UserError
 from train.command_line import parse
 from train.config import HeadOptions, StageConfig
 from train.initialise import head_config
-from train.sizes import expected_rows, length_of_chats, shortened, with_sizes_of_target, with_steps
+from train.sizes import count_of_tokens, expected_rows, length_of_chats, shortened, with_sizes_of_target, with_steps
 
 RECIPES = ("eagle3", "dspark", "mlp")
 
@@ -165,6 +166,13 @@ def test_short_rows_for_little_text_keep_chats_whole():
     assert shortened(4096, 20_000, 900) == 1024
 
 
+def test_more_tokens_are_counted_than_fit_the_offsets_of_a_column():
+    row = pyarrow.ListArray.from_arrays([0, 2**30], pyarrow.nulls(2**30))  # which take no memory
+    table = pyarrow.table({"input_ids": pyarrow.chunked_array([row] * 3)})
+    rows = Dataset(table, fingerprint="huge")
+    assert count_of_tokens(rows) == 3 * 2**30
+
+
 def test_steps_and_epochs_exclude_each_other(capsys):
     recipe = ["--config", "configs/eagle3.yaml"]
     assert parse([*recipe, "--stage1.max_steps", "7"]).stage1.epochs is None
@@ -173,3 +181,21 @@ def test_steps_and_epochs_exclude_each_other(capsys):
     with pytest.raises(SystemExit):
         parse([*recipe, "--stage1.epochs", "7", "--stage1.max_steps=3"])
     assert "mutually exclusive" in capsys.readouterr().err
+
+
+def test_the_last_file_or_flag_that_names_a_length_decides(tmp_path):
+    steps, epochs, other = (tmp_path / f"{name}.yaml" for name in ("steps", "epochs", "other"))
+    steps.write_text("stage1: {max_steps: 300}\nstage2: {max_steps: 0}\n")
+    epochs.write_text("stage1: {epochs: 2, max_steps: 7}\n")
+    other.write_text("stage1: {learning_rate: 1.0}\n")
+
+    def lengths(*files: object, flags: tuple[str, ...] = ()) -> tuple[int, float | None]:
+        found = parse([*(word for file in files for word in ("--config", str(file))), *flags]).stage1
+        return found.max_steps, found.epochs
+
+    recipe = "configs/eagle3.yaml"
+    assert lengths(recipe, steps, other) == (300, None)
+    assert parse(["--config", recipe, f"--config={steps}"]).stage2.epochs is None
+    assert lengths(steps, recipe) == (300, 3)
+    assert lengths(recipe, steps, epochs) == (7, 2)
+    assert lengths(recipe, steps, flags=("--stage1.epochs", "5")) == (300, 5)
