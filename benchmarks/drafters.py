@@ -35,6 +35,7 @@ from speculator import (
     Tree,
     load_head,
 )
+from speculator.checkpoints import head_folder
 from speculator.cli import model_flags
 from speculator.decoding.request import acceptance_length
 from speculator.device import dtype_name, hardware
@@ -181,7 +182,7 @@ def run(arguments: argparse.Namespace) -> None:
     head = load_head(arguments.speculator, target)
     model = Target.load(arguments.draft_model, dtype=arguments.dtype) if arguments.draft_model else None
     suite = first_turns(arguments, arguments.suite, target)
-    table, tuning = decoders(target, head, model), read_tuning(arguments.speculator, head)
+    table, tuning = decoders(target, head, model), read_tuning(head_folder(arguments.speculator), head)
     rows = []
     for temperature in arguments.temperature or [0.0, 0.7, 1.0]:
         adaptive = adaptive_drafter(head, target, tuning, temperatures=[temperature], batch_size=arguments.batch_size)

@@ -2,8 +2,8 @@
 
 Every figure is a line of JSON, printed and added to results.jsonl as soon as it is known. The most telling parts come
 first, a part that fails does not end the others, and all of them together stop after eight minutes. Type the command
-again for the rest: finished parts of the same code, card and libraries are kept. Nothing is installed or downloaded;
-docs/lab/h100.md lists the packages that a machine with torch and transformers may lack.
+again for the rest: finished parts of the same code, target, card and libraries are kept. Nothing is installed or
+downloaded; docs/lab/h100.md lists the packages that a machine with torch and transformers may lack.
 
 The 8B shape has random weights and stays in this process. Parts that need a process of their own (pytest, train.py, a
 server) end with all of its descendants.
@@ -111,15 +111,14 @@ class Session:
         self.say("session", **here, commit=commit, date=time.strftime("%Y-%m-%d"))
         return finished
 
-    @staticmethod
-    def _here() -> dict[str, Any]:
+    def _here(self) -> dict[str, Any]:
         import transformers
 
         # A copy of the tree may have no commit, so the code is known by its content.
         files = sorted(file for folder in _CODE for file in Path(folder).rglob("*.py"))
         code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        return {"card": hardware(resolve_device()), "code": code, **versions}
+        return {"card": hardware(resolve_device()), "code": code, "target": self.model, **versions}
 
     @cached_property
     def target(self) -> Any:

@@ -5,8 +5,9 @@
         --server 'transformers=transformers serve examples/stdlib_target --continuous-batching --port {port}'
 
 Starts one server at a time. N clients each send greedy, streamed completions of held-out prompts, one after the other,
-for a fixed time. Reports requests, failures, tokens per second, time to the first token, and the server's memory and
-open files in the second and last quarter of the load, and draws throughput against the speed of one user.
+for a fixed time. A server gets each prompt once, until there are no more. Reports requests, failures, tokens per
+second, time to the first token, and the server's memory and open files in the second and last quarter of the load, and
+draws throughput against the speed of one user.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from speculator.files import make_folder, write_json
 from speculator.tables import markdown_table
 
 _START_SECONDS = 300.0
+_MAX_PROMPTS = 1000  # more than python-sources holds out
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Load:
     """Tokens per second of each request, after its first event."""
     short: int = 0
     """Requests whose text ended before its limit."""
+    repeated: int = 0
+    """Requests whose prompt the server had got before, in this load or an earlier one."""
     failures: list[str] = field(default_factory=list)
 
 
@@ -88,13 +92,20 @@ def started(command: str) -> Iterator[tuple[str, psutil.Process]]:
         process.wait()
 
 
-async def load(url: str, model: str, prompts: list[str], clients: int, seconds: float, count: int) -> Load:
-    """Send requests from `clients` concurrent clients for some seconds."""
-    seen, end, turn = Load(), time.monotonic() + seconds, itertools.count()
+def in_turn(prompts: list[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the prompts over and over, each with whether it was yielded before."""
+    return ((prompts[number % len(prompts)], number >= len(prompts)) for number in itertools.count())
+
+
+async def load(
+    url: str, model: str, prompts: Iterator[tuple[str, bool]], clients: int, seconds: float, count: int
+) -> Load:
+    """Send requests from `clients` concurrent clients for some seconds; `prompts` come from `in_turn`."""
+    seen, end = Load(), time.monotonic() + seconds
 
     async def client(server: openai.AsyncOpenAI) -> None:
         while time.monotonic() < end:
-            prompt = prompts[next(turn) % len(prompts)]
+            prompt, repeated = next(prompts)
             began, first, tokens = time.monotonic(), None, None
             try:
                 stream = await server.completions.create(
@@ -114,6 +125,7 @@ async def load(url: str, model: str, prompts: list[str], clients: int, seconds: 
             seen.first_token_seconds.append(first)
             seen.user_speeds.append((tokens - 1) / (time.monotonic() - began - first))
             seen.short += tokens < count
+            seen.repeated += repeated
             seen.tokens += tokens
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600) as server:
@@ -125,20 +137,32 @@ async def watched(process: psutil.Process, *args: Any) -> tuple[Load, list[tuple
     """Run `load` and sample the server's memory (MiB) and open files every second."""
     sizes, task = [], asyncio.ensure_future(load(*args))
     while not task.done():
-        processes = [process, *process.children(recursive=True)]
-        sizes.append((sum(p.memory_info().rss for p in processes) / 2**20, sum(p.num_fds() for p in processes)))
+        sizes.append(size_of(process))
         await asyncio.wait({task}, timeout=1.0)
     return task.result(), sizes
 
 
+def size_of(process: psutil.Process) -> tuple[float, int]:
+    """Return the memory (MiB) and open files of a process and its descendants, those that can be read."""
+    processes, memory, files = [process], 0.0, 0
+    with suppress(psutil.Error):
+        processes += process.children(recursive=True)
+    for each in processes:
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            memory += each.memory_info().rss / 2**20
+            files += each.num_fds()
+    return memory, files
+
+
 def measure(command: str, model: str, prompts: list[str], clients: list[int], seconds: float, count: int) -> list[dict]:
     """Measure one server under each number of clients."""
-    rows = []
+    # One iterator for all loads: n-gram lookup and prefix caches would copy from earlier answers to the same prompts.
+    rows, given = [], in_turn(prompts)
     with started(command) as (url, process):
-        asyncio.run(load(url, model, prompts[:4], 1, 3.0, count))  # warm-up
+        asyncio.run(load(url, model, given, 1, 3.0, count))  # warm-up
         for number in clients:
             began = time.monotonic()
-            seen, sizes = asyncio.run(watched(process, url, model, prompts, number, seconds, count))
+            seen, sizes = asyncio.run(watched(process, url, model, given, number, seconds, count))
             took, quarter = time.monotonic() - began, max(1, len(sizes) // 4)
             parts = sizes[quarter : 2 * quarter] or sizes, sizes[-quarter:]
             times = [1000 * value for value in seen.first_token_seconds] or [float("nan")]
@@ -151,6 +175,7 @@ def measure(command: str, model: str, prompts: list[str], clients: list[int], se
                     "tokens_per_second": seen.tokens / took,
                     "user_tokens_per_second": statistics.median(seen.user_speeds or [float("nan")]),
                     "short": seen.short,
+                    "repeated": seen.repeated,
                     "first_token_ms": [statistics.median(times), statistics.quantiles([*times, *times], n=20)[-1]],
                     "memory_mib": [statistics.mean(size[0] for size in part) for part in parts],
                     "open_files": [max(size[1] for size in part) for part in parts],
@@ -173,7 +198,7 @@ def table(measured: dict[str, list[dict]]) -> str:
     return markdown_table(header, lines)
 
 
-def doubts(measured: dict[str, list[dict]], prompts: int) -> list[str]:
+def doubts(measured: dict[str, list[dict]]) -> list[str]:
     """What makes a chart of these measurements invalid, or narrower than it looks."""
     lines = [
         "the clients ran on the server's machine, and took time from it",
@@ -191,11 +216,13 @@ def doubts(measured: dict[str, list[dict]], prompts: int) -> list[str]:
                 lines.append(f"{where}: {row['failed']} requests failed: {row['failures'][0]}")
             if row["short"]:
                 lines.append(f"{where}: {row['short']} of {requests} texts ended early, at EOS")
+            if row["repeated"]:
+                lines.append(
+                    f"{where}: {row['repeated']} of {requests} requests repeated a prompt, as the prompts ran out: "
+                    "n-gram lookup in other requests copies the earlier answer, and a prefix cache knows the prompt"
+                )
             if requests < 3 * row["clients"]:
                 lines.append(f"{where}: {requests} requests only, so the first ones, with cold caches, weigh much")
-        total = sum(row["requests"] for row in rows)
-        if total > prompts:
-            lines.append(f"{name}: {total} requests for {prompts} prompts: a prefix cache would have known them")
     return lines
 
 
@@ -221,7 +248,7 @@ def draw(measured: dict[str, list[dict]], title: str, file: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m benchmarks.serving", description=__doc__)
-    add_flags(parser, 64)
+    add_flags(parser, _MAX_PROMPTS)
     parser.add_argument("--output", type=Path, required=True, help="folder for serving.json and .png")
     parser.add_argument("--server", action="append", required=True, metavar="NAME=COMMAND", help="command with {port}")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="clients (default: 1 8 32)")
@@ -240,11 +267,13 @@ def run(arguments: argparse.Namespace) -> None:
     conditions = {"hardware": hardware(target.device), "seconds": arguments.seconds, "commands": commands}
     del target
     settings = (arguments.target, prompts, arguments.clients, arguments.seconds, arguments.max_new_tokens)
-    measured = {name: measure(command, *settings) for name, command in commands.items()}
-    print("\n".join([table(measured), *doubts(measured, len(prompts))]))
     make_folder(arguments.output)
+    measured: dict[str, list[dict]] = {}
+    for name, command in commands.items():
+        measured[name] = measure(command, *settings)
+        write_json(arguments.output / "serving.json", {**conditions, "servers": measured})  # the next one may fail
+    print("\n".join([table(measured), *doubts(measured)]))
     draw(measured, f"{conditions['hardware']}, {arguments.seconds:g} s a point", arguments.output / "serving.png")
-    write_json(arguments.output / "serving.json", {**conditions, "servers": measured})
 
 
 if __name__ == "__main__":

@@ -267,10 +267,12 @@ def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
 
 
 class Study:
-    """Results in a folder; missing ones are computed on demand."""
+    """Results in a folder, in a subfolder of each target; missing ones are computed on demand."""
 
     def __init__(self, target: Target, folder: Path, steps: int = STEPS):
-        self.target, self.folder, self.steps = target, folder, steps
+        self.target, self.steps = target, steps
+        self.folder = folder / f"{Path(target.name).name} {target.digest[:8]}".replace(" ", "_")
+        self.folder.mkdir(parents=True, exist_ok=True)
         mixture = mixture_of(SOURCES)
         text = token_rows(
             RowRequest(
@@ -371,7 +373,6 @@ def main(argv: list[str] | None = None) -> int:
 def _run(flags: argparse.Namespace) -> None:
     transformers_logging.set_verbosity_error()
     target, folder = Target.load(flags.target, dtype="float32"), Path(flags.output)
-    folder.mkdir(parents=True, exist_ok=True)
     study = Study(target, folder, flags.steps)
     rows = [study.row(arm, SEEDS[: flags.seeds]) for arm in TABLES[flags.table]]
     rows += [study.row(arm, (0,), budget=4) for arm in LONGER.get(flags.table, ())]

@@ -16,12 +16,13 @@ from data.batches import Batches, BatchFacts, Clocks, wait_for_record
 from data.conversations import Answering, Conversation
 from data.writing import Writing
 from speculator.decoding.engine import Engine
-from speculator.decoding.request import Request, check_prompts, rejection_marks
+from speculator.decoding.request import Generation, Request, check_prompts, rejection_marks
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostTable, entries_from_json
+from speculator.drafters.measure import without_captures
 from speculator.files import JsonObject
 from speculator.heads import Speculator
 from speculator.target.encoder.encoder import source_of
@@ -123,10 +124,14 @@ def generate_rows(
 
     def clock(engine: Engine, rows: list[int], count: int) -> list[float]:
         """Decode up to `count` tokens of the first answer of some rows; return [tokens, seconds], without prefill."""
-        engine.forget()
-        how = [writing.sampling(row, len(prompts)) for row in rows]
+
+        def decode() -> Generation:
+            engine.forget()
+            how = [writing.sampling(row, len(prompts)) for row in rows]
+            return engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
+
+        made = without_captures(decode)
         # The prefill's token is not counted: its time is that of the prompt.
-        made = engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
         return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
 
     with Batches(Path(folder), record, pieces, progress, title, notes) as work:

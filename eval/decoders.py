@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
 from speculator.decoding.sampling import Sampling
+from speculator.device import has_accelerator
 from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridDrafter, NgramDrafter
 from speculator.drafters.measure import StepSeconds, measure
 from speculator.drafters.price import LONGEST_PATH
@@ -138,7 +138,7 @@ def _transformers_decoder(target: Target, key: str, kwargs: dict) -> Decoder:
 def _compile_config() -> CompileConfig:
     """Return a config with which `generate` compiles on every device; by default it does on accelerators only."""
     config = CompileConfig()
-    if not torch.accelerator.is_available():
+    if not has_accelerator():
         config.mode = "default"  # the other modes are about CUDA graphs
         config._compile_all_devices = True  # type: ignore[assignment]
     return config
@@ -226,7 +226,7 @@ def measure_suite(
     measured = Measured({})
     name = f"{suite.name}, temperature {sampling.temperature:g}" + (f", batch {batch_size}" if batch_size > 1 else "")
     with working(f"{name}: warming up"):
-        table = _warm_up(table, suite, parts, sampling, max_new_tokens, stop_at, measured)
+        table = _warm_up(target, table, suite, parts, sampling, max_new_tokens, stop_at, measured)
     measured.timed = {decoder.key: Timed() for decoder in table}
     measured.costs = {decoder.key: StepSeconds() for decoder in table if decoder.drafter}
     cost_batches = _cost_batches(parts)
@@ -321,6 +321,7 @@ def _later_turns(suite: Suite, index: int) -> int:
 
 
 def _warm_up(
+    target: Target,
     table: list[Decoder],
     suite: Suite,
     parts: Sequence[Sequence[int]],
@@ -334,23 +335,42 @@ def _warm_up(
     A compiled baseline runs the longest prompts of each batch size at full length, so that nothing is compiled later.
     """
     ready = []
-
-    def longest(part: Sequence[int]) -> int:
-        return max(len(suite.prompts[i]) for i in part)
-
-    by_size = {len(part): part for part in sorted(parts, key=longest)}
     for decoder in table:
         compiled = decoder.key == "hf_compiled"
-        warming = 2 * sorted(by_size.values(), key=longest, reverse=True) if compiled else parts[:1]
+        warming = [[suite.prompts[i] for i in parts[0]]]
+        if compiled:
+            warming = 2 * _longest_batches(target, suite, parts, max_new_tokens)
         try:
-            for part in warming:
-                prompts = [suite.prompts[i] for i in part]
+            for prompts in warming:
                 decoder.run(prompts, sampling, max_new_tokens if compiled else min(8, max_new_tokens), Timed(), stop_at)
         except Exception as error:  # a missing compiler, a model that transformers can't run this way, ...
             measured.drop(decoder, error)
         else:
             ready.append(decoder)
     return ready
+
+
+def _longest_batches(
+    target: Target, suite: Suite, parts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[list[int]]]:
+    """Return the longest prompts that batches of each size can have in their last turn, the longest batch first."""
+    by_size: dict[int, list[list[int]]] = {}
+
+    def longest(prompts: list[list[int]]) -> int:
+        return max(map(len, prompts))
+
+    for part in parts:
+        prompts, later = [suite.prompts[i] for i in part], _later_turns(suite, part[0])
+        for turn in range(1, later + 1):
+            prompts = [
+                suite.conversations[i].following(target.tokenizer, turn, prompt, [[]] * turn)
+                for i, prompt in zip(part, prompts, strict=True)
+            ]
+        if later:  # the longest answers, at the end because only the length counts; no turn outgrows the context
+            answers, room = later * max_new_tokens, target.context_length - max_new_tokens
+            prompts = [(prompt + prompt[-1:] * answers)[:room] for prompt in prompts]
+        by_size[len(part)] = max(prompts, by_size.get(len(part), prompts), key=longest)
+    return sorted(by_size.values(), key=longest, reverse=True)
 
 
 def _median(tries: list[Decoded]) -> Decoded:

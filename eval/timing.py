@@ -18,18 +18,18 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from speculator.decoding.engine import Engine, generate
-from speculator.decoding.request import Step
+from speculator.decoding.request import Generation, Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter
-from speculator.kernels.cuda_graphs import Captured, capturable
+from speculator.drafters.measure import without_captures
+from speculator.kernels.cuda_graphs import capturable
 from speculator.target.attention.attention import using_attention
 from speculator.target.model import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Required
 
-_TRIES = 4  # runs of a batch until no CUDA graph had to be captured
 Engines = dict[tuple[int, Drafter | None, str | None], Engine]
 """Engines that keep their CUDA graphs, by batch size, drafter and rule."""
 
@@ -104,7 +104,7 @@ def time_ours(
 ) -> None:
     """Decode one batch of prompts with the engine, and append the result to `out`.
 
-    A run that captured a graph is repeated.
+    A run that captured a graph is repeated, see `without_captures`.
 
     Args:
         drafter: None: plain decoding.
@@ -117,15 +117,15 @@ def time_ours(
     engine = engines.get(key) or Engine(target, drafter, slots=len(prompts), rule=rule, capture=capture)
     if capture:
         engines[key] = engine
-    # The first run of a shape captures graphs, which takes seconds: it is decoded again from the beginning.
-    for _ in range(_TRIES):
+
+    def decode() -> Generation:
         engine.forget()  # prefixes of the run before would be shared, and the prefill would be free
-        prepared = Captured.prepared
         reset_peak_memory(target.device)
         synchronize()
-        generation = engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at)
-        if Captured.prepared == prepared:
-            break
+        return engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at)
+
+    # The first run of a shape captures graphs, which takes seconds: it is decoded again from the beginning.
+    generation = without_captures(decode)
     out.batches.append(
         Decoded(
             tokens=generation.tokens,

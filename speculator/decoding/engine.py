@@ -278,19 +278,21 @@ class Engine:
         can replay. After an exception, the next step continues the texts as they are.
         """
         try:
-            started = time.perf_counter()
+            started, before = time.perf_counter(), self.num_prefilled_tokens
             self.rows.admit(self.waiting)  # slots of finished requests become free, and go to waiting ones
             self.rows.grow(self.waiting)  # the caches have room for all of them
             self.prefill()  # one chunk of the prompts that are not in the cache yet
-            prefilled = time.perf_counter()
-            self.prefill_seconds += prefilled - started
+            if self.num_prefilled_tokens > before:  # else all of this step is decoding
+                prefilled = time.perf_counter()
+                self.prefill_seconds += prefilled - started
+                started = prefilled
             batch = self.rows.select()
             if batch:
                 report = self._decode(batch)
                 if self.drafter:
                     self.drafter.prepare()  # a GPU runs the step meanwhile
                 self.append_tokens(batch, report.tolist())  # the step's one copy to the host
-                seconds = time.perf_counter() - prefilled
+                seconds = time.perf_counter() - started
                 self.decode_seconds += seconds
                 if self.drafter:
                     self.drafter.observe(seconds)

@@ -83,7 +83,7 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
         tuning = Tuning(
             ranks=read["acceptance"],
             trees=read["trees"],
-            lookup=read["lookup"],
+            lookup={kind: list(map(float, read["lookup"][kind])) for kind in ("greedy", "sampled")},
             costs=costs,
             machine={name: read[name] for name in ("processor", "dtype")},
         )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, exit_code, tiny_head, write_tuning
 
 from benchmarks import drafters
 from speculator.drafters import HeadDrafter
@@ -36,3 +36,14 @@ def test_every_head_gets_the_drafts_that_it_can_make(target, n_predict, count):
     heads = [decoder.drafter for decoder in table if isinstance(decoder.drafter, HeadDrafter)]
     assert all(drafter.num_speculative_tokens <= n_predict for drafter in heads)
     assert [decoder.drafter.num_speculative_tokens for decoder in table[1:] if decoder.drafter not in heads] == [8]
+
+
+def test_the_tuning_of_a_head_from_the_hub_is_read(target, tmp_path, monkeypatch, capsys):
+    write_tuning(tmp_path, n_predict=7)
+    monkeypatch.setattr(drafters, "head_folder", lambda name: {"org/head": tmp_path}[name])
+    monkeypatch.setattr(drafters, "load_head", lambda *_: tiny_head())
+    monkeypatch.setattr(drafters, "first_turns", lambda *_: None)
+    monkeypatch.setattr(drafters.model_flags, "load_target", lambda _: target)
+    command = ["--target", "T", "--speculator", "org/head", "--output", str(tmp_path / "out")]
+    assert exit_code(drafters.main, command) == 2
+    assert "a head of another depth" in capsys.readouterr().err

@@ -129,10 +129,12 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_others_and_finished_ones_ar
     assert states["hangs"].startswith("failed: OutOfTime")
     assert {"part": "works", "figure": 1} in [{k: v for k, v in line.items() if k != "at"} for line in lines(tmp_path)]
     assert "no such kernel" in (tmp_path / "errors.txt").read_text()
+    assert gpu.main(["--output", str(tmp_path), "--target", "another"]) == 0
+    assert ran == ["fails", "works", "fails", "fails", "works"]
     monkeypatch.setattr(gpu, "_CODE", ("benchmarks",))  # other code than that of the results
     monkeypatch.setattr(gpu, "_SECONDS", 1)
     assert gpu.main(["--output", str(tmp_path)]) == 0
-    assert ran == ["fails", "works", "fails"]
+    assert ran == ["fails", "works", "fails", "fails", "works"]
     assert [line.get("state") for line in lines(tmp_path)[-4:]] == ["not begun: no time is left"] * 4
 
 

@@ -80,7 +80,11 @@ def test_every_arm_has_a_head_and_one_of_each_kind_is_trained_and_measured(
     for arm in arms:
         result = real.result(arm, 1e-3, seed=0)
         assert all(1 <= figure <= 5 for figure in result["held-out"].values())
-    assert len(list(tmp_path.glob("*_seed_0.json"))) == len({arm.name for arm in arms})
+    assert len(list(real.folder.glob("*_seed_0.json"))) == len({arm.name for arm in arms})
+    with torch.no_grad():
+        next(deep_target.model.parameters()).add_(1)
+    other = Study(Target(deep_target.model, deep_target.tokenizer), tmp_path, steps=2)
+    assert not list(other.folder.iterdir()), "results of one target are not those of another"
 
 
 def test_independent_heads_see_the_hidden_state_alone(target):

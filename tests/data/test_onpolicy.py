@@ -15,6 +15,7 @@ from datasets import load_from_disk
 from enumeration import chi_square_p, joint_distribution
 from filelock import FileLock
 from kills import Killed, killed_at
+from replays import Double, capturing
 from written import writing_of
 
 from data import batches, onpolicy
@@ -27,6 +28,7 @@ from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable
 from speculator.drafters.tuning import choices_of, untuned
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.kernels.cuda_graphs import Captured
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 1], [9] * 7, [2, 2], [8, 7, 6]]
@@ -84,6 +86,24 @@ def test_the_manifest_records_settings_and_speed(target, tmp_path):
     assert plain["tokens_per_second"]["speculative"] is None
     assert plain["tokens_per_second"]["plain"] > 0
     assert plain["acceptance_length"] == 1
+
+
+def test_speeds_are_those_of_runs_that_captured_nothing(target, tmp_path, monkeypatch):
+    capturing(monkeypatch, Double)
+    decode, clean = Engine.generate, []
+
+    def noting(engine, *args, **settings):
+        before = Captured.prepared
+        done = decode(engine, *args, **settings)
+        if Captured.prepared == before:
+            clean.append(sum(len(row) - 1 for row in done.tokens) / done.decode_seconds)
+        return done
+
+    monkeypatch.setattr(Engine, "generate", noting)
+    made(target, tmp_path, prompts=PROMPTS[:2])
+    assert Double.made
+    speeds = json.loads((tmp_path / "manifest.json").read_text())["tokens_per_second"]
+    assert [speeds["speculative"], speeds["plain"]] == pytest.approx(clean[-2:])
 
 
 def test_a_finished_folder_is_not_generated_again(target, tmp_path, monkeypatch):

@@ -269,6 +269,23 @@ def test_a_compiled_baseline_is_warmed_up_at_each_batch_size_with_the_longest_pr
     assert compiled[:4] == [[1, 6], [5], [1, 6], [5]]
 
 
+def test_a_compiled_baseline_is_warmed_up_with_the_longest_turn_that_can_come(tmp_path, monkeypatch, figures_only):
+    target, lengths = talking_target(), []
+    rows = [("a", ["one two"]), ("a", ["three", "four five six"])]
+    suite = load_suite(questions(tmp_path, *rows), target, prompt_tokens=8, max_prompts=9, max_new_tokens=16)
+
+    def noting(*args, **kwargs):
+        if "compile_config" in kwargs:
+            lengths.append(max(map(len, args[1])))
+        time_transformers(*args, **{name: value for name, value in kwargs.items() if name != "compile_config"})
+
+    monkeypatch.setattr("eval.decoders.time_transformers", noting)
+    report_of(target, suite, tmp_path / "out", baselines=["hf_compiled"])
+    *warming, first, second, third = lengths
+    assert min(warming) == max(first, second, third)
+    assert max(first, second, third) > max(map(len, suite.prompts)) + 16
+
+
 STEPS = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(2, 2, 3), Step(3, 3, 2)]
 
 

@@ -16,7 +16,7 @@ from eval.report import UNFINISHED, markdown
 from eval.run import render
 from eval.suites import Suite
 from eval.timing import Decoded, Timed, time_transformers
-from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError, generate
 from speculator.decoding.request import Step
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
@@ -161,6 +161,13 @@ class Clock:
     def __call__(self) -> float:
         self.now += 0.001
         return self.now
+
+
+def test_the_time_to_the_first_token_is_that_of_the_prefill_alone(target, monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", Clock())
+    made = generate(target, None, [[1, 2, 3]], max_new_tokens=20, eos_token_ids=())
+    assert made.prefill_seconds == pytest.approx(0.001)
+    assert made.decode_seconds == pytest.approx(19 * 0.001)
 
 
 def test_a_slowed_drafter_is_reported_slower(tmp_path, monkeypatch, figures_only):

@@ -204,6 +204,21 @@ def test_rows_are_found_in_bfloat16_beyond_its_whole_numbers(tmp_path, plugin):
     assert torch.equal(drafts, ours(head, hidden[chosen], following)[0])
 
 
+def test_a_vllm_without_weight_transfers_gets_the_heads(plugin, monkeypatch, capsys):
+    known = {}
+    registry = SimpleNamespace(get_supported_archs=lambda: known, register_model=known.__setitem__)
+    monkeypatch.setattr(sys.modules["vllm"], "ModelRegistry", registry, raising=False)
+    package = importlib.import_module("speculator_vllm")
+    package.register()
+    assert known == {name: f"speculator_vllm.model:{model}" for name, model in package.ARCHITECTURES.items()}
+    assert "no weight transfer" in capsys.readouterr().out
+    factory = ModuleType("factory")  # without an engine's list of names
+    factory.WeightTransferEngineFactory = object
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", factory)
+    package.register()
+    assert "no weight transfer" in capsys.readouterr().out
+
+
 def test_settings_that_are_not_this_heads_stop_vllm_at_the_start(tmp_path, plugin):
     head = our_head("tied")
     save(head, tmp_path / "head", layout_of("vllm-plugin", head))

@@ -6,11 +6,13 @@ import statistics
 import pytest
 import torch
 from conftest import RECURRENT_RUNS, Oracle, tiny_head, tiny_model
+from replays import Double, capturing
 
 from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
 from speculator.drafters.costs import CostEntry, CostTable, fitted
-from speculator.drafters.measure import StepSeconds, measure, measure_costs, timed_steps
+from speculator.drafters.measure import StepSeconds, measure, measure_costs, timed_steps, without_captures
 from speculator.drafters.tuning import adaptive_drafter
+from speculator.kernels.cuda_graphs import Captured
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
@@ -73,6 +75,26 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
     measure(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 2, costs)
     assert len(costs.plain) == len(costs.draft) == len(costs.verify) == 2
     assert min(costs.plain + costs.draft + costs.verify) > 0
+
+
+def test_a_drafter_that_cannot_be_captured_is_measured_next_to_captured_plain_steps(target, monkeypatch):
+    capturing(monkeypatch, Double)
+    costs = StepSeconds()
+    measure(target, HeadDrafter(tiny_head(), Chain(3, min_confidence=0.1)), [[1, 2, 3]], Sampling(), 1, costs)
+    assert Double.made
+    assert len(costs.plain) == len(costs.draft) > 0
+
+
+def test_a_timed_run_is_repeated_until_it_captures_nothing(capsys, monkeypatch):
+    def run(captures: list[int]) -> int:
+        Captured.prepared += captures.pop(0)
+        return len(captures)
+
+    monkeypatch.setattr(Captured, "prepared", 0)
+    assert without_captures(lambda captures=[2, 1, 0, 0]: run(captures)) == 1
+    assert not capsys.readouterr().err
+    assert without_captures(lambda captures=[2, 1, 1, 1, 1]: run(captures)) == 1
+    assert "captured CUDA graphs in all of 4 tries" in capsys.readouterr().err
 
 
 def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):

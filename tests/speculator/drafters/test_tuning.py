@@ -135,6 +135,13 @@ def test_a_file_that_tune_did_not_write_is_refused(tuned_folder, text):
         read_tuning(tuned_folder, tiny_head(vocab_size=300))
 
 
+@pytest.mark.parametrize("lookup", [[], {"greedy": [0.2]}, {"greedy": [0.2], "sampled": ["a"]}])
+def test_rates_of_lookup_in_another_form_are_refused(tuned_folder, lookup):
+    write_tuning(tuned_folder, lookup=lookup)
+    with pytest.raises(UserError, match=r"decoding\.json"):
+        read_tuning(tuned_folder, tiny_head(vocab_size=300))
+
+
 @pytest.mark.parametrize("costs", [OLD_COSTS, NO_NUMBERS])
 def test_step_costs_in_another_form_are_refused(tuned_folder, costs):
     write_tuning(tuned_folder, costs=costs)
