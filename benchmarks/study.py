@@ -271,7 +271,7 @@ class Study:
 
     def __init__(self, target: Target, folder: Path, steps: int = STEPS):
         self.target, self.steps = target, steps
-        self.folder = folder / f"{Path(target.name).name} {target.digest[:8]}".replace(" ", "_")
+        self.folder = folder / f"{Path(target.name).name} {(target.digest or '')[:8]}".replace(" ", "_")
         self.folder.mkdir(parents=True, exist_ok=True)
         mixture = mixture_of(SOURCES)
         text = token_rows(

@@ -337,10 +337,10 @@ def _warm_up(
     ready = []
     for decoder in table:
         compiled = decoder.key == "hf_compiled"
-        warming = [[suite.prompts[i] for i in parts[0]]]
-        if compiled:
-            warming = 2 * _longest_batches(target, suite, parts, max_new_tokens)
         try:
+            warming = [[suite.prompts[i] for i in parts[0]]]
+            if compiled:
+                warming = 2 * _longest_batches(target, suite, parts, max_new_tokens)
             for prompts in warming:
                 decoder.run(prompts, sampling, max_new_tokens if compiled else min(8, max_new_tokens), Timed(), stop_at)
         except Exception as error:  # a missing compiler, a model that transformers can't run this way, ...

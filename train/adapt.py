@@ -101,8 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
         last: Round | None = rounds[-1] if rounds else None
         while arguments.rounds is None or len(rounds) < arguments.rounds:
             folder = arguments.output / f"round-{len(rounds) + 1:03d}"
-            if not (folder / "run" / "config.yaml").exists():  # a training that was refused gets the newest answers
-                shutil.rmtree(folder / "traffic", ignore_errors=True)
+            if not (folder / "traffic").exists():
                 _wait(arguments, last)
                 _copy_shards(arguments, folder / "traffic")
             last = _round(arguments, folder, head, key, lock)
@@ -259,7 +258,12 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
     new = str((trained / "speculator").resolve())
     training = ["-m", "speculator", "train", *flags, "--output_dir", trained]
     training += ["--overwrite_output_dir", "false"]  # a killed round resumes
-    _call(training, lock, SPECULATOR_CACHE=str(arguments.output.resolve() / "cache"))
+    try:
+        _call(training, lock, SPECULATOR_CACHE=str(arguments.output.resolve() / "cache"))
+    except UserError:
+        if not (trained / "config.yaml").exists():  # refused: the next try gets the newest answers
+            shutil.rmtree(traffic)
+        raise
     tuned, copied = Path(old) / TUNED, trained / "speculator" / TUNED
     if tuned.is_file() and not copied.exists():  # so that both heads draft in the same shapes, at the same costs
         write_bytes(copied, tuned.read_bytes())

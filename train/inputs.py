@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import datasets
+import transformers
 
 from data.conversations import Conversation
 from data.mixture import Mixture
@@ -15,6 +16,7 @@ from data.rendering import Pairs
 from data.tally import Tally
 from eval.suites import Suite, from_text
 from speculator.chat import set_template_variables
+from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import cache_folder
 from speculator.target.base import TrainingTarget
@@ -59,8 +61,10 @@ class Inputs:
         """Return fingerprints of "target", and of rows and prompts by split; a resumed run must have the same."""
         rows = {"training": self.train_rows, "validation": self.validation_rows}
         found = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
-        if isinstance(target, InProcessTarget) and target.group is None:
-            found["the target's weights"] = target.digest
+        if isinstance(target, InProcessTarget) and target.digest:
+            # In another dtype, or by another version, the same weights have another hash, and it does not count.
+            kind = f"{dtype_name(target.dtype)} by transformers {transformers.__version__}"
+            found[f"the target's weights, {kind}"] = target.digest
         return found | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in self.suites.items()}
 
 

@@ -159,8 +159,8 @@ class Plan:
             raise UserError("target.parallel device_map can't be planned")
         self.text = target.get_text_config()
         self.served = bool(self.config.target.server)  # its layers run elsewhere, and so does the writing of text
-        if not self.served and getattr(target, "quantization_config", None):
-            raise UserError(f"{self.config.target.name_or_path} is quantised, so its memory can't be planned")
+        # Its weights are counted unquantised, which is more than they may take.
+        self.quantised = any(getattr(each, "quantization_config", None) for each in (target, self.text))
         sharded = self.config.target.parallel != "none"
         self.shards = divided(run.processes, self.config.target.parallel_size) if sharded else 1
         try:
@@ -312,7 +312,9 @@ class Plan:
         return Counter({"KV cache": positions * per_position * caches + memory, "logits": logits})
 
     def refuse_too_large(self) -> None:
-        """Raise a UserError if a phase needs more memory than each device has."""
+        """Raise a UserError if a phase needs more memory than each device has; unknown if quantised."""
+        if self.quantised and not self.served:
+            return
         for name, parts in self.memory().items():
             need = sum(parts.values())
             if self.place.memory is not None and need > self.place.memory:
@@ -428,6 +430,7 @@ class Plan:
                 f"head: {self.config.speculator.architecture}, {self.trained / 1e6:,.1f} million weights",
                 f"processes: {place.processes} on {place.name}{has}{shards}",
                 *([self._for_servers()] if self.served else []),
+                *(["the target is quantised: its weights take less than here"] if self.quantised else []),
                 "",
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 "",

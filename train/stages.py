@@ -153,16 +153,16 @@ def train_stage(
             f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{processes}{share}"
         )
     done = _state_of(resume) if resume else {}
-    if done and done["max_steps"] != settings.max_steps:  # the schedule of a stage of `epochs` is for its steps
-        raise UserError(
-            f"{name} has {settings.max_steps:,} steps on {state.num_processes} processes, and was begun with "
-            f"{done['max_steps']:,}: start as many processes as before, or set --{name}.gradient_accumulation_steps so "
-            "that a step reads as many rows"
-        )
     # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
     assert settings.save_steps is not None  # settled
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
     if not ends(done.get("global_step", 0), done.get("best_global_step")):
+        if done and done["max_steps"] != settings.max_steps:  # the schedule of a stage of `epochs` is for its steps
+            raise UserError(
+                f"{name} has {settings.max_steps:,} steps on {state.num_processes} processes, and was begun with "
+                f"{done['max_steps']:,}: start as many processes as before, or keep the rows of a step by "
+                f"--{name}.gradient_accumulation_steps"
+            )
         if state.is_main_process and config.report_to == "wandb":
             recorded = dataclasses.asdict(config)
             recorded["data"]["seq_length"] = inputs.length

@@ -70,11 +70,12 @@ class VLLMServer:
 
     def _watch_once(self, measured: Path | None) -> float | None:
         """Return the result of `watch`, which is kept in the file `measured` and read from there if it exists."""
-        if measured is None:
-            return self.watch()
-        if not measured.exists():
-            write_json(measured, {"acceptance_length": self.watch()})
-        return read_json(measured)["acceptance_length"]
+        if measured is not None and measured.exists():
+            return read_json(measured)["acceptance_length"]
+        found = self.watch()
+        if measured is not None and found is not None:
+            write_json(measured, {"acceptance_length": found})
+        return found
 
     def watch(self) -> float | None:
         """Wait for the next 2,000 drafts and return their acceptance length; None if fewer come in half an hour."""

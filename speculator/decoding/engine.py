@@ -27,6 +27,7 @@ from speculator.decoding.request import (
     Generation,
     Request,
     StopStrings,
+    as_count,
     as_token_set,
     check_max_new_tokens,
     check_prompts,
@@ -161,9 +162,8 @@ class Engine:
         """
         if sampling is not None and not isinstance(sampling, Sampling):
             raise UserError(f"sampling must be a Sampling, got {sampling!r:.40}")
-        for name, count in (("logprobs", logprobs or 0), ("min_tokens", min_tokens)):
-            if type(count) is not int or count < 0:
-                raise UserError(f"{name} must be an integer >= 0, got {count!r:.40}")
+        logprobs = None if logprobs is None else as_count("logprobs", logprobs)
+        min_tokens = as_count("min_tokens", min_tokens)
         (tokens,) = check_prompts(self.target, [prompt])
         text = self.target.text(tokens)
         # Whichever limit is lower ends the completion, and gives its reason.

@@ -307,6 +307,11 @@ def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
 
 def check_max_new_tokens(max_new_tokens: Any) -> int:
     """Return `max_new_tokens`; raise a UserError unless it is an integer >= 1."""
-    if not isinstance(max_new_tokens, Integral) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r:.40}")
-    return int(max_new_tokens)
+    return as_count("max_new_tokens", max_new_tokens, least=1)
+
+
+def as_count(name: str, value: Any, least: int = 0) -> int:
+    """Return a number of tokens as Python's integer; raise a UserError, which calls it `name`, for anything else."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name} must be an integer >= {least}, got {value!r:.40}")
+    return int(value)

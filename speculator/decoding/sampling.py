@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +43,9 @@ class Sampling:
     def __post_init__(self):
         kinds = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int}
         for name, kind in kinds.items():
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
                 raise UserError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r:.40}")
-            object.__setattr__(self, name, kind(value))  # numpy's numbers lack what Python's have
         refuse(
             (
                 not 0 <= self.temperature <= _MAX_TEMPERATURE,
@@ -58,6 +56,8 @@ class Sampling:
             (not 0 <= self.min_p < 1, f"min_p must be in [0, 1), got {self.min_p}"),
             (not -(2**63) <= self.seed < 2**63, f"seed must be of 64 bits, got {self.seed}"),
         )
+        for name, kind in kinds.items():  # numpy's numbers lack what Python's have
+            object.__setattr__(self, name, kind(getattr(self, name)))
 
     @property
     def greedy(self) -> bool:

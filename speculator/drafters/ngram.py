@@ -9,7 +9,7 @@ from torch import Tensor
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.memory import LookupPaths, Memory, Sequences
-from speculator.decoding.request import Request
+from speculator.decoding.request import Request, as_count
 from speculator.decoding.sampling import Noise
 from speculator.decoding.verify import CHAIN_RULES
 from speculator.drafters.shapes import check_length
@@ -133,7 +133,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, num_speculative_tokens: int = 4, max_ngram: int = 3, memory: int = 0):
         self.num_speculative_tokens = self.nodes = num_speculative_tokens = check_length(num_speculative_tokens)
-        self.max_ngram = max_ngram = check_length(max_ngram)
+        self.max_ngram = max_ngram = as_count("max_ngram", max_ngram, least=1)
         self.memory = Memory()
         self.memory.paths = LookupPaths(num_speculative_tokens)
         self.history = History(memory, max_ngram) if memory else None

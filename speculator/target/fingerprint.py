@@ -60,7 +60,7 @@ def digest(model: Any) -> str:
 
 
 def digest_of_weights(model: Any) -> str:
-    """Return a hash of all weights, which other versions of the libraries find too."""
+    """Return a hash of all weights, in the dtype and under the names that the libraries give them."""
     return _with_weights("", model)
 
 

@@ -211,8 +211,14 @@ class InProcessTarget(ModelHere):
         return cls.of(target)
 
     @cached_property
-    def digest(self) -> str:
-        """Hash of all weights. It tells a fine-tune of the inner layers from its original; `fingerprint` does not."""
+    def digest(self) -> str | None:
+        """Hash of all weights, which tells a fine-tune of the inner layers from its original; `fingerprint` does not.
+
+        None for a model that is sharded, quantised, or partly offloaded: what a process holds may differ by place.
+        """
+        quantised = getattr(self.model.config, "quantization_config", None)
+        if self.group or quantised or any(weight.is_meta for weight in self.model.parameters()):
+            return None
         return digest_of_weights(self.model)
 
     @classmethod

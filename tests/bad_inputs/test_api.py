@@ -54,15 +54,15 @@ def test_pythons_and_numpys_numbers_and_paths_are_taken(target, inputs):
     sampling = Sampling(np.float32(0.5), top_k=np.int64(5), seed=np.int64(3))
     assert sampling == Sampling(0.5, top_k=5, seed=3)
     drafter = HeadDrafter(load_head(inputs["MLP"], target), np.int64(2))
-    made = generate(target, drafter, [[1, 2, 3]], sampling, max_new_tokens=np.int64(6), logprobs=2)
+    made = generate(target, drafter, [[1, 2, 3]], sampling, max_new_tokens=np.int64(6), logprobs=np.int64(2))
     assert made.tokens == generate(target, None, [[1, 2, 3]], sampling, max_new_tokens=6, eos_token_ids=[]).tokens
     assert [len(each.top) for each in made.token_logprobs[0]] == [2] * len(made.tokens[0])
     assert Target.load(Path(inputs["TARGET"])).vocab_size == target.vocab_size
-    with pytest.raises(UserError, match="integer"):
+    with pytest.raises(UserError, match="max_ngram must be an integer >= 1"):
         NgramDrafter(max_ngram=0)
 
 
-SAMPLINGS = [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}]
+SAMPLINGS = [{"temperature": -1}, {"temperature": 10**400}, {"temperature": math.nan}, {"top_p": 0}]
 
 
 @pytest.mark.parametrize("values", SAMPLINGS, ids=str)

@@ -15,6 +15,7 @@ from data.readers import SPLITS, read
 from speculator.__main__ import build_parser, main
 from speculator.cli import model_flags, serve
 from speculator.clients.vllm_updates import VLLMServer
+from speculator.errors import UserError
 from train import adapt
 
 __all__ = ["chat_target", "drafter"]
@@ -221,7 +222,7 @@ def test_a_round_that_was_killed_is_resumed(loop, monkeypatch, moment, after):
     old = loop.worker.engine.drafter.head
     assert main(loop.argv("--rounds", "1")) == 0
     assert loop.round(1)["outcome"] == "in use"
-    begun = moment not in ("_copy_shards", "train") or (moment == "train" and after)
+    begun = moment != "_copy_shards" or after
     assert loop.round(1)["newest"] == ("00000000.jsonl.gz" if begun else "00000001.jsonl.gz")
     assert (loop.worker.engine.drafter.head is old) == (moment == "write_page" or (moment == "write_json" and after))
     assert loop.verdicts == []
@@ -299,6 +300,19 @@ def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
     assert main(loop.argv("--rounds", "2", "--every_tokens", "1000", "--every_minutes", "0")) == 0
     assert len(slept) == 3, "without a new answer nothing begins"
     assert loop.round(2)["newest"] == "00000003.jsonl.gz"
+
+
+def test_a_training_that_is_refused_gets_the_newest_answers_the_next_time(loop, monkeypatch):
+    def refuse(*_, **__):
+        raise UserError("too few rows")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapt, "_call", refuse)
+        assert main(loop.argv("--rounds", "1")) == 2
+    record_shard(loop.record, 1)
+    loop.verdicts = [True]
+    assert main(loop.argv("--rounds", "1")) == 0
+    assert loop.round(1)["newest"] == "00000001.jsonl.gz"
 
 
 def test_with_fewer_answers_one_of_the_splits_would_be_empty(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -289,9 +290,12 @@ def test_a_quantised_target_is_not_counted_as_if_it_were_whole(target_folder, tm
     config = json.loads((folder / "config.json").read_text())
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
-    with pytest.raises(UserError, match=f"{folder} is quantised, so its memory can't be planned"):
-        planned(config_of(folder, "--plan", "H100"))
-    assert settled(config_of(folder), AutoConfig.from_pretrained(folder), H100).plan is None
+    small = Place(1, "a GPU", 10**6)
+    for where, refused in ((target_folder, True), (folder, False)):
+        made = settled(config_of(where), AutoConfig.from_pretrained(where), small).plan
+        assert ("its weights take less than here" in str(made)) != refused
+        with pytest.raises(UserError, match="GB") if refused else nullcontext():
+            made.refuse_too_large()
 
 
 @pytest.mark.parametrize(
