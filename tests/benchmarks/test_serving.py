@@ -1,6 +1,7 @@
 """The comparison of servers runs a server end to end."""
 
 import json
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ def test_a_server_command_names_its_port(target_folder, tmp_path):
 def test_a_server_answers_every_request(target_folder, tmp_path):
     command = ["--target", str(target_folder), "--output", str(tmp_path), "--max_new_tokens", "8", "--max_prompts", "4"]
     command += ["--seconds", "2", "--clients", "1", "2"]
-    server = f"ours=python -m speculator serve --target {target_folder} --port {{port}}"
+    server = f"ours={sys.executable} -m speculator serve --target {target_folder} --port {{port}}"
     assert serving.main([*command, "--server", server]) == 0
     rows = json.loads((tmp_path / "serving.json").read_text())["servers"]["ours"]
     assert [row["clients"] for row in rows] == [1, 2]
