@@ -22,8 +22,7 @@ from speculator.target.sharding import SHARDED
 from speculator.terminal import log
 from train.config import HeadOptions, RunConfig, StageConfig
 from train.initialise import head_class, parameters, start_of, without_memory
-from train.muon import muon_weights
-from train.sharded_adam import largest_share
+from train.muon import bytes_of_moments
 
 if TYPE_CHECKING:
     from train.settle import Run
@@ -258,13 +257,10 @@ def _bytes_to_train(run: Run) -> int:
 
     With two stages, it is the larger one's.
     """
-    head = without_memory(run)
-    trained = [weight for weight in head.parameters() if weight.requires_grad]
-    count = sum(weight.numel() for weight in trained)
-    moments = 8 * largest_share((each.numel() for each in trained), run.processes if run.config.shard_optimizer else 1)
-    saved = 4 * sum(weight.numel() for weight in muon_weights(head) if weight.requires_grad)  # Muon has one moment
+    head, shared = without_memory(run), run.processes if run.config.shard_optimizer else 1
+    count = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     stages = [stage for stage in (run.config.stage1, run.config.stage2) if stage.max_steps]
-    return max(8 * count + moments - (saved if stage.optimizer == "muon" else 0) for stage in stages)
+    return max(8 * count + bytes_of_moments(head, stage.optimizer, shared) for stage in stages)
 
 
 def rows(

@@ -14,12 +14,23 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from speculator.heads.base import Speculator
+from train.sharded_adam import largest_share
 
 
 def muon_weights(head: Speculator) -> list[nn.Parameter]:
     """Return the matrices inside a head: all but its embeddings and its output matrices."""
     with_tokens = set(map(id, head.token_matrices()))
     return [weight for weight in head.parameters() if weight.ndim == 2 and id(weight) not in with_tokens]
+
+
+def bytes_of_moments(head: Speculator, optimizer: str, processes: int) -> int:
+    """Return the bytes of a head's moments in float32: two of each weight, or one of the matrices that "muon" has.
+
+    `processes` share Adam's moments as whole tensors; the result is that of the fullest process.
+    """
+    trained = [weight for weight in head.parameters() if weight.requires_grad]
+    saved = sum(weight.numel() for weight in muon_weights(head) if weight.requires_grad) if optimizer == "muon" else 0
+    return 8 * largest_share([weight.numel() for weight in trained], processes) - 4 * saved
 
 
 class MuonAndAdamW(Optimizer):

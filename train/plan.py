@@ -33,8 +33,7 @@ from train.config import StageConfig
 from train.initialise import without_memory
 from train.kept_states import bytes_per_token
 from train.losses import chunk_tokens
-from train.muon import muon_weights
-from train.sharded_adam import largest_share
+from train.muon import bytes_of_moments
 from train.sizes import Prompt, expected_prompts, expected_rows
 
 if TYPE_CHECKING:
@@ -246,14 +245,10 @@ class Plan:
             whole = not self.served and self.shards == 1
             always[_COPIES] = packed_bytes(self.copied, self.dtype) if whole else 0
             frozen[_COPIES] = packed_bytes(self.copied_of_head, self.dtype)
-        trained = [weight for weight in self.head_module.parameters() if weight.requires_grad]
-        # Adam's two moments in float32: 8 bytes per weight. Weight and gradient are 8 more. Muon has one moment.
-        moments = 8 * largest_share([weight.numel() for weight in trained], shared)  # whole tensors
-        saved = 4 * sum(weight.numel() for weight in muon_weights(self.head_module) if weight.requires_grad)
         needs = {}
         for name, stage in self.stages.items():
-            held = moments - saved if stage.optimizer == "muon" else moments
-            training = Counter({"head's weights and gradients": 8 * self.trained, "moments": held})
+            moments = bytes_of_moments(self.head_module, stage.optimizer, shared)
+            training = Counter({"head's weights and gradients": 8 * self.trained, "moments": moments})
             needs[name] = always + training + self._micro_batch(name)
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # sbatch configs/accelerate/slurm.sh --config configs/llama-3.1-8b-instruct.yaml --output_dir runs/NAME
 # From the folder of the checkout, with the environment active; what follows the script's name goes to train.py. The same
-# command goes on with a run that was cut off, but with --overwrite_output_dir it begins again. A launcher on each node starts a process for each of its GPUs.
+# command goes on with a run that was cut off, but with --overwrite_output_dir it begins again. A launcher on each node
+# starts a process for each of its GPUs.
 #SBATCH --job-name=speculator
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

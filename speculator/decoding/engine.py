@@ -29,7 +29,6 @@ from speculator.decoding.request import (
     StopStrings,
     as_count,
     as_token_set,
-    check_max_new_tokens,
     check_prompts,
     max_new_tokens_per_row,
     sampling_per_row,
@@ -168,7 +167,7 @@ class Engine:
         text = self.target.text(tokens)
         # Whichever limit is lower ends the completion, and gives its reason.
         room = self.target.context_length - len(text)
-        requested = check_max_new_tokens(max_new_tokens)
+        requested = as_count("max_new_tokens", max_new_tokens, least=1)
         limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
         stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None

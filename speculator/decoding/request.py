@@ -253,7 +253,7 @@ def max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> li
     limits = list(given) if isinstance(given, list | tuple) else [given] * rows
     if len(limits) != rows:
         raise UserError(f"max_new_tokens: got {len(limits)} numbers for {rows} prompts")
-    return list(map(check_max_new_tokens, limits))
+    return [as_count("max_new_tokens", limit, least=1) for limit in limits]
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
@@ -303,11 +303,6 @@ def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
         return {index(token_ids)} if not isinstance(token_ids, Iterable) else set(map(index, token_ids))
     except TypeError:
         raise UserError(f"eos_token_ids must be token ids, got {token_ids!r:.40}") from None
-
-
-def check_max_new_tokens(max_new_tokens: Any) -> int:
-    """Return `max_new_tokens`; raise a UserError unless it is an integer >= 1."""
-    return as_count("max_new_tokens", max_new_tokens, least=1)
 
 
 def as_count(name: str, value: Any, least: int = 0) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource, Shape
 from speculator.decoding.memory import Sequences
+from speculator.decoding.request import as_count
 from speculator.decoding.sampling import Noise, draw, most_likely
 from speculator.decoding.verify import CHAIN_RULES
 from speculator.errors import UserError
@@ -24,10 +25,9 @@ _BEAM = 10
 
 def check_length(length: Any) -> int:
     """Return the length of a chain; raise a UserError unless it is an integer in 1.._MOST."""
-    if not isinstance(length, Integral) or isinstance(length, bool) or length < 1:
-        raise UserError(f"draft length {length!r} is not an integer of at least 1")
-    check_nodes(int(length))
-    return int(length)
+    count = as_count("draft length", length, least=1)
+    check_nodes(count)
+    return count
 
 
 def check_nodes(nodes: int, offered: int = 0) -> None:
