@@ -233,7 +233,7 @@ def conversations(
     - packed tokens: the same for each document that begins in the row
     - tokens of an encoder-decoder target: the "source_ids"
 
-    Weights of sources are shares of the prompts.
+    Weights of sources are shares of the prompts. Sources without weights take turns.
 
     Args:
         limits: prompts that do not fit are skipped and counted.
@@ -244,8 +244,8 @@ def conversations(
     """
     limits = limits or PromptLimits("the target", sys.maxsize, 0)
     cutter = _Cutter(tokenizer=tokenizer, cut=cut, limits=limits, tally=tally or Tally())
-    parts, weights = streams(mixture, split, tally)
-    mixed = interleave([cutter.prompts(part) for part in parts], weights, lambda prompt: 1)
+    parts = streams(mixture, split, tally)
+    mixed = interleave([cutter.prompts(part) for part in parts], mixture.weights, lambda prompt: 1)
     name = str(mixture) + (f" ({split})" if split else "")
     taken, left_out = limits.take(name, ((prompt.ids, prompt) for prompt in mixed), count)
     return [prompt for _, prompt in taken], left_out

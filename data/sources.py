@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -52,37 +52,23 @@ def _splits_of_few(rows: list[Document]) -> dict[str, str]:
 
 
 def documents(
-    mixture: Mixture,
+    location: str,
     split: str | None,
     *,
     tally: Tally | None = None,
-) -> Iterator[Document]:
-    """Yield the documents of one split, one source after the other, without exact duplicates.
-
-    Args:
-        mixture: the sources; their weights do not matter.
-        split: "train", "validation" or "held-out"; None: all three.
-        tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
-    """
-    seen: set[bytes] = set()
-    for location in mixture.locations:
-        yield from _documents(read(location), split, tally or Tally(), seen)
-
-
-def _documents(
-    rows: Iterator[Document],
-    split: str | None,
-    tally: Tally,
-    seen: set[bytes],
     elsewhere: Callable[[bytes], bool] = lambda digest: False,
 ) -> Iterator[Document]:
-    """Yield the documents of one split of a source without copies, and count the split's rows in `tally`.
+    """Yield the documents of one split of a source, without exact duplicates.
 
-    `rows` are of all splits. `seen` has the digests of earlier documents and gets the new ones. `elsewhere` returns
-    whether another source keeps the document of a digest.
+    Args:
+        location: see `data.readers.read`.
+        split: "train", "validation" or "held-out"; None: all three.
+        tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
+        elsewhere: whether another source keeps the document with this digest; it is left out here.
     """
     if split is not None and split not in SPLITS:
         raise SourceError(f"unknown split {split!r}: one of {', '.join(SPLITS)}")
+    tally, seen, rows = tally or Tally(), set[bytes](), read(location)
     # A source that ends within `_FEW` rows is a small one, whose splits are balanced; a larger one is only streamed.
     first = list(islice(rows, _FEW))
     few = _splits_of_few(first) if len(first) < _FEW else {}
@@ -128,8 +114,8 @@ def token_documents(
 ) -> Iterator[TokenDocument]:
     """Yield the documents of one split, rendered by `data.rendering.render`.
 
-    Sources without weights follow each other. With weights, each source has its share of the tokens at every point,
-    up to one document, until the first source ends.
+    Sources without weights take turns, document by document, until all have ended. With weights, each source has its
+    share of the tokens at every point, up to one document, until the first source ends.
 
     Args:
         split: "train", "validation" or "held-out"; None: all three.
@@ -137,44 +123,48 @@ def token_documents(
         processes: processes that render; the documents do not depend on it.
         pairs: for an encoder-decoder target, the decoder's start tokens and the longest source; else None.
     """
-    parts, weights = streams(mixture, split, tally)
+    parts = streams(mixture, split, tally)
+    if not mixture.weights:
+        return render(interleave(parts, (), len), tokenizer, tally, processes, pairs)
     # The streams are read in turn, each by processes of its own.
     each = max(1, processes // len(parts))
     rendered = [render(stream, tokenizer, tally, each, pairs) for stream in parts]
-    return interleave(rendered, weights, lambda document: len(document["input_ids"]))
+    return interleave(rendered, mixture.weights, lambda document: len(document["input_ids"]))
 
 
-def streams(mixture: Mixture, split: str | None, tally: Tally | None) -> tuple[list[Iterator[Document]], list[float]]:
-    """Return streams of the documents of one split, and their weights: a stream per source if sources have weights.
+def streams(mixture: Mixture, split: str | None, tally: Tally | None) -> list[Iterator[Document]]:
+    """Return a stream of the documents of one split for each source.
 
-    Without weights there is one stream of all sources, of weight 1. Of equal documents in several sources, only the
-    first source's is kept. Weighted sources are interleaved, so to find duplicates all but the last are read twice.
+    Of equal documents in several sources, only the first source's is kept. The streams are read in turn, so to find
+    duplicates all sources but the last are read twice.
 
     Args:
         split: "train", "validation" or "held-out"; None: all three.
         tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
-    locations, weights = mixture.locations, mixture.weights
-    if not weights:
-        return [documents(mixture, split, tally=tally)], [1.0]
+    locations = mixture.locations
     first = cache(lambda: _first_sources(locations))
 
     def stream(source: int) -> Iterator[Document]:
-        rows = read(locations[source])
         # The first source keeps all its documents, so a single source is read once.
         earlier = (lambda digest: first().get(digest, source) < source) if source else (lambda digest: False)
-        return _documents(rows, split, tally or Tally(), set(), earlier)
+        return documents(locations[source], split, tally=tally, elsewhere=earlier)
 
-    return [stream(source) for source in range(len(locations))], weights
+    return [stream(source) for source in range(len(locations))]
 
 
-def interleave(streams: list[Iterator[Item]], weights: list[float], size: Callable[[Item], int]) -> Iterator[Item]:
+def interleave(
+    streams: Sequence[Iterator[Item]], weights: Sequence[float], size: Callable[[Item], int]
+) -> Iterator[Item]:
     """Yield items, each from the stream that is furthest below its share, until that stream has none left.
 
     Args:
-        weights: the streams' shares; they need not add up to 1.
+        weights: the streams' shares; they need not add up to 1. []: the streams take turns until all have ended.
         size: how much an item counts, such as its tokens.
     """
+    if not weights:
+        yield from (item for item in chain.from_iterable(zip_longest(*streams)) if item is not None)
+        return
     drawn = [0] * len(streams)
     while True:
         # With weights 3 and 1 and items of size 1: streams 0, 1, 0, 0, 0, 1, 0, 0, ... After 4 items 3 and 1 are drawn.

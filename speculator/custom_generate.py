@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +109,10 @@ def speculative(
     return decode
 
 
+_LOCKS: WeakKeyDictionary[PreTrainedModel, RLock] = WeakKeyDictionary()
+"""For each model, held while a call changes it."""
+
+
 class _BorrowedModel:
     """The user's model as a `Target`, created in the first call of `target` and in use during calls only.
 
@@ -131,6 +137,12 @@ class _BorrowedModel:
 
         At the end the model is as it was before.
         """
+        # In another thread a second call would find the model half changed, and leave it so.
+        with _LOCKS.setdefault(model, RLock()):
+            yield from self._borrowed(model)
+
+    def _borrowed(self, model: PreTrainedModel) -> Iterator[Target]:
+        """Yield the model as a `Target`, see `target`."""
         # Another model than in the last call, another output layer or adapter, or the same one elsewhere: nothing of
         # the old one is kept.
         modules, place = list(model.modules()), (model.device, model.dtype)

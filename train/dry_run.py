@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from data.mixture import PYTHON_SOURCES, SELF, Mixture, Source, SourceError
+from data.mixture import PYTHON_SOURCES, SELF, Source, SourceError
 from data.readers import hub_id
 from data.sources import documents
 from data.tally import Tally
@@ -94,7 +94,7 @@ def _look_at(source: Source, config: RunConfig) -> None:
         SourceError: it has no rows, or too many of them are bad.
     """
     tally = Tally(config.data.max_bad_rows)
-    found = list(islice(documents(Mixture((source,)), None, tally=tally), _ROWS_READ))
+    found = list(islice(documents(source.location, None, tally=tally), _ROWS_READ))
     tally.check(source.location)
     if not found:
         raise SourceError(f"{source.location}: no rows in it")

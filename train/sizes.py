@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 
 from data.conversations import split_at_answers
 from data.documents import Document
-from data.mixture import PYTHON_SOURCES, SELF, Mixture
+from data.mixture import PYTHON_SOURCES, SELF
 from data.sources import documents
 from data.tally import Tally
 from speculator.checkpoints import head_folder
@@ -178,7 +178,7 @@ def expected_prompts(run: Run) -> list[Prompt] | None:
         if source.location != PYTHON_SOURCES and not os.path.exists(source.location):
             return None
         try:
-            read = documents(Mixture((source,)), None, tally=Tally(max_share=1.0))
+            read = documents(source.location, None, tally=Tally(max_share=1.0))
             found += [_prompt_of(row, generate) for row in islice(read, _PROMPTS_READ)]
         except UserError:  # the run says what is wrong with it
             return None

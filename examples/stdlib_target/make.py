@@ -102,7 +102,7 @@ def main() -> None:
     (args.output / "training_log.jsonl").write_text("")
     torch.set_num_threads(os.cpu_count() or 1)
 
-    train_files = list(documents(mixture_of([PYTHON_SOURCES]), "train"))
+    train_files = list(documents(PYTHON_SOURCES, "train"))
     if args.tokenizer:
         tokenizer = load_tokenizer(str(args.tokenizer))
     else:

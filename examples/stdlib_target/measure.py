@@ -74,7 +74,7 @@ def main() -> None:
     prompts = from_text(TEXT, target.tokenizer, PROMPT_TOKENS, args.prompts, split="held-out").prompts
     greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=()).tokens
     originals = []
-    for row in documents(TEXT, "held-out"):
+    for row in documents(PYTHON_SOURCES, "held-out"):
         ids = target.tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) >= NEW_TOKENS:
             originals.append(ids[:NEW_TOKENS])

@@ -275,29 +275,31 @@ class Engine:
 
         Returns whether anything is left to do. Host work is here; `decode_rows` is the device's part, which CUDA graphs
         can replay. After an exception, the next step continues the texts as they are.
+        Engines of one target may step in different threads: one waits for the other.
         """
-        try:
-            started, before = time.perf_counter(), self.num_prefilled_tokens
-            self.rows.admit(self.waiting)  # slots of finished requests become free, and go to waiting ones
-            self.rows.grow(self.waiting)  # the caches have room for all of them
-            self.prefill()  # one chunk of the prompts that are not in the cache yet
-            if self.num_prefilled_tokens > before:  # else all of this step is decoding
-                prefilled = time.perf_counter()
-                self.prefill_seconds += prefilled - started
-                started = prefilled
-            batch = self.rows.select()
-            if batch:
-                report = self._decode(batch)
-                if self.drafter:
-                    self.drafter.prepare()  # a GPU runs the step meanwhile
-                self.append_tokens(batch, report.tolist())  # the step's one copy to the host
-                seconds = time.perf_counter() - started
-                self.decode_seconds += seconds
-                if self.drafter:
-                    self.drafter.observe(seconds)
-        except BaseException:  # an interrupt, or an error in `on_step`: the device may be ahead of the texts
-            self.rows.read_again()
-            raise
+        with self.target.lock:
+            try:
+                started, before = time.perf_counter(), self.num_prefilled_tokens
+                self.rows.admit(self.waiting)  # slots of finished requests become free, and go to waiting ones
+                self.rows.grow(self.waiting)  # the caches have room for all of them
+                self.prefill()  # one chunk of the prompts that are not in the cache yet
+                if self.num_prefilled_tokens > before:  # else all of this step is decoding
+                    prefilled = time.perf_counter()
+                    self.prefill_seconds += prefilled - started
+                    started = prefilled
+                batch = self.rows.select()
+                if batch:
+                    report = self._decode(batch)
+                    if self.drafter:
+                        self.drafter.prepare()  # a GPU runs the step meanwhile
+                    self.append_tokens(batch, report.tolist())  # the step's one copy to the host
+                    seconds = time.perf_counter() - started
+                    self.decode_seconds += seconds
+                    if self.drafter:
+                        self.drafter.observe(seconds)
+            except BaseException:  # an interrupt, or an error in `on_step`: the device may be ahead of the texts
+                self.rows.read_again()
+                raise
         return self.busy
 
     def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4], see `Verified.report`

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -123,6 +124,7 @@ class InProcessTarget(ModelHere):
         document_attention: attention implementation and `Layout` that read several documents in a row exactly, as
             `hidden_of_documents` takes them; None if none does.
         aux_layers: the auxiliary hidden states between its layers.
+        lock: held by whoever runs the model, which has hooks and replaced parts meanwhile.
 
     Raises:
         UserError: its logits are not those of its hidden states, or not finite.
@@ -146,7 +148,7 @@ class InProcessTarget(ModelHere):
         if group is not None and group.parallel == "tp":
             make_whole(model.get_output_embeddings())
         pack_linears(self.model)
-        self.aux_layers = AuxLayers(model)
+        self.aux_layers, self.lock = AuxLayers(model), RLock()
         self.document_attention: tuple[Any, Layout] | None = None
         self._prepare_logits()
         probe_training(self)

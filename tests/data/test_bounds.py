@@ -18,7 +18,7 @@ from speculator.errors import UserError
 
 
 def read(source, tally=None):
-    return list(documents(mixture_of([str(source)]), None, tally=tally))
+    return list(documents(str(source), None, tally=tally))
 
 
 def test_a_long_line_of_a_text_is_cut_and_whole(tmp_path):

@@ -79,7 +79,7 @@ def test_every_pair_has_a_row_of_its_own(tmp_path, monkeypatch):
     # The same answer to different prompts is no copy.
     pairs = [{"source_ids": [n, 7], "input_ids": [299, 8, 0], "loss_mask": [0, 1, 1]} for n in range(1, 41)]
     file.write_text("".join(json.dumps(pair) + "\n" for pair in [*pairs, pairs[0]]))
-    assert len(list(documents(mixture_of([str(file)]), None))) == 40
+    assert len(list(documents(str(file), None))) == 40
     rows = token_rows(
         RowRequest(mixture=mixture_of([str(file)]), split="train", tokenizer=tokenizer, length=2, pairs=_PAIRS)
     )

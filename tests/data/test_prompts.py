@@ -145,7 +145,7 @@ def test_packed_texts_give_prompts_of_the_given_length(tmp_path):
     source = packed(tmp_path, rows, tiny_tokenizer(), 16)
     chats, _ = conversations(mixture_of([source]), "train", tiny_tokenizer(), Cut(8), 5)
     found = [chat.ids for chat in chats]
-    assert found == [row["input_ids"][:8] for row in documents(mixture_of([source]), "train")][:5]
+    assert found == [row["input_ids"][:8] for row in documents(source, "train")][:5]
     assert not any(chat.ends for chat in chats)
 
 

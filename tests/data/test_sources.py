@@ -13,7 +13,7 @@ from data import python_sources, readers, rows
 from data.mixture import Mixture, Source, SourceError, mixture_of
 from data.prompts import Cut, conversations
 from data.readers import SPLITS, fingerprint, hub_dataset
-from data.sources import documents, split_of, token_documents
+from data.sources import documents, split_of, streams, token_documents
 from speculator.errors import UserError
 from speculator.files import parse_rows
 
@@ -49,17 +49,18 @@ def write(path, rows):
 def contents(*sources):
     return [
         {key: value for key, value in row.items() if key not in ("id", "where", "split", "name")}
-        for row in documents(mixture_of(sources), None)
+        for source in sources
+        for row in documents(source, None)
     ]
 
 
 def ids(source, split):
-    return {row["id"] for row in documents(mixture_of([str(source)]), split)}
+    return {row["id"] for row in documents(str(source), split)}
 
 
 def test_python_sources_split_by_path_and_leave_tests_out(monkeypatch):
     monkeypatch.setattr(python_sources, "MAX_PACKAGE_BYTES", 200_000)
-    splits = {split: {row["id"] for row in documents(mixture_of(["python-sources"]), split)} for split in SPLITS}
+    splits = {split: {row["id"] for row in documents("python-sources", split)} for split in SPLITS}
     assert "json/decoder.py" in splits[split_of("json/decoder.py")]
     assert not splits["train"] & splits["held-out"]
     assert not any("/tests/" in name or name.startswith("test/") for name in splits["train"])
@@ -77,14 +78,15 @@ def test_a_copy_in_another_source_is_dropped_too(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(100)))
     sources = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    texts = [row["text"] for split in SPLITS for row in documents(mixture_of(sources), split)]
+    found = [stream for split in SPLITS for stream in streams(mixture_of(sources), split, None)]
+    texts = [row["text"] for stream in found for row in stream]
     assert sorted(texts) == sorted(f"row {i}" for i in range(100))
 
 
 def test_a_long_text_file_has_a_share_in_every_split(tmp_path):
     text = "".join(f"line {i} of a book\n" for i in range(100_000))
     (tmp_path / "book.txt").write_text(text)
-    splits = {split: list(documents(mixture_of([str(tmp_path / "book.txt")]), split)) for split in SPLITS}
+    splits = {split: list(documents(str(tmp_path / "book.txt"), split)) for split in SPLITS}
     assert all(splits.values())
     pieces = sorted((row for rows in splits.values() for row in rows), key=lambda row: int(row["id"].split(":")[1]))
     assert "".join(row["text"] for row in pieces) == text
@@ -98,10 +100,10 @@ def test_jsonl_and_txt_are_read_gzipped_or_not(tmp_path, packed):
         return path
 
     rows = write("rows.jsonl", "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(50)))
-    texts = {row["text"] for split in SPLITS for row in documents(mixture_of([str(rows)]), split)}
+    texts = {row["text"] for split in SPLITS for row in documents(str(rows), split)}
     assert texts == {f"row {i}" for i in range(50)}
     page = write("page.txt", "a page")
-    assert [row["text"] for split in SPLITS for row in documents(mixture_of([str(page)]), split)] == ["a page"]
+    assert [row["text"] for split in SPLITS for row in documents(str(page), split)] == ["a page"]
 
 
 def test_the_shape_of_a_row_is_seen_by_its_keys_in_every_kind_of_file(tmp_path):
@@ -160,7 +162,7 @@ def test_the_hub_is_read_through_the_library_with_config_and_split(tmp_path, mon
     # The library takes a local folder for a hub id, so only the name differs from a download.
     monkeypatch.setattr("data.readers.hub_dataset", lambda name, *rest: hub_dataset(str(tmp_path / name), *rest))
     assert contents("org/name/other:train_sft") == [{"text": "other"}]
-    rows = list(documents(mixture_of(["org/name/main"]), None))
+    rows = list(documents("org/name/main", None))
     assert [row["text"] for row in rows] == [f"main {i}" for i in range(40)]
     assert rows[4]["where"] == "org/name/main:5"
     assert {split_of(row["id"]) for row in rows} == set(SPLITS)
@@ -181,9 +183,7 @@ def test_a_saved_dataset_with_our_splits_keeps_them(tmp_path):
     splits = {name: Dataset.from_list([{"text": f"{name} {i}"} for i in range(30)]) for name in SPLITS}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     for name in SPLITS:
-        assert [row["text"] for row in documents(mixture_of([str(tmp_path / "saved")]), name)] == [
-            f"{name} {i}" for i in range(30)
-        ]
+        assert [row["text"] for row in documents(str(tmp_path / "saved"), name)] == [f"{name} {i}" for i in range(30)]
     DatasetDict({"test": splits["train"]}).save_to_disk(tmp_path / "other")
     with pytest.raises(SourceError, match=r"other holds the splits test: .*other/test"):
         contents(str(tmp_path / "other"))
@@ -234,10 +234,21 @@ def test_copies_are_in_one_split_with_any_weights(tmp_path):
         assert not seen[0] & seen[1]
 
 
-def test_sources_without_weights_come_one_after_the_other(tmp_path):
+def test_sources_without_weights_take_turns_until_all_have_ended(tmp_path):
     long, short = mixed(tmp_path)
     names = [row["id"].split(".")[0] for row in token_documents(mixture_of([long, short]), None, tiny_tokenizer())]
-    assert names == ["long"] * 900 + ["short"] * 9000
+    assert names == ["long", "short"] * 900 + ["short"] * 8100
+
+
+def test_prompts_of_sources_without_weights_are_of_all_of_them(tmp_path):
+    """The first source alone would fill them: a stage 2, or an evaluation, of one source in two."""
+    given = [
+        write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {i}", "completion": "b"} for i in range(300)])
+        for name in ("first", "second")
+    ]
+    tokenizer = tiny_tokenizer()
+    found, _ = conversations(mixture_of(given), "train", tokenizer, Cut(8), 10)
+    assert [tokenizer.decode(prompt.ids).split()[0] for prompt in found] == ["first", "second"] * 5
 
 
 @pytest.mark.parametrize(
@@ -278,7 +289,7 @@ def test_an_unreadable_row_is_named(tmp_path, name, content, message):
     for source in (tmp_path / name, tmp_path):
         if source.is_file() or name != "model.bin":
             with pytest.raises(UserError, match=message) as error:
-                list(documents(mixture_of([str(source)]), "train"))
+                list(documents(str(source), "train"))
             assert "\n" not in str(error.value)
 
 
@@ -324,7 +335,7 @@ def test_recorded_copies_are_dropped(tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "manifest.json").write_text('{"recorded": true}')
     (tmp_path / "rows" / "00000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = mixture_of([str(tmp_path)])
+    source = str(tmp_path)
     found = {split: [row["input_ids"][0] for row in documents(source, split)] for split in SPLITS}
     assert found == {"train": list(range(27)), "validation": [27, 28], "held-out": [29]}, "none is empty"
 
@@ -357,7 +368,7 @@ def test_a_recorded_row_that_a_killed_writer_cut_is_a_bad_row(tmp_path, kept):
 def test_a_small_source_has_documents_in_every_split(count, tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(count)))
-    found = {split: [row["id"] for row in documents(mixture_of([str(file)]), split)] for split in SPLITS}
+    found = {split: [row["id"] for row in documents(str(file), split)] for split in SPLITS}
     assert all(found.values())
     assert len({each for ids in found.values() for each in ids}) == sum(map(len, found.values())) == count
 
@@ -372,9 +383,7 @@ def test_a_document_stays_in_its_split_wherever_it_stands(tmp_path):
     ):
         source = write(tmp_path / file, given)
         splits = {
-            split: {
-                row["messages"][0]["content"] for row in documents(mixture_of([source]), split) if "messages" in row
-            }
+            split: {row["messages"][0]["content"] for row in documents(str(source), split) if "messages" in row}
             for split in SPLITS
         }
         found.append(splits)

@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from conftest import VOCAB, tiny_head, tiny_model, tiny_tokenizer
@@ -44,6 +46,28 @@ def left_padded(prompts) -> dict[str, torch.Tensor]:
 def drafters():
     head = tiny_head()
     return [head, HeadDrafter(head, Tree([3, 2, 2], 8)), NgramDrafter()]
+
+
+def test_calls_in_several_threads_wait_for_each_other(model):
+    settings = dict(max_new_tokens=COUNT, do_sample=False, pad_token_id=PAD)  # noqa: C408
+    expected = model.generate(**left_padded(PROMPTS[:1]), **settings)
+    before = model.config._attn_implementation
+
+    def call(_) -> torch.Tensor:
+        return model.generate(**left_padded(PROMPTS[:1]), **settings, custom_generate=speculative(NgramDrafter()))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(torch.equal(made, expected) for made in threads.map(call, range(12)))
+    assert model.config._attn_implementation == before
+
+
+def test_engines_of_a_target_in_several_threads_wait_for_each_other():
+    """The probe leaves Gemma 2's logits to the model's own code, whose body is replaced for them."""
+    target = Target(tiny_model("gemma2"), tiny_tokenizer())
+    expected = [generate(target, None, [prompt], max_new_tokens=COUNT).tokens for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as threads:
+        made = threads.map(lambda prompt: generate(target, None, [prompt], max_new_tokens=COUNT).tokens, PROMPTS * 4)
+        assert list(made) == expected * 4
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "left-padded"])

@@ -156,10 +156,7 @@ def test_the_newest_rows_are_held_out(chat_target, tmp_path, monkeypatch):
     for number in range(60):
         recorder.add([type("Ended", (), {"prompt": [1, 2], "tokens": [number], "steps": ()})])
     recorder.close()
-    splits = {
-        split: list(documents(mixture_of([str(tmp_path / "out")]), split))
-        for split in ("train", "validation", "held-out")
-    }
+    splits = {split: list(documents(str(tmp_path / "out"), split)) for split in ("train", "validation", "held-out")}
     last = {split: [row["input_ids"][-1] for row in rows] for split, rows in splits.items()}
     assert last == {"train": list(range(54)), "validation": [54, 55, 56], "held-out": [57, 58, 59]}
 
