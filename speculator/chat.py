@@ -439,14 +439,14 @@ def answer_message(
     `</think>`, and `<tool_call>` with a JSON object in it.
     """
     if getattr(tokenizer, "response_template", None):
-        with suppress(Exception):  # an answer that was cut off need not follow the format
+        with suppress(Exception):  # an answer that was cut off, or whose call is malformed, need not follow the format
             parsed = tokenizer.parse_response(list(answer), prefix=list(prompt), tools=list(tools or ()) or None)
-            return {"role": "assistant", "content": "", **parsed}
+            functions = [call["function"] for call in parsed.get("tool_calls") or ()]
+            if all(isinstance(each["name"], str) and isinstance(each["arguments"], str | dict) for each in functions):
+                return {"role": "assistant", "content": "", **parsed}
     template = str(tokenizer.chat_template)
     message: Message = {"role": "assistant"}
-    channels = _CHANNEL.findall(decoded(tokenizer, answer, special=True))
-    if channels and "<|channel|>" in template:
-        parts = [(name, before or after, part) for before, name, after, part in channels]
+    if parts := channels(tokenizer, answer):
         text = "".join(part for name, to, part in parts if name != "analysis" and not to)
         thought = "".join(part for name, _, part in parts if name == "analysis")
         calls = [(to.removeprefix("functions."), part) for _, to, part in parts if to.startswith("functions.")]
@@ -468,6 +468,19 @@ def answer_message(
     if found:
         message["tool_calls"] = [{"type": "function", "function": call} for call in found]
     return message
+
+
+def has_channels(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether answers have the channels of gpt-oss, between special tokens."""
+    return "<|channel|>" in str(tokenizer.chat_template)
+
+
+def channels(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> list[tuple[str, str, str]]:
+    """Return (name, recipient of a call or "", text) of each channel of an answer, whose last one may be cut off."""
+    if not has_channels(tokenizer):
+        return []
+    found = _CHANNEL.findall(decoded(tokenizer, answer, special=True))
+    return [(name, before or after, text) for before, name, after, text in found]
 
 
 def split_thought(text: str) -> tuple[str, str]:

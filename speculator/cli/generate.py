@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from speculator.chat import Message, answer_message
@@ -140,16 +141,20 @@ def _row(row: dict, request: Request, text: str) -> dict:
 
 
 def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:
-    """Answer each line of stdin as a user turn, until its end; return the finished requests.
+    """Answer each line of stdin as a user turn, until its end or that of the context; return the finished requests.
 
     The engine shares the conversation so far, so a turn prefills only what is new.
     """
     messages: list[Message] = []
-    requests, tokenizer = [], engine.target.tokenizer
+    requests: list[Request] = []
+    tokenizer = engine.target.tokenizer
     while line := _read_line():
         if line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
             ids = Prompt(messages, chat=True, where="the conversation").tokens(tokenizer)
+            if requests and len(ids) >= engine.target.context_length:
+                print(f"(the conversation has filled the context of {engine.target.name})", file=sys.stderr)
+                break
             stream = TextStream(tokenizer, show_drafts=arguments.show_drafts)
             request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
             engine.run()
@@ -165,9 +170,16 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
 
 def _read_line() -> str:
     """Prompt for and return the next line of stdin, with its line end; "" at the end of stdin."""
-    print("> ", end="", file=sys.stderr, flush=True)
     try:
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            # Lines can be edited, and be longer than the 4,095 bytes of a terminal's own lines.
+            with suppress(ImportError):
+                import readline  # noqa: F401
+            return input("> ") + "\n"
+        print("> ", end="", file=sys.stderr, flush=True)
         return sys.stdin.readline()
+    except EOFError:
+        return ""
     except UnicodeDecodeError as error:
         raise UserError(f"stdin: {error}") from None
 

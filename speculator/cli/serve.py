@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import sys
@@ -86,7 +87,16 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{line}, at most {arguments.record_max:g} GB; clients opt out with store: false", file=sys.stderr)
     sys.setswitchinterval(_SWITCH_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn handles it, then raises it again
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none")).run(sockets=[listening])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
+    stop = server.handle_exit
+
+    def handle_exit(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and not server.should_exit and worker.load:
+            log(f"answering {worker.load} requests; Ctrl-C again ends at once")
+        stop(number, frame)
+
+    server.handle_exit = handle_exit  # type: ignore[method-assign, assignment]
+    server.run(sockets=[listening])
 
 
 def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
@@ -150,7 +160,9 @@ def _check(arguments: argparse.Namespace) -> str:
     refuse((recording and not arguments.record, "--record_share and --record_max need --record"))
     arguments.record_share = _RECORD_SHARE if arguments.record_share is None else arguments.record_share
     arguments.record_max = _RECORD_MAX if arguments.record_max is None else arguments.record_max
+    origin = next((url for url in arguments.allowed_origins if not re.fullmatch(r"\*|[a-z+.-]+://[^/]+", url)), None)
     refuse(
+        (origin, f"--allowed_origins {origin}: name an origin as browsers do, such as http://localhost:3000"),
         (arguments.api_key == "", "--api_key is empty: give a key, or leave the flag out"),
         (not 0 < arguments.record_share <= 1, f"--record_share {arguments.record_share:g} is not in (0, 1]"),
         (not arguments.record_max > 0, f"--record_max {arguments.record_max:g} is not above 0"),

@@ -256,6 +256,14 @@ def max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> li
     return [as_count("max_new_tokens", limit, least=1) for limit in limits]
 
 
+class TooLongError(UserError):
+    """Raised for a prompt of more than `longest` tokens."""
+
+    def __init__(self, message: str, longest: int):
+        super().__init__(message)
+        self.longest = longest
+
+
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     """Return the prompts as lists; raise a UserError for one that is empty, too long or not of the target's tokens."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
@@ -275,8 +283,9 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
         if target.encoder and not isinstance(prompt, Text):  # it is a source
             longest = target.encoder.longest
         if len(prompt) > longest:
-            raise UserError(
-                f"prompt {number} has {len(prompt)} tokens; the context of {target.name} has room for {longest}"
+            raise TooLongError(
+                f"prompt {number} has {len(prompt)} tokens; the context of {target.name} has room for {longest}",
+                longest,
             )
     return lists
 

@@ -195,7 +195,9 @@ class Rows:
         needed = self._max_tokens + self._spare_positions
         if self.cache.room_for(needed) > self._capacity:
             self._new_graphs()  # first: there may be too little memory for the drafter's buffers, not for the cache's
-            self.cache.grow(needed)
+            # By half of what there is, so that a text that grows is seldom copied; never beyond the longest text.
+            most = self.target.context_length + self._spare_positions
+            self.cache.grow(max(needed, min(self._capacity + self._capacity // 2, most)))
             self.memory.grow(self.cache.capacity)
             self._capacity = self.cache.capacity
 

@@ -62,3 +62,39 @@ def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of the text that is a proper prefix of the stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+
+class ChannelText:
+    """Thought and content of an answer in gpt-oss's channels, while its tokens arrive.
+
+    An answer is "<|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final<|message|>content".
+
+    Attributes:
+        texts: the thought ("reasoning") and the content so far, without calls.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = {number: token.content for number, token in added.items() if token.special}
+        self._header: list[int] | None = []  # tokens before a message; None in a message
+        self._field, self._read = "", Detokenizer(tokenizer)
+        self.texts = {"reasoning": "", "content": ""}
+
+    def push(self, tokens: Sequence[int]) -> dict[str, str]:
+        """Add token ids and return the new text of each field that has some."""
+        before = dict(self.texts)
+        for token in tokens:
+            mark = self._special.get(token, "")
+            if mark == "<|message|>":
+                name = self._tokenizer.decode(self._header or [])
+                # "analysis", "final", or a call: "commentary to=functions.f" or " to=functions.f", "commentary"
+                self._field = "" if "to=" in name else "reasoning" if "analysis" in name else "content"
+                self._header, self._read = None, Detokenizer(self._tokenizer)
+            elif mark and mark not in ("<|channel|>", "<|constrain|>"):
+                self._header = []
+            elif self._header is not None:
+                self._header += [] if mark else [token]
+            elif self._field:
+                self.texts[self._field] += self._read.push(token)
+        return {name: new for name, text in self.texts.items() if (new := text[len(before[name]) :])}

@@ -166,9 +166,11 @@ class _Routes:
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
-    async def model(self, name: str) -> dict[str, str | int]:
+    async def model(self, name: str) -> Response:
+        if not name:  # /v1/models/
+            return await self.models()
         self._check_model(name)
-        return self._model()
+        return JSONResponse(self._model())
 
     async def log_traffic(self) -> None:
         """Every ten seconds log the traffic, if there is any, and write recorded rows that are due; never returns."""

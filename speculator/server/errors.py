@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from speculator.decoding.request import TooLongError
 from speculator.errors import UserError
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -48,7 +49,11 @@ async def answer_error(_: Request, error: Exception) -> Response:
 
     Exceptions of unknown types have status 500 and do not show their message.
     """
-    if isinstance(error, UserError):
+    if isinstance(error, TooLongError):
+        # Clients shorten a chat by these words of OpenAI's, or by the code. The other message names a folder.
+        limit = f"This model's maximum context length is {error.longest} tokens for a prompt"
+        error = APIError(f"{limit}; this one is longer", code="context_length_exceeded")
+    elif isinstance(error, UserError):
         error = APIError(str(error))
     elif isinstance(error, HTTPException):
         error = APIError(str(error.detail), status=error.status_code)

@@ -6,14 +6,22 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import THINK_END, Function, ToolCall, answer_message, split_thought, thoughts_of
+from speculator.chat import (
+    THINK_END,
+    Function,
+    ToolCall,
+    answer_message,
+    has_channels,
+    split_thought,
+    thoughts_of,
+)
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.streaming import Detokenizer, decode
-from speculator.server.answer import AnswerText
+from speculator.server.answer import AnswerText, ChannelText
 from speculator.server.schema import ChatRequest, GenerationRequest, StreamOptions
 from speculator.server.worker import StepOutput
 
@@ -136,6 +144,7 @@ class CompletionWriter:
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._finish_reasons: list[str | None] = [None] * count
+        self._shown: list[list[int]] = [[] for _ in range(count)]  # the tokens without the one that ends the answer
         self._offsets = [0] * count
         self._read = [Detokenizer(tokenizer, self._tokens_before(index)) for index in range(count)]
         # Answers are numbered prompt by prompt: with n = 2, answer 3 belongs to prompt 3 // 2 = 1.
@@ -158,6 +167,7 @@ class CompletionWriter:
         shown = output.tokens[:-1] if output.finish_reason == "eos" else output.tokens
         text = self.answers[index].push(shown, output.finish_reason is not None)
         self._tokens[index] += output.tokens
+        self._shown[index] += shown
         self._logprobs[index] += output.logprobs
         stopped = self.answers[index].stopped
         self._finish_reasons[index] = "stop" if stopped else _FINISH_REASONS.get(output.finish_reason or "")
@@ -283,18 +293,36 @@ class ChatWriter(CompletionWriter):
 
     request: ChatRequest
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._channels = [ChannelText(self.tokenizer) for _ in self.answers] if has_channels(self.tokenizer) else []
+        self._streamed = [0] * len(self.answers)  # tokens that `_channels` has read
+
     def message(self, index: int) -> ResponseChoice:
         return {"message": {"role": "assistant", **self._parsed(index)}}
 
     def delta(self, index: int, text: str) -> ResponseChoice:
-        """Return the field `delta`: the new text, or with tools nothing until the answer has ended, then all of it."""
-        if not self.request.parses_calls:
+        """Return the field `delta`: the new text, or with tools nothing until the answer has ended, then all of it.
+
+        Of an answer in channels it is the new text of thought and content; with stop strings all of it at the end.
+        """
+        if not (self.request.parses_calls or self._channels):
             return {"delta": {"content": text} if text else {}}
-        if not self._finish_reasons[index]:  # what is a call is known at the end
-            return {"delta": {}}
+        if not self._finish_reasons[index]:
+            if self.request.parses_calls or self.request.stops:  # what is a call, or cut off, is known at the end
+                return {"delta": {}}
+            tokens = self._shown[index][self._streamed[index] :]
+            self._streamed[index] += len(tokens)
+            return {"delta": cast(AnswerMessage, self._channels[index].push(tokens))}
         parsed = self._parsed(index)
         for number, call in enumerate(parsed.get("tool_calls", ())):
             call["index"] = number
+        if self._channels:  # the rest, after what has been sent
+            sent = self._channels[index].texts
+            if content := parsed.get("content"):
+                parsed["content"] = content[len(sent["content"]) :]
+            if thought := parsed.get("reasoning"):
+                parsed["reasoning"] = thought[len(sent["reasoning"]) :]
         return {"delta": parsed}
 
     def _parsed(self, index: int) -> AnswerMessage:
@@ -304,17 +332,21 @@ class ChatWriter(CompletionWriter):
         """
         answer, calls = self.answers[index], []
         thought, content = self._split(answer.text)
-        if not answer.stopped:
-            prompt, tools = self.prompts[index // self.request.choices], self.request.tools
-            message = answer_message(self.tokenizer, prompt, self._tokens[index], tools)
+        prompt, tools = self.prompts[index // self.request.choices], self.request.tools
+        if answer.stopped and self._channels:
+            message = answer_message(self.tokenizer, prompt, self._shown[index])
+            thought, content = (self._before_stop(text) for text in (thoughts_of(message), message["content"] or ""))
+        elif not answer.stopped:
+            message = answer_message(self.tokenizer, prompt, self._shown[index], tools)
             # One call only where the client asks for that, as in vLLM.
             calls = (message.get("tool_calls") or [])[: 1 if self.request.parallel_tool_calls is False else None]
-            if calls and not self.request.parses_calls:
-                calls = []
+            if calls and not (self.request.parses_calls or self._channels):
+                calls = []  # they stay in the text
             elif found := thoughts_of(message):
                 thought, content = found, message["content"] or ""
             else:
                 thought, content = self._split(message["content"] or "")
+            calls = calls if self.request.parses_calls else []
         parsed: AnswerMessage = {"content": content or (None if calls else "")}
         if thought:
             parsed["reasoning"] = thought
@@ -323,6 +355,10 @@ class ChatWriter(CompletionWriter):
             if self._finish_reasons[index] == "stop":
                 self._finish_reasons[index] = "tool_calls"
         return parsed
+
+    def _before_stop(self, text: str) -> str:
+        """Return the text before the first stop string."""
+        return text[: min((at for stop in self.request.stops if (at := text.find(stop)) >= 0), default=None)]
 
     def _split(self, text: str) -> tuple[str, str]:
         """Return the thought of an answer, if the chat template knows its mark, and the text after it."""

@@ -17,17 +17,21 @@ from speculator.server.errors import APIError
 
 # Unsupported fields with the values that change nothing; any other value is an error.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
+    "include_stop_str_in_output": (False,),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "suffix": ("",),
 }
 _DEFAULT_TOKENS = 16  # OpenAI's default for completions; a chat without a limit runs to the end of the context
@@ -167,6 +171,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -205,7 +210,9 @@ class ChatRequest(GenerationRequest):
     def prompt(self) -> Prompt:
         """Return the messages, with the tools if the answer may call them, as a prompt."""
         tools = self.tools if self.parses_calls else None
-        return Prompt(self.messages, chat=True, tools=tools, where="messages", variables=self.chat_template_kwargs)
+        effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
+        variables = {**effort, **(self.chat_template_kwargs or {})} or None
+        return Prompt(self.messages, chat=True, tools=tools, where="messages", variables=variables)
 
 
 class LoadRequest(_Strict):

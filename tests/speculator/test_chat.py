@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from chat_templates import CHATML, QWEN3, chat_tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -63,6 +65,9 @@ GPT_OSS = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# message.thinking #}"
 )
 HARMONY = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"]
+HARD = "<|channel|>analysis<|message|>Hard é.<|end|><|start|>assistant"
+CALLED = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}
 GLM = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
     "{% endif %}"
@@ -180,6 +185,65 @@ def test_a_tokenizers_response_template_parses_the_answer():
 
 
 @PARSES
+@pytest.mark.parametrize("call", ['{"name": "f"}', "5", '{"name": "f", "arguments": 7}'])
+def test_a_malformed_call_stays_text(call):
+    wanted = {"type": "function", "function": "{content}"}
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True, "transform": wanted}
+    tokenizer = parsing_tokenizer(tool_calls=calls)
+    right, _ = as_history(tokenizer, '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>')
+    assert right["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    message, _ = as_history(tokenizer, f"<tool_call>{call}</tool_call><|im_end|>")
+    assert message == {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
+
+
+@PARSES
+def test_the_token_that_ends_an_answer_is_not_content():
+    """A model may end with an EOS that its response template does not know."""
+    tokenizer = parsing_tokenizer()
+    prompt = tokenizer(chat_text(tokenizer, CHAT, ask=True), add_special_tokens=False)["input_ids"]
+    writer = ChatWriter(ChatRequest(messages=CHAT), "tiny", tokenizer, [prompt])
+    tokens = tokenizer("Yes.<|im_start|>")["input_ids"]
+    writer.add(StepOutput(index=0, tokens=tokens, logprobs=[], finish_reason="eos"))
+    assert writer.body()["choices"][0]["message"]["content"] == "Yes."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "answer", "message"),
+    [
+        ({}, "<|channel|>final<|message|>One é.<|return|>", {"content": "One é."}),
+        ({}, f"{HARD}<|channel|>final<|message|>One é.<|return|>", {"content": "One é.", "reasoning": "Hard é."}),
+        ({}, f"{HARD}<|channel|>fin", {"content": "", "reasoning": "Hard é."}),
+        ({}, "no channels<|return|>", {"content": "no channels"}),
+        ({"stop": "e"}, f"{HARD}<|channel|>final<|message|>One", {"content": "On", "reasoning": "Hard é."}),
+        ({"tools": [TOOL]}, f"{HARD}{CALLED}", {"content": None, "reasoning": "Hard é.", "tool_calls": "weather"}),
+        ({"tools": [TOOL], "tool_choice": "none"}, f"{HARD}{CALLED}", {"content": "", "reasoning": "Hard é."}),
+    ],
+)
+def test_an_answer_in_channels_is_sent_without_their_marks(stream, fields, answer, message):
+    tokenizer = tokenizer_with(GPT_OSS, HARMONY)
+    writer = ChatWriter(ChatRequest(messages=CHAT, stream=stream, **fields), "tiny", tokenizer, [[1, 2]])
+    tokens, sent, pieces = tokenizer(answer, add_special_tokens=False)["input_ids"], {}, 0
+    for k, token in enumerate(tokens):
+        if not writer.done:
+            ends = None if k + 1 < len(tokens) else "eos" if answer.endswith("|>") else "length"
+            output = StepOutput(index=0, tokens=[token], logprobs=[], finish_reason=ends)
+            event = writer.event(output) if stream else writer.add(output) and ""
+            delta = json.loads(event.removeprefix("data: "))["choices"][0]["delta"] if event else {}
+            pieces += bool(delta)
+            for name, text in delta.items():
+                sent[name] = sent.get(name, "") + text if isinstance(text, str) else text
+    if not stream:
+        sent = writer.body()["choices"][0]["message"]
+        sent.pop("role")
+    elif not fields and "<|message|>" in answer:
+        assert pieces > 3
+    if "tool_calls" in sent:
+        sent["tool_calls"] = sent["tool_calls"][0]["function"]["name"]
+    assert {name: text for name, text in sent.items() if text} == {name: text for name, text in message.items() if text}
+
+
+@PARSES
 def test_arguments_of_a_call_get_the_types_of_its_tool():
     calls = {
         "open_pattern": r"<call=(?P<name>\w+)>",
@@ -234,9 +298,6 @@ def test_a_message_that_the_template_escapes_is_written():
     escaped = CHATML.replace("{{ m.content }}", "{{ m.content | tojson }}")
     result = {"role": "tool", "content": 'a "quoted"\nline'}
     assert r"a \"quoted\"\nline" in chat_text(chat_tokenizer("qwen3", escaped), [*CHAT, result])
-
-
-TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}
 
 
 def test_tools_that_the_template_does_not_write_are_refused():

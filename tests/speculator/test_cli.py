@@ -328,6 +328,14 @@ def test_a_text_that_memory_has_no_room_for_is_an_error(chat_folder, tmp_path, m
     assert "too little memory for a prompt of" in capsys.readouterr().err
 
 
+def test_a_conversation_that_fills_the_context_ends_with_its_summary(chat_folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n" * 40))
+    assert main(["generate", "--target", str(chat_folder), "--chat", "--max_new_tokens", "16"]) == 0
+    shown = capsys.readouterr().err
+    assert f"(the conversation has filled the context of {chat_folder})\n" in shown
+    assert "tokens/s" in shown
+
+
 @pytest.mark.parametrize("drafting", [["--ngram"], ["--speculator"]])
 def test_a_conversation_keeps_its_turns_and_prefills_only_new_tokens(
     chat_folder, head_folder, monkeypatch, capsys, drafting

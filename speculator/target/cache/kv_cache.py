@@ -376,13 +376,13 @@ class KVCache(Cache):
             self.cross.move(source, destination)
 
     def grow(self, capacity: int) -> None:
-        """Allocate at least `capacity` positions per row, and at least 1.5 times as many as now, if there are fewer.
+        """Allocate at least `capacity` positions per row, if there are fewer.
 
         For a moment old and new buffers exist together.
         """
         if self.room_for(capacity) <= self.capacity:
             return
-        capacity = self.room_for(max(capacity, self.capacity + self.capacity // 2))
+        capacity = self.room_for(capacity)
         # pad counts from the last dimension: none to the head size, then positions at the end.
         more = (0, 0, 0, capacity - self.capacity)
         rows = self.rows

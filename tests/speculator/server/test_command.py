@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[3]
         ["--record_share", "1"],
         ["--record_max", "50"],
         ["--api_key", ""],
+        ["--allowed_origins", "http://localhost:3000/"],
+        ["--allowed_origins", "localhost:3000"],
         ["--ngram", "--speculator_revision", "v2"],
     ],
 )

@@ -178,14 +178,18 @@ def test_ignore_eos_and_min_tokens_hold_the_end_back(chat_target, drafter, strea
 
 
 def test_variables_of_a_request_reach_the_chat_template(chat_target):
-    tokenizer = chat_tokenizer("qwen3", "{{ style }}" + chat_target.tokenizer.chat_template)
+    tokenizer = chat_tokenizer("qwen3", "{{ style }}{{ reasoning_effort }}" + chat_target.tokenizer.chat_template)
     body = {"messages": CHAT, "max_tokens": 1, "return_token_ids": True}
     set_template_variables(tokenizer, {"style": "a"})
     with (
         serving(Target(chat_target.model, tokenizer)) as (url, _),
         httpx.Client(base_url=url, timeout=60) as client,
     ):
-        for fields, style in (({}, "a"), ({"chat_template_kwargs": {"style": "b"}}, "b")):
+        for fields, style in (
+            ({}, "a"),
+            ({"chat_template_kwargs": {"style": "b"}}, "b"),
+            ({"reasoning_effort": "low"}, "alow"),
+        ):
             ids = client.post("/v1/chat/completions", json=body | fields).json()["prompt_token_ids"]
             assert tokenizer.decode(ids).startswith(style + "<|im_start|>")
 
@@ -279,6 +283,14 @@ def test_a_wrong_field_is_named_in_openais_error_form(client):
         error = answer.json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param), wrong
         assert "\n" not in error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_named_as_clients_expect(client):
+    """They shorten a chat by the code, or by OpenAI's words."""
+    for path, body in (("completions", {"prompt": [1] * 400}), ("chat/completions", {"messages": [*CHAT] * 99})):
+        error = client.post(f"/v1/{path}", json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 255 tokens for a prompt")
 
 
 BODIES = [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "a", "temperature": NaN}']
