@@ -117,13 +117,14 @@ def is_recorded(path: Path) -> bool:
 def _recorded(folder: Path) -> Iterator[Document]:
     """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest."""
     files = _readable_files(folder)  # listed once, because the server may be adding shards
-    numbers: dict[bytes, int] = {}  # of different rows: copies, which are dropped later, are in no split alone
+    numbers: dict[bytes, int] = {}  # of different rows: copies and bad rows, which are dropped, fill no split alone
     for file in files:
         for document in _local_file(file, file.name):
-            numbers.setdefault(digest_of(document), len(numbers))
+            if "fault" not in document:
+                numbers.setdefault(digest_of(document), len(numbers))
     for document in chain.from_iterable(_local_file(file, file.name) for file in files):
         # By age: of 200 rows 0..179 train, 180..189 validate, and the newest ten are held out.
-        bucket = 100 * numbers[digest_of(document)] // len(numbers)
+        bucket = 100 * numbers.get(digest_of(document), 0) // max(1, len(numbers))
         yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
 
 

@@ -14,6 +14,7 @@ from data.mixture import Mixture, Source, SourceError, mixture_of
 from data.prompts import Cut, conversations
 from data.readers import SPLITS, fingerprint, hub_dataset
 from data.sources import documents, split_of, streams, token_documents
+from data.tally import Tally
 from speculator.errors import UserError
 from speculator.files import parse_rows
 
@@ -330,13 +331,16 @@ def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_re
     assert len(list(readers.read(str(tmp_path)))) == 3
 
 
-def test_recorded_copies_are_dropped(tmp_path):
+def test_recorded_copies_and_bad_rows_fill_no_split(tmp_path):
     rows = [{"input_ids": [n % 30, 1], "loss_mask": [0, 1], "rejected": [0, n // 30]} for n in range(60)]
     (tmp_path / "rows").mkdir()
     (tmp_path / "manifest.json").write_text('{"recorded": true}')
-    (tmp_path / "rows" / "00000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows" / "00000000.jsonl").write_text(written + '{"input_ids": "bad"}\n')
     source = str(tmp_path)
-    found = {split: [row["input_ids"][0] for row in documents(source, split)] for split in SPLITS}
+    found = {
+        split: [row["input_ids"][0] for row in documents(source, split, tally=Tally(max_share=1.0))] for split in SPLITS
+    }
     assert found == {"train": list(range(27)), "validation": [27, 28], "held-out": [29]}, "none is empty"
 
 
