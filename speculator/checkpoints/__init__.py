@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculator.checkpoints import files
+from speculator.checkpoints import files, mtp
 from speculator.checkpoints.arctic import ARCTIC
 from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
 from speculator.checkpoints.block_drafters import DFLASH, DFLASH2, DSPARK, SPECULATORS_BLOCK
 from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.gguf_file import GGUF
-from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
+from speculator.checkpoints.hub import FILES, PICKLES, downloaded, is_hub_id
 from speculator.checkpoints.ibm import IBM
 from speculator.checkpoints.layout import Layout, Server, load, load_config, save, tensor_shapes
 from speculator.checkpoints.mtp import MTP, is_model, shipped
@@ -71,8 +71,12 @@ def head_folder(name: str | Path, revision: str | None = None) -> Path:
     if not is_hub_id(name):
         refuse((revision is not None, f"revision {revision}: {name} is no hub id, so has no revisions"))
         return Path(name)
-    _layout_by_config(downloaded(str(name), revision, [files.CONFIG]))
-    return downloaded(str(name), revision, FILES)
+    if _layout_by_config(downloaded(str(name), revision, [files.CONFIG])) is MTP:
+        return mtp.head_folder(str(name), revision)
+    folder = downloaded(str(name), revision, FILES)
+    if not any((folder / weights).is_file() for weights in files.SAFETENSORS):
+        downloaded(str(name), revision, PICKLES)
+    return folder
 
 
 def recognise(folder: str | Path) -> Layout:

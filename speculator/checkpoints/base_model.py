@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from speculator.checkpoints import files
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, refuse
-from speculator.files import read_weight_map
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.rnn import RNNHead
 from speculator.target.fingerprint import has_matrix, sample_indices
@@ -93,12 +92,10 @@ def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
     full = next(own for own, weight in model.named_parameters() if weight is part.weight)
     # The prefix depends on who saved the files, and MTP layers have longer names of the same end.
     last = "." + ".".join(full.split(".")[-2:])
-    whole, index = (folder / weights for weights in files.SAFETENSORS)
-    # A run with its target in servers downloads only the shards that it reads.
-    shards = files.read_shards(folder) if whole.is_file() else read_weight_map(index)
+    shards = files.read_shards(folder)
     stored = next((each for each in sorted(shards, key=len) if f".{each}".endswith(last)), None)
     refuse((stored is None, f"{folder}: no {full} in its safetensors files"))
-    if not (folder / shards[str(stored)]).is_file():
+    if not (folder / shards[str(stored)]).is_file():  # a run with its target in servers downloads what it reads
         return None
     with files.opened(folder / shards[str(stored)]) as file:
         return file.get_tensor(stored)

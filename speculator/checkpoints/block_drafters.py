@@ -18,22 +18,22 @@ from pathlib import Path
 import transformers
 from torch import Tensor
 
-from speculator.checkpoints import commands, layout, llama_cpp
+from speculator.checkpoints import commands, layout, llama_cpp, vllm
 from speculator.checkpoints.base_model import base_matrix
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.eagle3 import (
     ATTENTION,
     EMBEDDING,
     draft_vocab_size,
+    from_d2t,
     layer_config,
     read_layers,
-    tokens_of,
     with_d2t,
 )
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config, origin
 from speculator.checkpoints.speculators import VERSION, method
-from speculator.errors import UserError, refuse
+from speculator.errors import refuse
 from speculator.files import JsonObject
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
@@ -179,6 +179,7 @@ def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject
         "aux_hidden_state_layer_ids": config.aux_layers,
         "speculators_config": method(config, kind),
         "transformer_layer_config": qwen3(config),
+        **origin(config),
     }
 
 
@@ -199,10 +200,10 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
     dflash, dflash2 = (word in read["architectures"][0] for word in ("DFlash", "DFlash2"))
     own = ("conv_kernel_size", *_DFLASH2, *_NEUTRAL) if dflash2 else ()
     layers, shape = read_layers({name: value for name, value in read.items() if name not in own}, file, "qwen3")
-    from_anchor = False if dflash else read.get("sample_from_anchor", None if foreign else True)
-    rank = 0 if dflash else read.get("markov_rank", 0)
-    confidence = bool(read.get("enable_confidence_head", False))
-    kind, types = read.get("markov_head_type", "vanilla"), set(read.get("layer_types") or ())
+    from_anchor = False if dflash else nested.get("sample_from_anchor", None if foreign else True)
+    rank = 0 if dflash else nested.get("markov_rank", 0)
+    confidence = bool(nested.get("enable_confidence_head", False))
+    kind, types = nested.get("markov_head_type", "vanilla"), set(read.get("layer_types") or ())
     sliding = "sliding_attention" in types or nested.get("use_swa", False)
     # Absent keys: in servers, layers with a window are causal, and with use_swa they are not. DFlash 2 never is.
     causal = (
@@ -218,7 +219,7 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         (from_anchor is None, f"{file}: sample_from_anchor is missing; vLLM assumes false, and speculators true"),
         (dflash and nested.get("sample_from_anchor"), f"{file}: sample_from_anchor must be false for DFlash"),
         (
-            confidence and rank and read.get("confidence_head_with_markov") is False,
+            confidence and rank and nested.get("confidence_head_with_markov") is False,
             f"{file}: confidence_head_with_markov must be true",
         ),
         (
@@ -273,14 +274,7 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
         if (copied := tensors.pop(name, None)) is not None:
             found, shape = list(copied.shape), [rows, config.emb_dim]
             refuse((found != shape, f"{where}: {name} is {found}, config.json says {shape}"))
-    offsets = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    if config.draft_vocab_size is None:
-        return tensors
-    # t2d is not needed: it follows from d2t.
-    if offsets is None:
-        raise UserError(f"{where}: d2t is missing")
-    return {**tensors, "draft_tokens": tokens_of(where, offsets, config.draft_vocab_size)}
+    return from_d2t(where, head, tensors)
 
 
 def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
@@ -309,36 +303,20 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
         head = ("--speculative-draft-model-path", folder, "--speculative-algorithm", method.upper())
         sglang = ("sglang", "serve", "--model-path", BASE, *head, "--speculative-num-draft-tokens", str(slots))
         convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
-        refused = llama_cpp.refusal(base)
-        rope = (config.rope_parameters or {}).get("rope_type", "default")
-        top_k = config.selector_top_k if config.selector_rank else 0
-        narrow = [f"selector over {top_k} tokens at hidden size {config.emb_dim}"] * (config.emb_dim < top_k**2 + top_k)
-        cut = ["draft vocabulary"] * (config.draft_vocab_size is not None)
-        no_markov = ["DSpark head of Markov rank 0"] * (name == "dspark" and not config.markov_rank)
-        plain_rope = [f"{rope} rope and takes the plain one"] * (rope != "default")
+        cut = ["a draft vocabulary"] * (config.draft_vocab_size is not None)
+        no_markov = ["a DSpark head of Markov rank 0"] * (name == "dspark" and not config.markov_rank)
 
-        def server(program: str, lacks: list[str], how: str) -> Server:
-            return Server(program, not lacks, f"has no {', '.join(lacks)}" if lacks else how)
+        def server(program: str, lacks: list[str], how: str, refused: str | None) -> Server:
+            why = f"does not run {', '.join(lacks)}" if lacks else refused
+            return Server(program, not why, why or how)
 
+        llama = llama_cpp.lacks_of_block(config, name)
+        run = f"llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max {config.n_predict}"
+        on = vllm.NAME if name == "dflash" else f"{vllm.NAME} on a GPU"
         return [
-            server(
-                "vLLM 0.32" if name == "dflash" else "vLLM 0.32 on a GPU",
-                no_markov,
-                commands.vllm(base, **options),
-            ),
-            server(
-                "SGLang 0.5.23",
-                cut + no_markov,
-                line_for_folder(base, *sglang),
-            ),
-            Server(llama_cpp.NAME, False, refused)
-            if refused
-            else server(
-                llama_cpp.NAME,
-                plain_rope + narrow + no_markov + (cut if name == "dflash" else []),
-                f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max "
-                f"{config.n_predict}",
-            ),
+            server(on, no_markov, commands.vllm(base, **options), vllm.refusal(base)),
+            server("SGLang 0.5.23", cut + no_markov, line_for_folder(base, *sglang), None),
+            server(llama_cpp.NAME, llama, f"{convert}, then {run}", llama_cpp.refusal(base)),
         ]
 
     return listed

@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
 
 from speculator.checkpoints import layouts, load_any
+from speculator.checkpoints.hub import is_hub_id
 from speculator.checkpoints.layout import Layout
 from speculator.device import dtype_name
 from speculator.errors import UserError
@@ -23,7 +24,6 @@ from speculator.tables import BASELINES, DRAFTERS, markdown_table
 from speculator.verdict import headlines
 
 NAME = "README.md"
-_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 _HUB_DATASET = re.compile(r"(\w[\w.-]*/[\w.-]+)(/[\w.,-]+)?(:[^/@]+)?(@[\d.]+)?")  # org/name/config:split@weight
 _LOCAL_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)(@[\d.]+)?$")
 _TEMPLATE = Path(__file__).with_name("model_card.md")
@@ -254,7 +254,7 @@ def _license(base: str | None) -> dict[str, str]:
 
 def _is_hub_id(name: str) -> bool:
     """Return whether a name is org/name, and neither the name of a data file nor a path on this machine."""
-    return bool(_HUB_ID.fullmatch(name)) and not _LOCAL_FILE.search(name) and not Path(name).exists()
+    return is_hub_id(name) and not _LOCAL_FILE.search(name)
 
 
 def _hub_datasets(sources: list[str]) -> list[str]:

@@ -18,14 +18,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from speculator.checkpoints import commands, files, layout, llama_cpp
+from speculator.checkpoints import commands, files, layout, llama_cpp, vllm
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, origin
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import Json, JsonObject
-from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig
+from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.base import Speculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
@@ -105,6 +105,17 @@ _STEPS = 7  # in EAGLE and SpecForge, which do not write it
 _LAYER, _OURS = "midlayer.", "layers.0."
 
 
+def check_heads(config: AttentionConfig) -> None:
+    """Raise a UserError if the hidden size is not a multiple of the number of heads, as some configs require."""
+    heads, size = config.num_attention_heads, config.emb_dim
+    refuse(
+        (
+            size % heads,
+            f"the layout needs a hidden size that is a multiple of the {heads} attention heads; it is {size}",
+        )
+    )
+
+
 def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
     """Return the fields of a transformers config that describes a head's attention layers, with `more` added.
 
@@ -127,8 +138,13 @@ def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
 
 
 def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
-    """Return the fields of a transformers config of the head's only layer: Qwen 3's with `qk_norm`, else Llama's."""
+    """Return the fields of a transformers config of the head's only layer: Qwen 3's with `qk_norm`, else Llama's.
+
+    Raises a UserError for a number of heads that a Llama config can't have.
+    """
     model_type = "qwen3" if config.qk_norm else "llama"
+    if not config.qk_norm:
+        check_heads(config)
     own = {"num_hidden_layers": 1, "attention_bias": config.attention_bias, "mlp_bias": False}
     written = layer_config(config, model_type=model_type, **own)
     if config.sliding_window is None:
@@ -215,24 +231,25 @@ def with_d2t(head: Speculator) -> dict[str, Tensor]:
     return tensors
 
 
-def from_d2t(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def from_d2t(where: Path, head: Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return stored tensors with `draft_tokens` instead of d2t and t2d, the inverse of `with_d2t`.
 
-    Raises a UserError, which names the folder `where`, if d2t and t2d disagree or one is missing. Both may be missing
-    if the head drafts all tokens.
+    Raises a UserError, which names the folder `where`, if a draft vocabulary lacks d2t, or if t2d is there and differs.
     """
     config: Any = head.config
-    tensors, rows = dict(tensors), config.output_size
+    tensors, whole = dict(tensors), config.draft_vocab_size is None
     offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if offsets is None and mask is None and config.draft_vocab_size is None:
+    if offsets is None:
+        refuse((not whole, f"{where}: missing tensors: d2t"))
         return tensors
-    missing = [name for name, tensor in (("d2t", offsets), ("t2d", mask)) if tensor is None]
-    if offsets is None or mask is None:
-        raise UserError(f"{where}: missing tensors: {', '.join(missing)}")
-    tokens = tokens_of(where, offsets, rows)
-    same = mask.shape == (config.vocab_size,) and torch.equal(mask.nonzero()[:, 0], tokens)
-    refuse((not same, f"{where}: d2t and t2d describe different draft vocabularies, or not in ascending order"))
-    return tensors if config.draft_vocab_size is None else {**tensors, "draft_tokens": tokens}
+    tokens = tokens_of(where, offsets, config.output_size)
+    # t2d follows from d2t, and some heads come without it.
+    same = mask is None or (mask.shape == (config.vocab_size,) and torch.equal(mask.nonzero()[:, 0], tokens))
+    refuse(
+        (not same, f"{where}: d2t and t2d describe different draft vocabularies, or not in ascending order"),
+        (whole and offsets.any(), f"{where}: d2t moves tokens, but config.json has no draft vocabulary"),
+    )
+    return tensors if whole else {**tensors, "draft_tokens": tokens}
 
 
 def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
@@ -328,8 +345,10 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
     return from_d2t(where, head, ours)
 
 
-def vllm(config: Eagle3SpeculatorConfig, folder: str) -> Server:
-    """Return vLLM's `Server` entry, with its command, for a head in the `eagle3` or the `speculators` layout."""
+def vllm_server(config: Eagle3SpeculatorConfig, folder: str) -> Server:
+    """Return vLLM's `Server` entry for an EAGLE-3 head: its command, or the reason that it can't load the head."""
+    if refused := vllm.refusal(config.base_model_name_or_path):
+        return Server(vllm.NAME, False, refused)
     options = {"model": folder, "method": "eagle3", "num_speculative_tokens": config.n_predict}
     return Server("vLLM 0.32 and 0.33", True, commands.vllm(config.base_model_name_or_path, **options))
 
@@ -349,26 +368,21 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     }
     sglang = [name for name, used in foreign.items() if used]
     eagle = sglang + [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
-    llama_flags = ("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding")
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    llama = [name for name in llama_flags if getattr(config, name)]
-    llama += [f"the {rope} rope"] * (rope not in ("default", "llama3"))
-    llama += ["sliding_window"] * (config.sliding_window is not None)
-    llama += [f"{config.num_aux_layers} auxiliary layers"] * (config.num_aux_layers != DEFAULT_AUX_LAYERS)
+    llama = llama_cpp.lacks_of_eagle3(config)
     refused = f"does not run {', '.join(llama)}" if llama else llama_cpp.refusal(base)
     convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
     algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
     how = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
     ignores = "silently ignores {}, so it drafts something else".format
     return [
-        vllm(config, folder),
+        vllm_server(config, folder),
         Server("SGLang 0.5.23", not sglang, ignores(", ".join(sglang)) if sglang else how),
         Server(
             llama_cpp.NAME,
             refused is None,
             refused or f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3",
         ),
-        Server("SpecForge, EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder"),
+        Server("EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder"),
     ]
 
 

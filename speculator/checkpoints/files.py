@@ -60,7 +60,12 @@ def write(folder: Path, config: JsonObject, tensors: dict[str, Tensor]) -> None:
     unshared = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     weights = folder / "model.safetensors"
     save_file(unshared, weights, metadata={"format": "pt"})
-    weights.chmod((folder / CONFIG).stat().st_mode)  # safetensors lets only the owner read it; servers run as others
+    make_readable(weights)
+
+
+def make_readable(weights: Path) -> None:
+    """Give a safetensors file the mode of its config.json: the library lets only the owner read it, not a server."""
+    weights.chmod((weights.parent / CONFIG).stat().st_mode)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -84,11 +89,11 @@ def read_index(file: Path) -> dict[str, str]:
 def read_shards(folder: Path) -> dict[str, str]:
     """Return {tensor name: file name} of the model in a folder, from model.safetensors or its index of shards.
 
-    Other safetensors files, such as an adapter's, are ignored.
+    Other safetensors files, such as an adapter's, are ignored. Shards of the index may be missing.
     """
     whole, index = (folder / name for name in SAFETENSORS)
     if index.is_file() and not whole.is_file():
-        return read_index(index)
+        return read_weight_map(index)
     refuse((not whole.is_file(), f"{folder}: no {whole.name} in it, nor an index of shards"))
     with opened(whole) as file:
         return dict.fromkeys(file.keys(), whole.name)
@@ -96,7 +101,8 @@ def read_shards(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Yield an open safetensors file, to read single tensors; raise a UserError if it is damaged."""
+    """Yield an open safetensors file, to read single tensors; raise a UserError if it is missing or damaged."""
+    refuse((not file.is_file(), f"{file.parent}: the shard {file.name} is missing"))
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors

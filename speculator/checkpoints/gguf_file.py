@@ -20,7 +20,7 @@ from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layout import Layout, Server
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
-from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig
+from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
@@ -69,15 +69,10 @@ _WHOLE = {
 def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> JsonObject:
     """Return the GGUF metadata that all heads have, by key; the keys' prefix is `architecture`, "eagle3" or "dflash".
 
-    Raises a UserError for a head without `aux_layers` or with a rope that llama.cpp can't run.
+    Raises a UserError for a head without `aux_layers`.
     """
     rope = config.rope_parameters or {}
-    kind = rope.get("rope_type", "default")
-    runs = ("default", "llama3") if architecture == "eagle3" else ("default",)
-    refuse(
-        (not config.aux_layers, "gguf: the head names no auxiliary layers"),
-        (kind not in runs, f"gguf: llama.cpp does not run the {kind} rope of this head, only {' or '.join(runs)}"),
-    )
+    refuse((not config.aux_layers, "gguf: the head names no auxiliary layers"))
     own = {
         "block_count": layers,
         "context_length": config.max_position_embeddings,
@@ -97,13 +92,8 @@ def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int)
 
 def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
     """Return the GGUF metadata of an EAGLE-3 head, by key. Raises a UserError if llama.cpp can't run the head."""
-    flags = ("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding")
-    lacks = [name for name in flags if getattr(config, name)] + ["sliding_window"] * (config.sliding_window is not None)
-    count = config.num_aux_layers
-    refuse(
-        (lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}: configs/llama-cpp.yaml trains a head without"),
-        (count != DEFAULT_AUX_LAYERS, f"gguf: llama.cpp needs {DEFAULT_AUX_LAYERS} auxiliary layers, not {count}"),
-    )
+    lacks = llama_cpp.lacks_of_eagle3(config)
+    refuse((lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}: configs/llama-cpp.yaml trains a head without"))
     own = {
         "target_hidden_size": config.emb_dim,
         "norm_before_residual": config.norm_before_residual,
@@ -121,20 +111,8 @@ def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
     """
     kind = block_drafters.kind_of(config)
     dspark, parts = kind == "dspark", block_drafters.dflash2_parts(config) if kind == "dflash2" else {}
-    lattice = config.selector_top_k * (config.selector_top_k + 1)
-    cut = config.draft_vocab_size is not None
-    refuse(
-        (
-            dspark and not config.markov_rank,
-            "gguf: llama.cpp takes a head without Markov head for DFlash; this is none",
-        ),
-        (cut and not dspark, "gguf: llama.cpp refuses a DFlash head with a draft vocabulary"),
-        (
-            parts and config.emb_dim < lattice,
-            f"gguf: llama.cpp runs a selector over {config.selector_top_k} tokens for targets of hidden size {lattice} "
-            f"or more, not {config.emb_dim}",
-        ),
-    )
+    lacks = llama_cpp.lacks_of_block(config, kind)
+    refuse((lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}"))
     own: JsonObject = {"block_size": config.block_size, "attention.causal": config.is_causal, **parts}
     if config.sliding_window is not None:
         windows = [True] * config.num_hidden_layers

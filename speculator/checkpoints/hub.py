@@ -15,11 +15,13 @@ FILES = [
     "config.json",
     "README.md",
     "decoding.json",
+    "forecast.json",
     "*.safetensors",
     "*.safetensors.index.json",
-    "pytorch_model*.bin*",
 ]
 """Files of a head, at the top of its folder or repository; others stay there."""
+PICKLES = ["pytorch_model*.bin*"]
+"""Weights of a head that has no safetensors."""
 MODEL_FILES = [*FILES, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*"]
 """Files of a model, which has a tokenizer, a generation config and a chat template too."""
 

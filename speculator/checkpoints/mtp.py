@@ -27,7 +27,7 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 from speculator.checkpoints import files, fp8
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.hub import downloaded, is_hub_id
+from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, load
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
@@ -207,8 +207,7 @@ class Stored:
     @cached_property
     def fingerprint(self) -> str:
         """The target's fingerprint, computed from its files (see `speculator.target.fingerprint`)."""
-        output = next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
-        matrices = [SimpleNamespace(weight=self.read(name)) for name in (self._table, output)]
+        matrices = [SimpleNamespace(weight=self.read(name)) for name in (self._table, self._output)]
         model = SimpleNamespace(
             config=self.config,
             get_input_embeddings=lambda: matrices[0],
@@ -227,8 +226,28 @@ class Stored:
         """Stored name of the embedding matrix."""
         return next(name for name in sorted(self.shards, key=len) if name.endswith(_TABLES))
 
+    @property
+    def _output(self) -> str:
+        """Stored name of the output matrix, which may be the embedding."""
+        return next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
+
+    @property
+    def read_files(self) -> set[str]:
+        """Names of the files with MTP layers, the embedding and the output matrix: those that `read` opens."""
+        starts = (self._table, self._output, *map(self.prefix, range(self.layers)))
+        return {shard for name, shard in self.shards.items() if name.startswith(starts)}
+
 
 # --- reading
+
+
+def head_folder(name: str, revision: str | None) -> Path:
+    """Download the files of a model that its MTP layers are read from; return their folder in the hub's cache."""
+    folder = downloaded(name, revision, [files.CONFIG, _INDEX])
+    if not (folder / _INDEX).is_file():
+        return downloaded(name, revision, FILES)
+    about = [pattern for pattern in FILES if pattern != "*.safetensors"]
+    return downloaded(name, revision, [*about, *sorted(Stored(folder).read_files)])
 
 
 def is_model(config: ForeignConfig) -> bool:
@@ -291,6 +310,8 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     if base is None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
     stored = Stored(downloaded(base) if is_hub_id(base) else Path(base))
+    missing = sorted(shard for shard in set(stored.shards.values()) if not (stored.folder / shard).is_file())
+    refuse((missing, f"{stored.folder}: the shard {', '.join(missing)} is missing"))
     inside = folder.resolve().is_relative_to(stored.folder.resolve())
     refuse((inside, f"mtp: the output is inside {stored.folder}, which is copied: name a folder outside"))
     _check(head, stored)
@@ -311,7 +332,7 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
                 before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
                 metadata = file.metadata() or metadata
         save_file({**before, **tensors}, folder / shard, metadata=metadata)
-        (folder / shard).chmod(0o644)  # safetensors lets only the owner read it; servers run as others
+        files.make_readable(folder / shard)
     if _ADDED in changed and _ADDED not in stored.shards.values():
         index = read_json(stored.folder / _INDEX)
         index["weight_map"] |= dict.fromkeys(changed[_ADDED], _ADDED)

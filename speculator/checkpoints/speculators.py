@@ -25,11 +25,11 @@ from speculator.checkpoints.eagle3 import (
     from_d2t,
     from_llama,
     llama,
-    vllm,
+    vllm_server,
     with_d2t,
 )
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import Layout, Server
+from speculator.checkpoints.layout import ORIGIN, Layout, Server, origin
 from speculator.errors import refuse
 from speculator.files import JsonObject
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS
@@ -58,6 +58,7 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
         AUX_LAYERS: config.aux_layers,
         "speculators_config": method(config, "eagle3"),
         "transformer_layer_config": layer,
+        **origin(config),
     }
 
 
@@ -96,6 +97,7 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         "draft_vocab_size": draft_vocab_size(read.get("draft_vocab_size", 32000), shape["vocab_size"]),
         "aux_layers": read.get(AUX_LAYERS),
         "own_embedding": read.get("embed_requires_grad", False),
+        **{name: read.get(name) for name in ORIGIN},
         "base_model_name_or_path": base,
     }
 
@@ -134,7 +136,7 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     """List vLLM, `speculators` and SGLang, each with what loads the head in `folder` or the reason that it can't."""
     return [
-        vllm(config, folder),
+        vllm_server(config, folder),
         Server(f"speculators {VERSION}", True, f"Eagle3DraftModel.from_pretrained({json.dumps(folder)})"),
         Server("SGLang", False, "does not know this config.json: export --format eagle3"),
     ]

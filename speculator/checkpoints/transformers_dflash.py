@@ -13,9 +13,9 @@ from torch import Tensor
 
 from speculator.checkpoints import layout
 from speculator.checkpoints.block_drafters import SHAPE, common_fields, parts_of, translate
-from speculator.checkpoints.eagle3 import ATTENTION
+from speculator.checkpoints.eagle3 import ATTENTION, check_heads
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import Layout, Server, base_config
+from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
@@ -44,8 +44,9 @@ def fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
         (config.is_causal, "transformers has no causal blocks, and this head has them"),
         (window is not None, f"transformers counts a sliding window otherwise, and this head has one of {window}"),
     )
+    check_heads(config)
     written = common_fields(config, dtype)
-    kept = ("dtype", "transformers_version", "hidden_act", "base_model_name_or_path")
+    kept = ("dtype", "transformers_version", "hidden_act", *ORIGIN)
     return {
         "architectures": [TRANSFORMERS.architecture],
         "model_type": _MODEL_TYPE,

@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from speculator.checkpoints.files import CONFIG
+from speculator.checkpoints.files import make_readable
 from speculator.errors import refuse
 from speculator.files import check_new_folder, new_folder
 from speculator.target.gguf.file import is_gguf
@@ -22,7 +22,5 @@ def run(arguments: argparse.Namespace) -> None:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         for file in scratch.glob("*.safetensors"):
-            file.chmod(
-                (scratch / CONFIG).stat().st_mode
-            )  # safetensors lets only the owner read it; servers run as others
+            make_readable(file)
     print(f"{arguments.output}: the weights of {arguments.target} in {arguments.dtype}")

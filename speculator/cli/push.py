@@ -13,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from speculator.checkpoints import gguf_file, load, recognise
 from speculator.checkpoints.card import NAME, card_of, public_name
 from speculator.checkpoints.files import CONFIG
-from speculator.checkpoints.hub import FILES, MODEL_FILES
+from speculator.checkpoints.hub import FILES, MODEL_FILES, PICKLES
 from speculator.checkpoints.mtp import MTP
 from speculator.errors import UserError, check_secret, hide, refuse
 from speculator.files import read_json, write_json, write_text
@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> None:
     with TemporaryDirectory() as copies:
         _stage(folder, Path(copies), patterns)
         try:
-            api.create_repo(repo, private=arguments.private or None, exist_ok=True)
+            made = api.create_repo(repo, private=arguments.private or None, exist_ok=True)
             commit = api.upload_folder(
-                repo_id=repo, folder_path=copies, commit_message=f"Draft head from {folder.resolve().name}"
+                repo_id=made.repo_id, folder_path=copies, commit_message=f"Draft head from {folder.resolve().name}"
             )
         except Exception as error:  # the network, the hub, the disk
             raise UserError(f"can't push to {repo} at {api.endpoint}: {hide(str(error), token)}") from None
@@ -48,7 +48,7 @@ def _checked(folder: Path) -> list[str]:
         return [gguf_file.FILE, NAME]
     layout = recognise(folder)
     load(folder, layout)
-    return MODEL_FILES if layout is MTP else FILES
+    return MODEL_FILES if layout is MTP else [*FILES, *PICKLES]
 
 
 def _stage(folder: Path, copies: Path, patterns: list[str]) -> None:

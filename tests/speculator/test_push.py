@@ -28,8 +28,10 @@ class Hub:
             raise self.error
         assert exist_ok
         self.created.append((repo, private))
+        return SimpleNamespace(repo_id=repo if "/" in repo else f"me/{repo}")
 
     def upload_folder(self, *, repo_id, folder_path, commit_message):
+        assert "/" in repo_id  # the hub's rule
         for path in Path(folder_path).rglob("*"):
             if path.is_file():
                 self.files[path.relative_to(folder_path).as_posix()] = path.read_bytes()
@@ -74,17 +76,24 @@ def refused(capsys, code: int) -> str:
 
 
 def test_the_files_of_the_head_are_uploaded_with_a_card(hub, head, capsys):
-    (head / "decoding.json").write_text("{}")
+    for name in ("decoding.json", "forecast.json"):
+        (head / name).write_text("{}")
     (head / "notes.txt").write_text("what lies there by chance")
     capsys.readouterr()
     assert push(head) == 0
-    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "decoding.json"}
-    for name in ("model.safetensors", "decoding.json"):
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md", "decoding.json", "forecast.json"}
+    for name in ("model.safetensors", "decoding.json", "forecast.json"):
         assert hub.files[name] == (head / name).read_bytes()
     assert json.loads(hub.files["config.json"]) == json.loads((head / "config.json").read_text())
     assert hub.files["README.md"].startswith(b"---\nlibrary_name: speculator")
     assert hub.created == [("org/name", None)]
     assert "pushed to https://hub/org/name" in capsys.readouterr().out
+
+
+def test_a_name_without_a_namespace_is_the_users(hub, head, capsys):
+    assert main(["push", "--speculator", str(head), "--repo_id", "name"]) == 0
+    assert hub.created == [("name", None)]
+    assert "pushed to https://hub/me/name" in capsys.readouterr().out
 
 
 def test_the_repository_is_private_on_request(hub, head):

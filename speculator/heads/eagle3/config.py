@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from transformers import PreTrainedConfig
+
 from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.unrolled import UnrolledConfig
 
@@ -39,6 +43,22 @@ class Eagle3SpeculatorConfig(UnrolledConfig, AttentionConfig):
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window {self.sliding_window} is below 1: a token would see nothing")
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, **changes: Any) -> AttentionConfig:
+        """As in `AttentionConfig`, but the number of heads divides the hidden size, as a Llama config requires.
+
+        Where the target's does not, it is the hidden size over `head_dim`, as in the `speculators` library, or else the
+        next smaller divisor; all heads then have keys of their own unless the target's number of key heads fits.
+        """
+        made = super().for_target(target, **changes)
+        size, count = made.emb_dim, made.num_attention_heads
+        if size % count == 0 or changes.get("qk_norm") or "num_attention_heads" in changes:
+            return made
+        fits = size % made.head_dim == 0
+        heads = size // made.head_dim if fits else next(n for n in range(count, 0, -1) if size % n == 0)
+        keys = heads if heads % made.num_key_value_heads else made.num_key_value_heads
+        return super().for_target(target, **{"num_key_value_heads": keys, **changes, "num_attention_heads": heads})
 
     def describe(self) -> str:
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "qk_norm")

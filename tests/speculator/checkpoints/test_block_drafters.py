@@ -8,9 +8,11 @@ import pytest
 import torch
 from conftest import tiny_model
 from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig
 
 from speculator import UserError
 from speculator.checkpoints import layout_of, load_any, recognise, save
+from speculator.checkpoints.layout import ORIGIN
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.target.fingerprint import fingerprint
 
@@ -121,6 +123,28 @@ def test_a_zlab_folder_is_read(tmp_path):
     assert (again.n_predict, again.config.block_size, again.config.aux_layers) == (3, 4, [1, 2])
 
 
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_a_specforge_folder_is_read(tmp_path, from_anchor):
+    """Its keys of DSpark are in `dflash_config` alone."""
+    made = head(sample_from_anchor=from_anchor)
+    save(made, tmp_path / "flat", layout_of("dspark", made))
+    flat = json.loads((tmp_path / "flat" / "config.json").read_text())
+    own = ("sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head",
+           "confidence_head_with_markov")  # fmt: skip
+    flat["architectures"] = ["DSparkDraftModel"]
+    flat["dflash_config"] |= {name: flat.pop(name) for name in own}
+    (tmp_path / "flat" / "config.json").write_text(json.dumps(flat))
+    again = load_any(tmp_path / "flat")
+    assert same(made, again)
+    assert again.config.sample_from_anchor is from_anchor
+    assert again.n_predict == made.n_predict
+    for name, wrong in (("markov_head_type", "rnn"), ("confidence_head_with_markov", False)):
+        changed = {**flat, "dflash_config": {**flat["dflash_config"], name: wrong}}
+        (tmp_path / "flat" / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=name):
+            load_any(tmp_path / "flat")
+
+
 @pytest.mark.parametrize(
     ("changes", "window", "causal"),
     [
@@ -194,12 +218,28 @@ def test_export_names_the_servers_that_do_not_load_the_head():
         }
 
     assert refusing(head(), "dspark") == {}
-    assert refusing(head(draft_vocab_size=10), "dspark") == {"SGLang 0.5.23": "has no draft vocabulary"}
+    assert refusing(head(draft_vocab_size=10), "dspark") == {"SGLang 0.5.23": "does not run a draft vocabulary"}
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
-    assert refusing(head(rope_parameters=scaled), "dspark") == {
-        "llama.cpp 0.5": "has no linear rope and takes the plain one"
-    }
+    assert refusing(head(rope_parameters=scaled), "dspark") == {"llama.cpp 0.5": "does not run the linear rope"}
     assert "llama.cpp 0.5" in refusing(head(**DFLASH, draft_vocab_size=10), "dflash")
+
+
+@pytest.mark.parametrize(("changes", "name"), [({}, "dspark"), (DFLASH, "dflash")])
+def test_vllm_runs_no_head_of_a_target_that_gives_it_no_hidden_states(tmp_path, changes, name):
+    MixtralConfig().save_pretrained(tmp_path)
+    made = head(tmp_path, **changes)
+    vllm = layout_of(name, made).servers(made.config, "F")[0]
+    assert vllm.loads is False
+    assert "mixtral" in vllm.how
+
+
+@pytest.mark.parametrize("name", ["dflash", "speculators", "transformers"])
+def test_every_layout_keeps_where_a_head_comes_from(base, tmp_path, name):
+    about = {"base_model_adapter": "an/adapter", "trained_length": 256, "training_data": ["a", "b"]}
+    made = head(base, base_model_fingerprint=fingerprint(tiny_model()), **DFLASH, **about)
+    save(made, tmp_path / "head", layout_of(name, made))
+    again = load_any(tmp_path / "head").config
+    assert {key: getattr(again, key) for key in ORIGIN} == {key: getattr(made.config, key) for key in ORIGIN}
 
 
 def test_a_layer_that_servers_cannot_name_is_refused(tmp_path):

@@ -278,4 +278,4 @@ def test_each_server_has_its_command_or_its_reason():
     assert "--spec-type draft-dflash" in lines["llama.cpp 0.5"].how
     wide = head(selector_top_k=16)
     reasons = {server.name: server.how for server in layout_of("dflash2", wide).servers(wide.config, "F")}
-    assert "has no selector over 16 tokens at hidden size 32" in reasons["llama.cpp 0.5"]
+    assert "does not run a selector over 16 tokens below hidden size 272" in reasons["llama.cpp 0.5"]

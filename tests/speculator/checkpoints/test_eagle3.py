@@ -8,11 +8,12 @@ import torch
 from checkpoint_folders import edit, edit_tensors, refused
 from conftest import tiny_block_head
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, Gemma2Config, LlamaConfig, LlamaForCausalLM
 
 from speculator import HeadDrafter, Sampling, Target, UserError, generate
 from speculator.__main__ import main
 from speculator.checkpoints import layout_of, load_any, recognise, save
+from speculator.checkpoints.layout import ORIGIN
 from speculator.checkpoints.loading import load_head
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.target.fingerprint import fingerprint
@@ -102,6 +103,14 @@ def test_round_trips_keep_every_bit(tmp_path, base, dtype, kind):
     ours, theirs = head.config.to_dict(), again.config.to_dict()
     differing = {name for name in ours if ours[name] != theirs[name]}
     assert differing <= {"dtype", "architectures", "_name_or_path"}
+
+
+def test_every_layout_keeps_where_a_head_comes_from(tmp_path, base):
+    about = {"base_model_adapter": "an/adapter", "trained_length": 256, "training_data": ["a", "b"]}
+    head = head_of(base, base_model_fingerprint=fingerprint(LlamaForCausalLM.from_pretrained(base)), **about)
+    for name in (FLAT, SPECULATORS):
+        again = load_any(write(head, tmp_path / name, name)).config
+        assert {key: getattr(again, key) for key in ORIGIN} == {key: getattr(head.config, key) for key in ORIGIN}
 
 
 def test_the_flat_layout_is_a_llama_config_with_two_forms_of_aux_layers_and_rope(tmp_path, base):
@@ -195,6 +204,7 @@ def test_the_speculators_layout_has_its_published_config_and_the_embedding(tmp_p
             ],
             "verifier": {"name_or_path": str(base), "architectures": ["LlamaForCausalLM"]},
         },
+        "base_model_name_or_path": str(base),
     }
     assert layer["model_type"] == "llama"
     assert layer["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
@@ -273,6 +283,13 @@ def test_a_head_published_by_eagle_is_read(tmp_path, base):
     assert same_function(again, head)
 
 
+def test_a_head_without_t2d_is_read(tmp_path, head):
+    """As NVIDIA's ModelOpt writes them: t2d follows from d2t."""
+    folder = write(head, tmp_path / "flat", FLAT)
+    edit_tensors(folder, lambda tensors: tensors.pop("t2d"))
+    assert same_function(load_any(folder), head)
+
+
 @pytest.mark.parametrize(
     ("ids", "nested", "aux_layers"),
     [([2, 4, 5], None, [2, 4, 5]), (None, [1, 3, 4], [2, 4, 5]), ([2, 4, 5], [1, 3, 4], [2, 4, 5]), (None, None, None)],
@@ -293,6 +310,8 @@ def test_a_head_of_the_whole_vocabulary_is_read_with_a_null_size_and_with_tables
     edit(folder, lambda config: config.update(draft_vocab_size=None))
     assert same_function(load_any(folder), head)
     edit_tensors(folder, lambda t: t["t2d"].fill_(False))
+    assert "d2t" in refused(folder)
+    edit_tensors(folder, lambda t: [t.pop("t2d"), t["d2t"].copy_(torch.arange(V).flip(0) - torch.arange(V))])
     assert "d2t" in refused(folder)
 
 
@@ -344,8 +363,8 @@ def test_a_layer_config_without_default_fields_is_read(tmp_path, base):
         (lambda t: t.update({"layers.0.mlp.up_proj.weight": torch.ones(12, D)}), "midlayer."),
         (lambda t: t.update({"fc.weight": torch.zeros(D, 2 * D)}), "fc.weight is [8, 16], config.json says [8, 24]"),
         (lambda t: t.pop("d2t"), "d2t"),
-        (lambda t: t.pop("t2d"), "t2d"),
-        (lambda t: [t.pop("d2t"), t.pop("t2d")], "d2t, t2d"),
+        (lambda t: [t.pop("d2t"), t.pop("t2d")], "d2t"),
+        (lambda t: t["t2d"].fill_(True), "d2t and t2d"),
         (lambda t: t["d2t"].add_(1), "d2t"),
         (lambda t: t.update(d2t=t["d2t"][[1, 0, 2, 3, 4]]), "d2t"),
         (lambda t: t.update({"embed_tokens.weight": torch.ones(V, D + 1)}), "embed_tokens.weight is [23, 9]"),
@@ -437,6 +456,32 @@ def test_inspect_export_and_card_describe_the_head(tmp_path, base, capsys):
     shown = capsys.readouterr().out
     for fact in ("speculators (Eagle3Speculator)", form, "5 of 23 tokens", "eagle3: for vLLM 0.32 and 0.33; SGLang"):
         assert fact in shown
+
+
+@pytest.mark.parametrize("name", [FLAT, SPECULATORS])
+@pytest.mark.parametrize(("target", "loads"), [(Gemma2Config(), False), (LlamaConfig(), True), (None, True)])
+def test_vllm_runs_no_head_of_a_target_that_gives_it_no_hidden_states(tmp_path, base, name, target, loads):
+    if target is not None:
+        target.save_pretrained(tmp_path)
+    config = head_of(base, base_model_name_or_path=str(tmp_path) if target else "org/unknown").config
+    (vllm,) = (each for each in layout_of(name, head_of(base)).servers(config, "D") if each.name.startswith("vLLM"))
+    assert vllm.loads is loads
+    assert ("gemma2" in vllm.how) is not loads
+
+
+def test_a_head_whose_number_of_heads_no_llama_config_can_have_is_not_exported(tmp_path, base):
+    head = head_of(base, num_attention_heads=3, num_key_value_heads=1)  # the hidden size is 8
+    for name in (FLAT, SPECULATORS):
+        assert not layout_of(name, head).stores(head)
+        with pytest.raises(UserError, match="a multiple of the 3 attention heads; it is 8"):
+            write(head, tmp_path / name, name)
+    assert layout_of(FLAT, head).stores(head_of(base, num_attention_heads=3, num_key_value_heads=1, qk_norm=True))
+
+
+def test_what_eagles_own_code_ignores_says_nothing_of_other_programs(base):
+    head = head_of(base)
+    own = layout_of(FLAT, head).servers(head.config, "D")[-1]
+    assert (own.name, own.loads) == ("EAGLE's own code", False)
 
 
 @pytest.fixture(scope="module")

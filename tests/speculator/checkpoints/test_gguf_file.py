@@ -206,16 +206,20 @@ def test_a_key_that_is_not_the_heads_is_found(target, tmp_path, monkeypatch, cap
     ("kind", "changes", "reason"),
     [
         ("eagle3", {"fc_norm": True, "norm_output": True}, "fc_norm, norm_output: configs/llama-cpp.yaml"),
-        ("eagle3", {"aux_layers": [1, 3]}, "needs 3 auxiliary layers"),
-        ("block", {**DFLASH, "draft_tokens": TOKENS}, "refuses a DFlash head with a draft vocabulary"),
-        ("block", {"markov_rank": 0}, "a head without Markov head"),
+        ("eagle3", {"aux_layers": [1, 3]}, "does not run 2 auxiliary layers"),
+        ("block", {**DFLASH, "draft_tokens": TOKENS}, "does not run a draft vocabulary of a DFlash head"),
+        ("block", {"markov_rank": 0}, "does not run a DSpark head of Markov rank 0"),
         ("block", {**DFLASH, "conv_group_size": 4}, "with a selector only, and this head has none"),
-        ("block", {**DFLASH2, "selector_top_k": 6}, "targets of hidden size 42 or more, not 32"),
-        ("block", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}}, "the linear rope"),
+        ("block", {**DFLASH2, "selector_top_k": 6}, "does not run a selector over 6 tokens below hidden size 42"),
+        (
+            "block",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+            "does not run the linear rope",
+        ),
         (
             "eagle3",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
-            "only default or llama3",
+            "does not run the linear rope",
         ),
     ],
 )

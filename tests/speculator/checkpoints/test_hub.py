@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from conftest import settled, tiny_head, tiny_model
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file
 
 from speculator import Target, UserError
 from speculator.__main__ import main
@@ -30,9 +32,10 @@ def hub(tmp_path, monkeypatch):
         shutil.copytree(tmp_path / "head", cached / "snapshots" / commit)
 
     def recorded(name, revision, **patterns):
-        files = ["config.json", "model.safetensors", "README.md", "optimizer.pt", "run.py", "old/optimizer.safetensors"]
+        files = ["config.json", "model.safetensors", "README.md", "pytorch_model.bin"]
+        files += ["optimizer.pt", "run.py", "old/optimizer.safetensors"]
         wanted = list(filter_repo_objects(files, **patterns))
-        assert wanted in (files[:1], files[:3]), "the config first, then files of a head only"
+        assert wanted in (files[:1], files[:3], files[3:4]), "the config first, then files of a head only"
         asked.append((name, revision))
         got.append(wanted)
         return snapshot_download(name, revision=revision, **patterns)
@@ -50,6 +53,16 @@ def test_a_hub_id_is_read_from_the_cache(hub):
     assert recognise("org/name").name == "native"
     assert head_folder("org/name").name == SHA["main"]
     assert set(hub.asked) == {("org/name", None)}
+
+
+def test_a_pickle_is_downloaded_only_without_safetensors(hub):
+    load_any("org/name")
+    assert ["pytorch_model.bin"] not in hub.got
+    weights = hub.cached / "snapshots" / SHA["main"] / "model.safetensors"
+    torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
+    weights.unlink()
+    assert head_folder("org/name").name == SHA["main"]
+    assert hub.got[-1] == ["pytorch_model.bin"]
 
 
 def test_only_a_hub_id_has_revisions(hub):

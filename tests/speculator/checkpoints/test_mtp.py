@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_folders import edit
+from huggingface_hub.utils import filter_repo_objects
 from mtp_models import config_of, head_of, hub_tensors, model_of, mtp_of, save, write_shards
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -22,6 +23,7 @@ from speculator.checkpoints import config_of as read_settings
 from speculator.checkpoints import fp8, layout_of, load_any
 from speculator.checkpoints import save as save_head
 from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.mtp import Stored
 from speculator.errors import UserError
 from tests.speculator.heads.test_eagle3_drafting import Noted
 
@@ -145,11 +147,10 @@ def drafts_of_transformers(model, monkeypatch) -> tuple[list[int], dict[tuple[in
 @pytest.mark.parametrize(
     ("family", "layers", "mtp_layers"),
     [
-        ("glm4_moe", 46, 1),
         ("deepseek_v3", 3, 1),
         ("mellum", 2, 1),
         ("glm4_moe", 2, 2),
-        pytest.param("deepseek_v3", 61, 1, marks=pytest.mark.soak),
+        *(pytest.param(*sizes, 1, marks=pytest.mark.soak) for sizes in (("glm4_moe", 46), ("deepseek_v3", 61))),
     ],
 )
 def test_a_tuned_layer_written_back_drafts_in_transformers_what_it_drafts_here(
@@ -404,6 +405,33 @@ def test_the_files_decide_the_dtype_of_written_layers(tmp_path, capsys):
     assert main(["export", *flags, "--output", str(tmp_path / "out"), "--dtype", "float16"]) == 2
     assert "--dtype" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_only_the_shards_that_a_head_is_read_from_are_downloaded(tmp_path, monkeypatch):
+    folder, *_ = folder_of(tmp_path, "glm4_moe")
+    tensors, index = tensors_of(folder), {}
+    for shard, own in (("model-1.safetensors", True), ("model-2.safetensors", False)):
+        part = {name: x for name, x in tensors.items() if bool(re.match(r"model\.(layers\.[01]\.|norm)", name)) is own}
+        save_file(part, folder / shard, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, shard)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "pytorch_model.bin").write_bytes(b"of the same model")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def download(name, revision, **patterns):
+        for file in filter_repo_objects([file.name for file in folder.iterdir()], **patterns):
+            shutil.copy(folder / file, cache)
+        return str(cache)
+
+    monkeypatch.setattr("speculator.checkpoints.hub.snapshot_download", download)
+    local, head = load_any(folder), load_any("org/model")
+    assert {file.name for file in cache.glob("*model*")} == {"model-2.safetensors", "model.safetensors.index.json"}
+    assert all(torch.equal(head.state_dict()[name], x) for name, x in local.state_dict().items())
+    with pytest.raises(UserError, match=r"the shard model-1\.safetensors is missing"):  # a model is written whole
+        save_head(head, tmp_path / "out", layout_of("mtp", head))
+    assert Stored(cache).fingerprint == Stored(folder).fingerprint
 
 
 @pytest.mark.parametrize("name", ["../victim/w.safetensors", "..", "a/b.safetensors", "/{victim}"])

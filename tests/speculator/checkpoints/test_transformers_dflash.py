@@ -48,6 +48,10 @@ def test_a_head_is_the_same_after_it_was_written_and_read(target, tmp_path):
         ({**DFLASH, "sliding_window": 6}, "sliding window"),
         ({**DFLASH, "draft_tokens": [1, 2, 5]}, "can't store a draft vocabulary"),
         ({**DFLASH, "aux_layers": [0, 1]}, "aux_layers 0"),
+        (
+            {**DFLASH, "num_attention_heads": 3, "num_key_value_heads": 1},
+            "a multiple of the 3 attention heads; it is 32",
+        ),
     ],
 )
 def test_options_without_a_counterpart_in_transformers_are_refused(target, tmp_path, changes, reason):

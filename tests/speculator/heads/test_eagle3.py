@@ -9,7 +9,7 @@ import torch
 from conftest import CONFIGS, RECURRENT
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, LlamaConfig
+from transformers import AutoModel, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculator import UserError
@@ -465,6 +465,25 @@ def test_every_familys_target_has_a_head(family):
     assert logits.shape == (2, 1, 4, target.vocab_size)
     assert logits.isfinite().all()
     assert config.rope_parameters["rope_type"] == ("yarn" if family == "gpt_oss" else "default")
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "found"),  # hidden size, heads, key heads, head size -> heads, key heads
+    [
+        ((5120, 24, 4, 256), {}, (20, 4)),  # Qwen 3.5 27B
+        ((4096, 96, 8, 128), {}, (32, 8)),  # GLM-4.5 Air
+        ((2048, 20, 20, 64), {}, (32, 32)),  # GLM-4.7 Flash
+        ((60, 8, 4, 14), {}, (6, 6)),
+        ((5120, 24, 4, 256), {"qk_norm": True}, (24, 4)),
+        ((4096, 32, 8, 128), {}, (32, 8)),
+    ],
+)
+def test_the_number_of_heads_divides_the_hidden_size(target, given, found):
+    """A Llama config needs that, and published targets may differ."""
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = Qwen3Config(**dict(zip(names, target, strict=True)), num_hidden_layers=8)
+    config = Eagle3SpeculatorConfig.for_target(sizes, **given)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (*found, target[3])
 
 
 def test_a_target_without_attention_is_refused_in_one_line():
