@@ -34,7 +34,7 @@ def target(folder):
 
 @pytest.fixture
 def prompts(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(40)]
+    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(20)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "prompts.jsonl"
 

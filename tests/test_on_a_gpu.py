@@ -26,16 +26,9 @@ from train.losses import ChunkedLoss
 from train.trainer import Collator, SpeculatorTrainer
 
 __all__ = ["gpu"]
-DRAFTERS = (
-    "none",
-    "head-chain",
-    "model-chain",
-    "attention-tree",
-    "block-tree",
-    "ngram",
-    "hybrid-attention-fixed-tree",
-    "adaptive-attention",
-)
+SAMPLED = ("model-chain", "attention-tree", "block-tree", "hybrid-attention-fixed-tree")
+"""Drafters whose sampled texts are compared; those of `OTHERS` run in `make soak`."""
+OTHERS = ("none", "head-chain", "ngram", "adaptive-attention")
 
 
 def on(device: str, dtype: torch.dtype = torch.bfloat16) -> Target:
@@ -74,7 +67,12 @@ class Again:
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
-    [*((name, "sampled") for name in DRAFTERS), *((name, "greedy") for name in ("none", "adaptive-attention"))],
+    [
+        *((name, "sampled") for name in SAMPLED),
+        ("adaptive-attention", "greedy"),
+        *(pytest.param(name, "sampled", marks=pytest.mark.soak) for name in OTHERS),
+        pytest.param("none", "greedy", marks=pytest.mark.soak),
+    ],
 )
 def test_texts_are_those_of_the_cpu(name, sampling, gpu, monkeypatch):
     """In bfloat16, and with captured steps."""
@@ -129,7 +127,9 @@ def trainer(target: Target, head: Speculator, folder: str, **changes) -> Specula
     )
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
+@pytest.mark.parametrize(
+    "architecture", ["eagle3", "dspark", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mlp", "lstm"))]
+)
 def test_a_head_trains_on_packed_documents_as_on_the_cpu(architecture, gpu, tmp_path):
     losses = {}
     for device in ("cpu", "cuda"):
@@ -194,7 +194,10 @@ def test_packed_documents_are_kept_apart_without_a_mask(family, gpu):
     torch.testing.assert_close(hidden[1:, 3:12].own, alone.own, atol=0.1, rtol=0.1)
 
 
-@pytest.mark.parametrize(("architecture", "most"), [("mlp", 2), ("lstm", 2), ("eagle3", 4), ("dspark", 1)])
+@pytest.mark.parametrize(
+    ("architecture", "most"),
+    [("mlp", 2), pytest.param("lstm", 2, marks=pytest.mark.soak), ("eagle3", 4), ("dspark", 1)],
+)
 def test_a_micro_batch_rarely_waits_for_the_device(architecture, most, gpu, tmp_path):
     """Each wait drains the queue of kernels. The Trainer's own five, most of them copies of the batch, don't count."""
     target, waits = Target(tiny_model().to("cuda", torch.bfloat16), tokenizer=None), []

@@ -47,7 +47,7 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
     )
 
 
-def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick):
+def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick, monkeypatch):
     # Chains of 1 and 2 and the tree yield 1.6, 1.9 and 2 tokens, and cost 1.2, 1.4 and 1.4 plain steps. The chain of 1
     # is within 3% of that of 2, and not of the tree.
     costs = [
@@ -67,6 +67,7 @@ def test_the_head_drafts_as_tuned_at_each_temperature(tmp_path, quick):
     text = (tmp_path / "report.md").read_text()
     assert "| draft head, tree of 3 |" in text
     assert not (tmp_path / "draft_lengths.png").exists(), "the depths are not side by side"
+    monkeypatch.setattr("eval.run.render", lambda *_: None)
     assert drafted(lengths=[1]) == {0.0: (1, 1), 1.0: (1, 1)}
 
 

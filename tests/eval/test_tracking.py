@@ -1,6 +1,7 @@
 """Trackers get the figures of a report; wandb also the plots, in a new run or in the current one."""
 
 import json
+import shutil
 import sqlite3
 from importlib.util import find_spec
 from unittest.mock import MagicMock
@@ -22,11 +23,19 @@ def report_of(folder):
     return measured(Target(tiny_model(), tokenizer=None), tiny_head(), [SUITE], folder, **options)
 
 
-def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A report, and a folder with its files."""
+    folder = tmp_path_factory.mktemp("report")
+    return report_of(folder), folder
+
+
+def test_an_offline_run_holds_figures_and_plots(made, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     logged: dict = {}
-    report, log = report_of(tmp_path), wandb.Run.log
+    (report, folder), log = made, wandb.Run.log
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     assert not (tmp_path / "wandb").exists()
     monkeypatch.setattr(wandb.Run, "log", lambda run, values: (logged.update(values), log(run, values)))
     tracking.send(report, tmp_path, "wandb")
@@ -42,7 +51,7 @@ def test_an_offline_run_holds_figures_and_plots(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "mlflow"])
-def test_other_trackers_write_the_figures_to_local_files(tmp_path, monkeypatch, name):
+def test_other_trackers_write_the_figures_to_local_files(made, tmp_path, monkeypatch, name):
     """With the package, its files are read back; without it, accelerate's tracker is a stand-in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -52,7 +61,8 @@ def test_other_trackers_write_the_figures_to_local_files(tmp_path, monkeypatch, 
         stub = MagicMock()
         stub.return_value.log.side_effect = found.update
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, stub)
-    report = report_of(tmp_path / "report")
+    report, folder = made
+    shutil.copytree(folder, tmp_path / "report")
     tracking.send(report, tmp_path / "report", name)
     if not find_spec(name):
         assert [call[0] for call in stub.return_value.method_calls] == ["start", "log", "finish"]

@@ -29,6 +29,7 @@ LONG = (
     "llama-3.1-8b-instruct",
     "llama-3.1-8b-instruct-eagle3",
     "llama-3.1-8b-instruct-dspark",
+    "llama-cpp",
     "qwen3-8b-dspark",
     "qwen3-8b-dflash2",
     "qwen3-8b",
@@ -65,6 +66,12 @@ class SeenError(Exception):
     """Ends a dry run of which enough was seen."""
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """No step costs are measured: with a cache that is empty, every dry run would measure them for seconds."""
+    monkeypatch.setattr("speculator.drafters.tuning.SECONDS", 0.0)
+
+
 def dry_run(recipe: Path, *flags: str) -> None:
     config = parse(["--config", str(recipe), "--dry_run", *flags])
     run_on_stand_ins(settle(config, 1, local_only=True), run_all)
@@ -75,14 +82,17 @@ def test_a_recipe_passes_the_checks_of_its_settings(recipe):
     checks.settings(settled(parse(["--config", str(ROOT / "configs" / f"{recipe}.yaml")])))
 
 
-def test_a_dry_run_of_raw_text_has_no_chats(figures_only):
+def test_a_dry_run_of_raw_text_has_no_chats(figures_only, unmeasured):
     dry_run(ROOT / "configs" / "quickstart.yaml", "--data.raw", "true")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs(recipe, capsys, request, monkeypatch):
-    if recipe.stem != "quickstart":
+    if recipe.stem == "quickstart":
+        request.getfixturevalue("quick")
+    else:
         request.getfixturevalue("figures_only")
+        request.getfixturevalue("unmeasured")
         shorten_validation(monkeypatch)
     dry_run(recipe)
     text = capsys.readouterr().out
@@ -93,7 +103,7 @@ def test_a_recipe_runs(recipe, capsys, request, monkeypatch):
     ]
 
 
-def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
+def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch, unmeasured):
     shorten_validation(monkeypatch)
     trained, train_stage = [], run.train_stage
 
@@ -114,7 +124,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch):
         dry_run(ROOT / "configs" / "code.yaml")
 
 
-def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, monkeypatch):
+def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, unmeasured, monkeypatch):
     """Only sizes shrink. A recipe whose head or distribution were replaced too would prove nothing."""
     shorten_validation(monkeypatch)
     Qwen3Config().save_pretrained(tmp_path)

@@ -69,7 +69,7 @@ def test_kept_states_of_one_text_differ_by_its_source(target, tmp_path, monkeypa
     assert torch.equal(kept.take(collate(rows[1:])).hidden[0], second)
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm"])
+@pytest.mark.parametrize("architecture", ["mlp", pytest.param("lstm", marks=pytest.mark.soak)])
 def test_a_head_learns_to_draft_the_targets_answers(target, tmp_path, architecture):
     prompts = random_texts(5, 9, 7, 12)
     greedy = Writing(samplings=(Sampling(0.0),), max_new_tokens=16)
@@ -174,7 +174,7 @@ def test_a_target_that_does_not_decode_is_not_trained_for(run, tmp_path, monkeyp
         ({"plan": "here"}, "encoder-decoder"),
         ({"dry_run": "true"}, "encoder-decoder"),
         ({"target.server": "[http://localhost:1]", "stage2.max_steps": 0}, "encoder-decoder"),
-        ({"data.sources": "[python-sources]"}, '"prompt" and "completion"'),
+        ({"data.sources": f"[{ROOT / 'README.md'}]"}, '"prompt" and "completion"'),
         ({"data.seq_length": 6}, "data.seq_length"),
     ],
 )

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from soak.running import process_tree, train_argv
-from soak.running import start as start_command
 
 ROOT = Path(__file__).parents[2]
 BUSY = """
@@ -62,7 +62,7 @@ def test_sigterm_waits_for_the_checkpoint_and_ctrl_c_does_not(tmp_path):
 
 
 def test_sigterm_to_the_workers_first_is_without_a_word(tmp_path):
-    work = "list(__import__('data.workers').workers.map_in_order(time.sleep, [0.3] * 100, 2))"
+    work = "list(__import__('data.workers').workers.map_in_order(time.sleep, [0] * 16 + [0.3] * 100, 2))"
     process = start(work, tmp_path / "temporary")
     while len(tree := process_tree(process.pid)) < 3:
         time.sleep(0.1)
@@ -95,14 +95,19 @@ def test_a_run_that_fails_does_not_wait_for_its_data_loaders(tmp_path):
 def test_a_signal_ends_a_stage_and_its_data_loaders(target_folder, text_file, tmp_path, number, code):
     inputs, steps = {"TARGET": target_folder, "TEXT": text_file}, ("max_steps", "save_steps", "eval_steps")
     flags = train_argv(inputs, tmp_path / "run", **{f"stage1.{name}": 5000 for name in steps})
-    process = start_command(["tests/soak/with_loaders.py", *flags], tmp_path / "cache")
+    environment = {**os.environ, "SPECULATOR_CACHE": str(tmp_path / "cache")}
+    process = forked.Popen(["tests/soak/with_loaders.py", *flags], environment)
     assert any("step 5/" in line for line in process.stderr)
     tree = process_tree(process.pid)
     assert len(tree) > 2
     for pid in reversed(tree):
         os.kill(pid, number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == code, error
+    try:
+        ended = process.wait(60)
+    finally:
+        process.kill()
+    error = process.stderr.read()
+    assert ended == code, error
     assert "Traceback" not in error
     assert len(list((tmp_path / "run" / "stage1").glob("checkpoint-*"))) == (number == signal.SIGTERM)
 

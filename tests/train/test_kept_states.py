@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -80,9 +81,19 @@ def counted(target):
     return read
 
 
-@pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["all tokens", "some tokens"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
+TRAINED = [("mlp", family, drafted) for family in ("llama", "gemma2") for drafted in (None, DRAFTED)]
+TRAINED += [("lstm", "llama", DRAFTED), ("eagle3", "gemma2", DRAFTED), ("eagle3", "llama", None)]
+TRAINED += [("dspark", "llama", DRAFTED)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "drafted"),
+    [
+        pytest.param(*case, marks=[pytest.mark.soak] * (case not in TRAINED))
+        for case in product(("mlp", "lstm", "eagle3", "dspark"), ("llama", "gemma2"), (None, DRAFTED))
+    ],
+    ids=lambda value: value if isinstance(value, str) else "some tokens" if value else "all tokens",
+)
 def test_the_head_is_the_same_and_the_target_reads_each_row_once(tmp_path, architecture, family, drafted):
     """Gemma 2 has an lm_head whose output is capped, so there a draft vocabulary still needs all logits."""
     target = Target(tiny_model(family), tokenizer=None)

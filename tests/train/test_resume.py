@@ -191,7 +191,7 @@ def mtp_folder(tmp_path_factory) -> Path:
     params=[
         pytest.param((ATTENTION, "target_folder"), id="eagle3"),
         pytest.param((BLOCK, "target_folder"), id="dspark"),
-        pytest.param((ATTENTION, "hybrid_folder"), id="hybrid", marks=RECURRENT_RUNS),
+        pytest.param((ATTENTION, "hybrid_folder"), id="hybrid", marks=[RECURRENT_RUNS, pytest.mark.soak]),
         pytest.param((MTP, "mtp_folder"), id="mtp", marks=pytest.mark.soak),
         pytest.param((DFLASH_2, "target_folder"), id="dflash2", marks=pytest.mark.soak),
     ],
@@ -404,16 +404,31 @@ def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_
     assert capsys.readouterr().err == ""
 
 
-def test_a_stage_of_epochs_is_not_continued_with_other_rows_per_step(unfinished, run, capfd):
+@pytest.mark.parametrize(
+    ("steps", "advice"),
+    [(128, ""), (12, ", or keep the rows of a step by --stage1.gradient_accumulation_steps")],
+    ids=["and one pass a step can't be halved", "and more passes a step would do"],
+)
+def test_a_stage_of_epochs_is_not_continued_with_other_rows_per_step(unfinished, run, capfd, steps, advice):
     """Eight processes would have an eighth of the steps, and step 16 would be the end of all."""
     shutil.rmtree(unfinished / "stage1" / "checkpoint-16")
     for folder in (unfinished / "stage1").glob("checkpoint-*"):
         state = json.loads((folder / "trainer_state.json").read_text())
-        (folder / "trainer_state.json").write_text(json.dumps(state | {"max_steps": 128}))
+        (folder / "trainer_state.json").write_text(json.dumps(state | {"max_steps": steps}))
         write_manifest(folder)
     assert run(unfinished) == 2
     said = capfd.readouterr().err
-    assert "stage1 has 16 steps on 1 processes, and was begun with 128: start as many processes as before" in said
+    begun = f"stage1 has 16 steps on 1 processes, and was begun with {steps}"
+    assert f"{begun}: start as many processes as before{advice}\n" in said
+
+
+def test_the_record_of_a_start_that_was_refused_does_not_refuse_the_one_that_it_advised(tmp_path):
+    epochs = ["--stage1.epochs", "3", "--stage1.gradient_accumulation_steps"]
+    eight, two = (parse([*epochs, count]) for count in ("8", "2"))
+    write_record(tmp_path, eight, 1)
+    check_same_run(tmp_path, eight, 4)
+    write_record(tmp_path, eight, 4)  # and its stage says: 4 processes have other steps, keep the rows of a step
+    check_same_run(tmp_path, two, 4)
 
 
 def test_the_command_that_resumes_an_overwriting_run_does_not_overwrite(monkeypatch, tmp_path, capfd):

@@ -46,6 +46,7 @@ SIZES = {
     "stage2.generate.max_rows": 80,
     "stage2.generate.prompt_tokens": 16,
     "stage2.generate.max_new_tokens": 32,
+    "stage2.generate.num_speculative_tokens": 2,
     "stage1.per_device_train_batch_size": 8,
     "stage1.warmup_steps": 2,
     "stage1.logging_steps": 5,
@@ -135,6 +136,108 @@ def refused(monkeypatch, capfd):
     return refusal
 
 
+@pytest.fixture
+def here(quick, monkeypatch):
+    """Runs a command line in this process, where less is measured: argv and environment -> exit code."""
+
+    def exit_code(built) -> int:
+        argv, environment = built
+        monkeypatch.setenv("SPECULATOR_CACHE", environment["SPECULATOR_CACHE"])
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        monkeypatch.chdir(ROOT)
+        code = main(parse(argv[argv.index("train.py") + 1 :]))
+        torch.set_num_threads(1)
+        return code
+
+    return exit_code
+
+
+# ---- without a whole run: first, so that these tests run while another worker makes it
+
+
+def test_the_best_head_is_tuned_once_and_measured_as_it_then_drafts(command, here, tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.tune._ROWS", (1, 2))
+    sizes = {"stage1.max_steps": 5, "stage2.max_steps": 0, "eval.tune_prompts": 1, "eval.temperatures": "[0]"}
+    built = command(tmp_path / "tuned", report_to="none", **sizes)
+    assert here(built) == 0
+    file, report = tmp_path / "tuned" / "speculator" / "decoding.json", tmp_path / "tuned" / "eval" / "report.json"
+    tuned, first = json.loads(file.read_text()), file.stat().st_mtime_ns
+    assert tuned["prompts"] == 1
+    report.unlink()  # as if killed while it was measured
+    assert here(built) == 0
+    assert file.stat().st_mtime_ns == first
+    assert {row["drafter"] for row in json.loads(report.read_text())["suites"]} == {"none", "head", "ngram", "adaptive"}
+
+
+def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
+    """Llama 4's chunked attention can't be rolled back."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 1}
+    config = Llama4TextConfig(vocab_size=300, attention_chunk_size=64, **sizes, **heads)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    given = {"target.name_or_path": tmp_path / "target", "stage1.max_steps": 10}
+    refused = run(command(tmp_path / "run", **given))
+    assert refused.returncode == 2
+    line = refused.stderr.splitlines()[-1]
+    assert all(word in line for word in ("chunked_attention", "--server", "stage2.max_steps 0"))
+    done = run(command(tmp_path / "run", **given, **{"stage2.max_steps": 0}))
+    assert done.returncode == 0, done.stderr
+    assert "forecast of the acceptance length" in done.stdout
+    assert "speculator export" in done.stdout
+    assert (tmp_path / "run" / "speculator" / "README.md").exists()
+    state = json.loads((tmp_path / "run" / "stage1" / "checkpoint-10" / "trainer_state.json").read_text())
+    figures = {entry["step"]: entry[checkpoint.METRIC] for entry in state["log_history"] if "eval_loss" in entry}
+    assert state["best_global_step"] == max(figures, key=figures.__getitem__)
+
+
+def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
+    target = TargetConfig(
+        "a/b", revision="old", dtype="bfloat16", trust_remote_code=True, chat_template_kwargs={"think": False}
+    )
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "report.json").write_text('{"suites": []}')
+    line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]
+    arguments = build_parser("serve").parse_args(shlex.split(line)[shlex.split(line).index("serve") + 1 :])
+    for name in ("revision", "adapter", "dtype", "trust_remote_code", "chat_template_kwargs"):
+        assert getattr(arguments, name) == getattr(target, name), name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"speculator.architecture": "lstm", "speculator.options": "{tie_weights: false}"}, "no untied LSTM"),
+        ({"target.name_or_path": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"target.name_or_path": "./configs"}, "no config.json"),
+        ({"speculator.architecture": "mtp", "speculator.initialise": "target"}, "no MTP layers of a llama"),
+        ({"data.sources": "[nowhere.jsonl]"}, "nowhere.jsonl"),
+        ({"stage1.save_steps": 7}, "stage1.save_steps"),
+        ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),
+        ({"loss.kl": 0.0}, "loss:"),
+        ({"speculator.n_predict": 1}, "tie_weights"),
+        ({"stage2.generate.temperatures": "[1.0, -1.0]"}, "temperature must be in 0.."),
+        ({"stage2.generate.temperatures": "[]"}, "stage2.generate.temperatures"),
+        ({"data.seq_length": 4096}, "context of 128"),
+        ({"stage1.per_device_train_batch_size": 100_000}, "less than one batch"),
+    ],
+)
+def test_wrong_input_fails_in_one_line_and_takes_no_folder(command, tmp_path, refused, overrides, message):
+    assert message in refused(command(tmp_path / "run", **overrides))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_run_is_left_alone(command, tmp_path, refused):
+    (tmp_path / "thesis.txt").write_text("ten years of work")
+    argv, environment = command(tmp_path)
+    for flags in ([], ["--overwrite_output_dir"]):
+        assert "holds no run" in refused(([*argv, *flags], environment))
+    assert (tmp_path / "thesis.txt").read_text() == "ten years of work"
+
+
+# ---- with one
+
+
 @pytest.fixture(scope="module")
 def finished(command, shared, tmp_path_factory) -> Path:
     with shared() as folder:
@@ -202,19 +305,6 @@ def test_the_report_holds_what_scripts_read(finished):
             assert row["speedup"]["plain"].keys() == {"value", "low", "high"}
 
 
-def test_the_best_head_is_tuned_once_and_measured_as_it_then_drafts(command, tmp_path):
-    sizes = {"stage1.max_steps": 5, "stage2.max_steps": 0, "eval.tune_prompts": 1, "eval.temperatures": "[0]"}
-    built = command(tmp_path / "tuned", report_to="none", **sizes)
-    assert run(built).returncode == 0
-    file, report = tmp_path / "tuned" / "speculator" / "decoding.json", tmp_path / "tuned" / "eval" / "report.json"
-    tuned, first = json.loads(file.read_text()), file.stat().st_mtime_ns
-    assert tuned["prompts"] == 1
-    report.unlink()  # as if killed while it was measured
-    assert run(built).returncode == 0
-    assert file.stat().st_mtime_ns == first
-    assert {row["drafter"] for row in json.loads(report.read_text())["suites"]} == {"none", "head", "ngram", "adaptive"}
-
-
 def test_the_best_of_a_stage_cut_off_after_its_last_step_is_found(finished):
     """Nothing is trained again: the best checkpoint that the last one names is the head."""
     history = json.loads((finished / "stage1" / "checkpoint-20" / "trainer_state.json").read_text())["log_history"]
@@ -246,41 +336,6 @@ def test_what_a_run_says_has_phases_a_summary_of_seven_lines_and_no_codes_or_dic
     assert "metadata block" not in said
 
 
-def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
-    """Llama 4's chunked attention can't be rolled back."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 1}
-    config = Llama4TextConfig(vocab_size=300, attention_chunk_size=64, **sizes, **heads)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
-    given = {"target.name_or_path": tmp_path / "target", "stage1.max_steps": 10}
-    refused = run(command(tmp_path / "run", **given))
-    assert refused.returncode == 2
-    line = refused.stderr.splitlines()[-1]
-    assert all(word in line for word in ("chunked_attention", "--server", "stage2.max_steps 0"))
-    done = run(command(tmp_path / "run", **given, **{"stage2.max_steps": 0}))
-    assert done.returncode == 0, done.stderr
-    assert "forecast of the acceptance length" in done.stdout
-    assert "speculator export" in done.stdout
-    assert (tmp_path / "run" / "speculator" / "README.md").exists()
-    state = json.loads((tmp_path / "run" / "stage1" / "checkpoint-10" / "trainer_state.json").read_text())
-    figures = {entry["step"]: entry[checkpoint.METRIC] for entry in state["log_history"] if "eval_loss" in entry}
-    assert state["best_global_step"] == max(figures, key=figures.__getitem__)
-
-
-def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
-    target = TargetConfig(
-        "a/b", revision="old", dtype="bfloat16", trust_remote_code=True, chat_template_kwargs={"think": False}
-    )
-    (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "report.json").write_text('{"suites": []}')
-    line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]
-    arguments = build_parser("serve").parse_args(shlex.split(line)[shlex.split(line).index("serve") + 1 :])
-    for name in ("revision", "adapter", "dtype", "trust_remote_code", "chat_template_kwargs"):
-        assert getattr(arguments, name) == getattr(target, name), name
-
-
 def test_the_same_command_again_says_that_it_is_done(finished, command):
     before = (finished / "eval" / "report.json").stat().st_mtime_ns
     done = run(command(finished))
@@ -308,7 +363,7 @@ def test_a_card_that_a_kill_prevented_is_written_by_the_next_call(finished, comm
     assert card.read_text() == before
 
 
-def test_a_tracked_run_that_was_killed_before_its_report_sends_it_when_it_resumes(finished, command, tmp_path):
+def test_a_tracked_run_that_was_killed_before_its_report_sends_it_when_it_resumes(finished, command, here, tmp_path):
     folder = tmp_path / "again"
     shutil.copytree(finished, folder)
     shutil.rmtree(folder / "eval")
@@ -318,7 +373,7 @@ def test_a_tracked_run_that_was_killed_before_its_report_sends_it_when_it_resume
         return runs.count((folder / "stage2" / "wandb_id").read_text())
 
     before = tracked()
-    assert run(command(folder)).returncode == 0
+    assert here(command(folder)) == 0
     assert tracked() == before + 1
 
 
@@ -349,7 +404,8 @@ def kill_when(built, moment) -> None:
 
 def test_a_run_killed_in_each_stage_and_while_generating_has_a_bit_identical_result(finished, command, tmp_path):
     folder = tmp_path / "killed"
-    command = partial(command, report_to="none")  # a tracker that is starting up is not what is killed here
+    # A tracker that is starting up is not what is killed here, and only weights and histories are compared.
+    command = partial(command, report_to="none", **{"eval.temperatures": "[0]", "eval.max_prompts": 1})
     kill_when(command(folder), (folder / "stage1" / "checkpoint-10" / "checksums.json").exists)
     damaged = max((folder / "stage1").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     weights = damaged / "model.safetensors"
@@ -456,34 +512,3 @@ def test_a_head_with_a_draft_vocabulary_trains_and_keeps_the_greedy_text(command
     ]
     assert head[0]["identical_to_greedy"] == {"identical": 2, "of": 2, "dtype": "float32"}
     assert "| draft vocabulary | 100 of 300 tokens |" in (folder / "speculator" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"speculator.architecture": "lstm", "speculator.options": "{tie_weights: false}"}, "no untied LSTM"),
-        ({"target.name_or_path": "nowhere/at/all"}, "nowhere/at/all"),
-        ({"target.name_or_path": "./configs"}, "no config.json"),
-        ({"speculator.architecture": "mtp", "speculator.initialise": "target"}, "no MTP layers of a llama"),
-        ({"data.sources": "[nowhere.jsonl]"}, "nowhere.jsonl"),
-        ({"stage1.save_steps": 7}, "stage1.save_steps"),
-        ({"stage1.save_total_limit": 1}, "stage1.save_total_limit"),
-        ({"loss.kl": 0.0}, "loss:"),
-        ({"speculator.n_predict": 1}, "tie_weights"),
-        ({"stage2.generate.temperatures": "[1.0, -1.0]"}, "temperature must be in 0.."),
-        ({"stage2.generate.temperatures": "[]"}, "stage2.generate.temperatures"),
-        ({"data.seq_length": 4096}, "context of 128"),
-        ({"stage1.per_device_train_batch_size": 100_000}, "less than one batch"),
-    ],
-)
-def test_wrong_input_fails_in_one_line_and_takes_no_folder(command, tmp_path, refused, overrides, message):
-    assert message in refused(command(tmp_path / "run", **overrides))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_is_no_run_is_left_alone(command, tmp_path, refused):
-    (tmp_path / "thesis.txt").write_text("ten years of work")
-    argv, environment = command(tmp_path)
-    for flags in ([], ["--overwrite_output_dir"]):
-        assert "holds no run" in refused(([*argv, *flags], environment))
-    assert (tmp_path / "thesis.txt").read_text() == "ten years of work"

@@ -50,11 +50,12 @@ def test_no_two_rows_have_the_same_noise():
     assert len(noise.unique(dim=0)) == len(noise)
 
 
-def test_rare_tokens_are_as_frequent_as_they_should_be():
+@pytest.mark.parametrize("rows", [250_000, pytest.param(500_000, marks=pytest.mark.soak)])
+def test_rare_tokens_are_as_frequent_as_they_should_be(rows):
     """Probabilities of 1e-4 to 1e-7 beside one near 1."""
     rare = torch.tensor([1e-4, 1e-5, 1e-6, 1e-7]).repeat_interleave(200)
     probs = torch.cat([1 - rare.sum()[None], rare])
-    counts, rows, chunk = torch.zeros(len(probs), dtype=torch.long), 500_000, 1000  # a chunk fits a CPU's cache
+    counts, chunk = torch.zeros(len(probs), dtype=torch.long), 1000  # a chunk fits a CPU's cache
     for start in range(0, rows, chunk):
         noise = gumbel(torch.arange(start, start + chunk), torch.full((chunk,), 3), len(probs))
         counts += (probs.log() + noise).argmax(-1).bincount(minlength=len(probs))
@@ -177,12 +178,16 @@ SETTINGS = [Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.2, top_k=5, min_
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_plain_tokens_follow_the_target(settings):
+    assert fit(plain_pairs(settings, torch.arange(CHUNK)), settings) > 1e-4
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_step_gives_the_plain_tokens_and_these_follow_the_target(name, settings):
-    seeds = torch.arange(CHUNK)
+def test_a_step_gives_the_plain_tokens(name, settings):
+    seeds = torch.arange(CHUNK // 4)
     pairs, kept = steps(SHAPES[name], settings, seeds, Noise)
     assert torch.equal(pairs, plain_pairs(settings, seeds))
-    assert fit(pairs, settings) > 1e-4
     assert len(kept.unique()) > 1 or name == "likeliest"
 
 

@@ -18,7 +18,9 @@ from speculator.target.encoder.encoder import Text
 
 _SOURCES = random_texts(9, 3, 14, 5, 7, 9, 2, 11)
 _COUNTS = [10, 4, 7, 10, 1, 8, 10, 5]
-_FAMILIES = ("t5", "flan", "umt5", "bart", "marian", "t5gemma")
+_FAMILIES = ("t5", "bart", "t5gemma")
+"""One for each way in which a decoder knows positions; the others run in `make soak`."""
+_OTHERS = ("flan", "umt5", "marian")
 _SHAPES = {"chain": 3, "tree": FixedTree([(0,), (1,), (0, 0), (0, 1)])}
 
 
@@ -40,7 +42,10 @@ def nearly(family: str) -> Target:
     return Target(small, tokenizer=None)
 
 
-@pytest.fixture(scope="module", params=[name for name in _FAMILIES if name in CONFIGS])
+@pytest.fixture(
+    scope="module",
+    params=[*_FAMILIES, *(pytest.param(name, marks=pytest.mark.soak) for name in _OTHERS if name in CONFIGS)],
+)
 def case(request):
     """A target, every kind of drafter for it, and its texts by transformers."""
     model = tiny_encoder_decoder(request.param)

@@ -351,6 +351,11 @@ DRAFTERS = [
 ]
 
 
+def others_in_soak(*names: str) -> list:
+    """Every drafter of `DRAFTERS`; those without a name here run in `make soak`."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.soak) for name in DRAFTERS]
+
+
 def ragged(count: int) -> tuple[list[list[int]], list[Sampling], list[int]]:
     """Mixed prompts, sampling and lengths; every fourth prompt shares a prefix with the one before it."""
     draw = random.Random(0)
@@ -409,7 +414,7 @@ def test_max_batch_size_changes_no_completion(name):
         generate(target, None, prompts, max_new_tokens=[1, 2])
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", others_in_soak("none", "attention-chain"))
 def test_chunked_prefill_equals_whole_prefill(name):
     target = double_target()
     prompts = [[i % 32 for i in range(50)], [3, 1, 4], [i * 7 % 32 for i in range(64)]]
@@ -452,7 +457,7 @@ def test_prompts_are_prefilled_as_one_row_without_padding(target, monkeypatch, b
     assert shapes == [(1, processed), *[(3, 1)] * 8]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", others_in_soak("none", "attention-chain", "model-tree", "block-chain"))
 def test_a_slot_that_held_a_longer_sequence_is_as_new(name):
     """The next prompt is unrelated, shares a prefix, or is a prefix of the old sequence."""
     target = double_target()
@@ -506,7 +511,7 @@ def without_siblings(name: str) -> list:
     return [(alone.tokens[0], alone.steps[0]) for alone in each]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", others_in_soak("none", "head-tree", "attention-chain", "model-tree", "block-chain"))
 def test_a_common_prefix_is_prefilled_once(name):
     """Requests arrive together, during the prefill of the prefix, or later; the last token is always computed."""
     alone = without_siblings(name)
@@ -626,7 +631,7 @@ def test_an_interrupted_step_leaves_no_reusable_prefix(target, monkeypatch):
         assert engine.generate([text], max_new_tokens=12).tokens == expected
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", others_in_soak("none", "model-tree", "attention-chain", "block-chain", "exit-tree"))
 def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkeypatch):
     target = double_target()
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
@@ -679,8 +684,18 @@ def test_a_prompt_far_beyond_the_trained_length_is_logged_once(target, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "mlp", "eagle3", "ngram"])
-@pytest.mark.parametrize("where", ["append_tokens", "on_step", "start_decoding", "commit"])
+INTERRUPTED = {"plain": ("append_tokens", "start_decoding"), "mlp": ("on_step", "commit")}
+INTERRUPTED |= {"eagle3": ("start_decoding", "commit"), "ngram": ("append_tokens", "on_step")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        pytest.param(kind, where, marks=[pytest.mark.soak] * (where not in places))
+        for kind, places in INTERRUPTED.items()
+        for where in ("append_tokens", "on_step", "start_decoding", "commit")
+    ],
+)
 def test_texts_go_on_as_they_are_after_an_interrupt(target, kind, where):
     heads = {"mlp": tiny_head(), "eagle3": tiny_head(architecture="eagle3")}
     drafter = {"plain": None, "ngram": NgramDrafter(3)}.get(kind) if kind not in heads else HeadDrafter(heads[kind], 3)
@@ -711,3 +726,12 @@ def test_texts_go_on_as_they_are_after_an_interrupt(target, kind, where):
             interrupts += 1
     assert interrupts
     assert [request.tokens for request in requests] == expected
+
+
+def test_the_cache_never_grows_beyond_the_longest_text(target):
+    """What `speculator serve` prints at its start is the most that it will need."""
+    engine = Engine(target)
+    for length in (60, 100, 120):  # the second leaves 1.5 times its room beyond the context of 128
+        engine.submit([1] * length, max_new_tokens=2)
+        engine.run()
+        assert length < engine.rows.cache.capacity <= engine.target.context_length + engine.rows._spare_positions

@@ -69,8 +69,19 @@ def test_every_run_of_the_engine_adds_up_to_the_targets_distribution(small, monk
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "eagle3"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=5), Sampling(0.7, top_p=0.8)], ids=str)
+GREEDY, PLAIN, TOP_P = Sampling(), Sampling(1.0, seed=5), Sampling(0.7, top_p=0.8)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sampling"),
+    [
+        ("eagle3", GREEDY),
+        ("mlp", PLAIN),
+        ("eagle3", TOP_P),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in (("mlp", GREEDY), ("eagle3", PLAIN), ("mlp", TOP_P))),
+    ],
+    ids=str,
+)
 def test_texts_are_the_targets_whoever_joins_and_leaves(architecture, sampling):
     target = Target(tiny_model("gemma3").double(), tokenizer=None)
     expected = [generate(target, None, [prompt], sampling, max_new_tokens=40).tokens[0] for prompt in PROMPTS]

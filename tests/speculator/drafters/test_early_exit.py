@@ -39,7 +39,13 @@ class Watched(EarlyExitDrafter):
         return draft
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+FAMILIES = ("llama", "gemma2", "gemma3n", "gemma4", "gpt2", "gpt_neox", "granite", "gpt_oss")
+"""Families whose layers, norms or heads differ most; the others run in `make soak`."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.soak] * (family not in FAMILIES)) for family in CONFIGS]
+)
 def test_a_chain_is_drafted_from_what_the_first_layers_say_of_the_text(family):
     target = Target(tiny_model(family), tokenizer=None)
     for layers in {1, len(target.aux_layers.layers) - 1}:

@@ -125,7 +125,14 @@ def test_a_hybrid_draft_accepts_what_either_source_would():
     assert per_step(HybridDrafter(right, lookup)) > 4
 
 
-@pytest.mark.parametrize("name", ["chain", "tree", "cautious-chain", "fixed-tree", "model"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain",
+        "fixed-tree",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("tree", "cautious-chain", "model")),
+    ],
+)
 def test_greedy_text_is_plain_decodings_and_a_row_is_what_it_is_alone(name):
     target = Target(tiny_model().double(), tokenizer=None)
     drafter, lonely = drafters(target)[name], []

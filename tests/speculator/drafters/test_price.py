@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from itertools import product
 from math import exp
 
 import pytest
@@ -78,7 +77,8 @@ def fixed(rows: int) -> list[PricedDraft]:
     return plans + [PricedDraft(rate=0.0, choice=None, lengths=own, tokens=sum(own)) for own in lengths]
 
 
-@pytest.mark.parametrize(("kind", "rows"), [*product(KINDS, [1, 4, 16])])
+@pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.soak), 16])
+@pytest.mark.parametrize("kind", KINDS)
 def test_adaptive_drafting_is_nearly_as_fast_as_the_best_fixed_choice_and_never_slower_than_plain_steps(kind, rows):
     best = max(rate(plan, kind, rows) for plan in fixed(rows))
     assert best >= 1, "plain steps are among them"

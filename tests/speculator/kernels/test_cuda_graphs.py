@@ -49,12 +49,19 @@ class Comparison(Double):
 # ---- without a GPU
 
 
+KINDS = ["none", "head-chain", "head-tree", "model-chain", "exit-tree", "attention-tree", "block-chain", "ngram"]
+KINDS += ["hybrid-attention-fixed-tree", "adaptive-attention"]
+"""Drafters of every kind; the others run in `make soak`."""
+
+
 @pytest.mark.parametrize(
     ("name", "sampling", "rows"),
     [
-        *((name, "sampled", 4) for name in NAMES),
-        *((name, "greedy", 1) for name in ("none", "head-tree", "adaptive-attention")),
+        *((name, "sampled", 4) for name in KINDS),
+        ("adaptive-attention", "greedy", 1),
         ("model-chain", "sampled", 1),
+        *(pytest.param(name, "sampled", 4, marks=pytest.mark.soak) for name in NAMES if name not in KINDS),
+        *(pytest.param(name, "greedy", 1, marks=pytest.mark.soak) for name in ("none", "head-tree")),
     ],
 )
 def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, rows, monkeypatch):
@@ -69,17 +76,8 @@ def test_a_replayed_step_gives_the_tokens_of_an_eager_step(name, sampling, rows,
     assert Double.made >= (1 if name == "adaptive-attention" else 2)  # its shapes take turns
 
 
-QUICK = (
-    "none",
-    "head-tree",
-    "model-chain",
-    "attention-tree",
-    "block-chain",
-    "ngram",
-    "hybrid-attention-fixed-tree",
-    "adaptive-attention",
-)
-"""Drafters of every kind; the others run in `make soak`, and those of the test above always."""
+QUICK = ("none", "attention-tree", "adaptive-attention")
+"""A few drafters; the others run in `make soak`, and the test above runs more."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in QUICK)) for name in NAMES])

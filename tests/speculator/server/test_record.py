@@ -3,10 +3,9 @@
 import gzip
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import httpx
 import pytest
 from encoder_decoders import tiny_encoder_decoder
@@ -19,7 +18,6 @@ from speculator.server import app
 from speculator.server import recorder as recording
 from speculator.server.recorder import Recorder
 
-ROOT = Path(__file__).parents[3]
 BODY = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 4, "return_token_ids": True}
 
 
@@ -163,9 +161,10 @@ def test_the_newest_rows_are_held_out(chat_target, tmp_path, monkeypatch):
 
 def test_a_killed_server_loses_only_the_last_shard_and_another_records_on(target_folder, tmp_path):
     code = "import sys, speculator.__main__, speculator.server.recorder as r; r.SHARD_ROWS = 5; "
-    command = [sys.executable, "-c", code + "speculator.__main__.main(sys.argv[1:])", "serve", "--port", "0"]
+    (tmp_path / "serve.py").write_text(code + "speculator.__main__.main(sys.argv[1:])")
+    command = [str(tmp_path / "serve.py"), "serve", "--port", "0"]
     command += ["--target", str(target_folder), "--record", str(tmp_path / "out"), "--record_share", "1"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = forked.Popen(command)
     try:
         lines = [process.stderr.readline() for _ in range(3)]
         url = re.search(r"http://127\.0\.0\.1:\d+", lines[1]).group()
@@ -183,7 +182,7 @@ def test_a_killed_server_loses_only_the_last_shard_and_another_records_on(target
         until(lambda: len(rows_in(tmp_path / "out")) == 5)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
     shard = tmp_path / "out" / "rows" / "00000001.jsonl.gz.7.partial"
     shard.write_text("cut off")
     recorder = Recorder(tmp_path / "out", Target.load(str(target_folder)), 1.0, 1e9)

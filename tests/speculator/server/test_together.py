@@ -268,8 +268,14 @@ def test_adaptive_drafting_gives_the_plain_texts_at_any_load(chat_target, monkey
     assert made == by_generate(chat_target, None, bodies)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize(
+    ("drafting", "first"),
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(drafting, not drafting, marks=pytest.mark.soak) for drafting in (True, False)),
+    ],
+)
 def test_a_request_too_large_for_memory_fails_alone(chat_target, monkeypatch, first, drafting):
     """Seven others finish with their own texts, whether the cache is made for it or has to grow."""
     drafter = HeadDrafter(tiny_head_for(chat_target)) if drafting else None

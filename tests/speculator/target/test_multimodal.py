@@ -20,7 +20,7 @@ from speculator.heads import DSparkSpeculator, Eagle3Speculator
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12], list(range(20, 57)), [3]]
 
 
-def texts_of(model, prompts=PROMPTS, count=48) -> list[list[int]]:
+def texts_of(model, prompts=PROMPTS, count=24) -> list[list[int]]:
     """Greedy continuations by transformers, one prompt at a time."""
     model.float()
     made = [model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0] for prompt in prompts]
@@ -35,7 +35,7 @@ def test_greedy_text_is_that_of_the_multimodal_class(family, tmp_path):
     target = Target.load(str(tmp_path))
     head = HeadDrafter(tiny_head(vocab_size=target.vocab_size))  # random, so nearly every draft is rejected
     ends = model.generation_config.eos_token_id or ()  # transformers knows no end of the tokenizer's
-    assert generate(target, head, PROMPTS, max_new_tokens=48, eos_token_ids=ends).tokens == texts_of(model)
+    assert generate(target, head, PROMPTS, max_new_tokens=24, eos_token_ids=ends).tokens == texts_of(model)
 
 
 def test_the_vision_tower_takes_no_memory(tmp_path):
