@@ -57,12 +57,16 @@ class BatchFacts(Clocks, total=False):
         seconds: time for the whole batch.
         answers: number of answers.
         servers: number of answers by the URL of the server.
+        models: names of the models that the servers were asked for.
+        skipped: number of prompts without a row.
     """
 
     steps: list[int]
     seconds: float
     answers: int
     servers: dict[str, int]
+    models: list[str]
+    skipped: int
 
 
 def state() -> PartialState:
@@ -250,9 +254,11 @@ class Batches:
         return rows_of_lists, {"tokens": tokens, **summary(facts)}
 
     def _save(self, rows: Iterable[Columns], facts: JsonObject) -> None:
-        """Write the rows, of which there must be one, and then the manifest."""
+        """Write the rows, and then the manifest; raise a UserError if there is no row."""
         rows = iter(rows)
-        first = next(rows)  # it tells the columns; some may be missing
+        first = next(rows, None)  # it tells the columns; some may be missing
+        if first is None:
+            raise UserError(f"{self.folder}: no prompt was answered; remove it before you start again")
         features = Features({name: _FEATURES[name] for name in first})
         cache, final = self._work / "cache", self.folder / "rows"
         # From a process that was killed here: without a manifest they may be incomplete.

@@ -16,16 +16,17 @@ import openai
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, BatchFacts
+from data.batches import Batches, BatchFacts, stored_record
 from data.conversations import Answering, Conversation
 from data.onpolicy import record_of
+from data.rendering import text_tokens
 from data.tally import log
 from data.writing import Writing
 from speculator.chat import end_token
 from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
 from speculator.clients.hidden_states import discard
 from speculator.decoding.sampling import Sampling
-from speculator.errors import UserError
+from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 
 CONCURRENCY = 32
@@ -55,30 +56,33 @@ def fetch_rows(
 
     Prompts are sent as token ids. A completion without `token_ids` is tokenized from its text. A server that stays
     unavailable for a minute is dropped with a warning, and the others take over its rows; the last one may be away for
-    20 minutes. A later turn that a server refuses ends its chat. The API key is read from $OPENAI_API_KEY.
+    20 minutes. A turn that a server refuses ends its chat. A first turn that it refuses, or that leaves its context no
+    room for an answer, gives no row. The API key is read from $OPENAI_API_KEY.
 
     Args:
         urls: base URLs of the servers, with or without /v1.
-        target: name of the model, unless the server lists exactly one.
+        target: name of the model, unless the server lists exactly one; "NAME --adapter LORA": it is asked for LORA.
         tokenizer: the target's.
         prompts: prompts to continue, and conversations to answer.
-        folder: output folder, resumed if it is unfinished; completions are stored in batches of `concurrency` rows.
+        folder: output folder, resumed if it is unfinished. Completions are stored in batches of `concurrency` rows, as
+            it was when the folder was begun.
         writing: sampling and length of the completions.
         max_prompt_tokens: a conversation ends when its prompt is longer.
         concurrency: concurrent requests to each server.
         progress: show a progress bar.
 
     Raises:
-        UserError: no server is available, or one rejects a prompt or does not sample.
+        UserError: no server is available, one does not sample, or no prompt is answered.
     """
     bases = base_urls([urls] if isinstance(urls, str) else urls, "--server")
     record: JsonObject = {"target": target, "drafter": "server", **record_of(writing, prompts)}
     if writing.ends:
         record["ends"] = asdict(writing.ends)
-    # Of 70 prompts, 32 at a time: 0..31, 32..63 and 64..69.
-    rows = [list(range(start, min(start + concurrency, len(prompts)))) for start in range(0, len(prompts), concurrency)]
+    size: Any = (stored_record(Path(folder)) or {}).get("batch_size", concurrency)
+    # Of 70 prompts, 32 in a batch: 0..31, 32..63 and 64..69.
+    rows = [list(range(start, min(start + size, len(prompts)))) for start in range(0, len(prompts), size)]
     servers = [_TextServer(base, target, tokenizer, writing) for base in bases]
-    with Batches(Path(folder), {**record, "batch_size": concurrency}, rows, progress) as work:
+    with Batches(Path(folder), {**record, "batch_size": size}, rows, progress) as work:
         if batches := work.todo():
             todo = {batch: rows[batch] for batch in batches}
             asyncio.run(_fetch(servers, work, todo, prompts, max_prompt_tokens, concurrency))
@@ -102,22 +106,29 @@ def shortest_context(urls: Sequence[str], target: str) -> int:
 def _listed(models: Sequence[Any], name: str) -> tuple[str, int]:
     """Return the name of the only model that a server lists, or else `name`, and its context length.
 
-    A server of adapters lists them beside the model. The length is sys.maxsize if the server does not tell it.
+    A server of adapters lists them beside the model; `name` may be "NAME --adapter LORA". The length is sys.maxsize if
+    the server does not tell it.
     """
-    own = models if len(models) == 1 else [each for each in models if each.id == name]
+    _, adapter, asked = name.rpartition(" --adapter ")
+    own = models if len(models) == 1 and not adapter else [each for each in models if each.id == asked]
     if not own:
-        return name, sys.maxsize
+        return asked, sys.maxsize
     return own[0].id, getattr(own[0], "max_model_len", None) or sys.maxsize  # of vLLM and ours
 
 
 def _summary(batches: list[BatchFacts]) -> JsonObject:
-    """Return facts for the manifest: answers of each server and in all, seconds, and None for speeds of drafting."""
+    """Return facts for the manifest: answers of each server and in all, models, prompts without a row, and seconds.
+
+    Speeds of drafting are None.
+    """
     by_server: Counter[str] = Counter()
     for facts in batches:
         by_server.update(facts["servers"])
     return {
         "servers": dict(by_server),
+        "models": sorted({model for facts in batches for model in facts.get("models", ())}),
         "answers": by_server.total(),
+        "skipped": sum(facts.get("skipped", 0) for facts in batches),
         "acceptance_length": None,
         "tokens_per_second": {"speculative": None, "plain": None},
         "seconds": sum(facts["seconds"] for facts in batches),
@@ -177,6 +188,9 @@ async def _fetch(
     async def fetch(batch: int, row: int) -> None:
         longest = min(max_prompt_tokens, room())
         answering: Answering | None = None
+        if row in beyond:
+            answering = Answering(prompts[row], servers[0].tokenizer, longest)
+            answering.stop()
         while answering is None or answering.prompt is not None:
             server = await free_slots.get()
             # A server that was dropped leaves its entries in the queue: take them out one by one.
@@ -196,8 +210,6 @@ async def _fetch(
                     drop(server, error)
                     continue
             except RefusedPromptError as error:  # of a server that does not tell its context, a chat beyond it
-                if not answering.answers:
-                    raise
                 refused.append(str(error))
                 answering.stop()
             free_slots.put_nowait(server)
@@ -207,18 +219,20 @@ async def _fetch(
             nonlocal written_at
             made, seconds = finished.pop(batch), time.monotonic() - written_at
             rows = [[each.columns(False) for each in made[row].rows] for row in batches[batch]]
-            work.write(batch, rows, servers=dict(by_server.pop(batch)), seconds=seconds)
+            models, skipped = sorted({server.model for server in servers}), sum(not each for each in rows)
+            work.write(batch, rows, servers=dict(by_server.pop(batch)), models=models, skipped=skipped, seconds=seconds)
             written_at = time.monotonic()
 
     try:
         await asyncio.gather(*map(probe, servers))
         longest = room()
-        # Before hours of work: each start would end at the same prompt.
-        if beyond := [row for rows in batches.values() for row in rows if len(prompts[row].ids) > longest]:
-            raise UserError(
-                f"{len(beyond)} prompts, such as number {beyond[0] + 1}, have more than {longest} tokens: the servers' "
-                "context leaves no room for max_new_tokens; start them with a longer one"
+        if beyond := {row for rows in batches.values() for row in rows if len(prompts[row].ids) > longest}:
+            long = (
+                f"{len(beyond)} prompts, such as number {min(beyond) + 1}, have more than {longest} tokens: the "
+                "servers' context leaves no room for max_new_tokens"
             )
+            refuse((len(beyond) == len(prompts), f"{long}; start them with a longer one"))
+            log(f"{long}; they are skipped")
         # One entry per request that a server may serve: a semaphore for each server, taken in turn.
         free_slots: asyncio.Queue[_TextServer] = asyncio.Queue()
         for server in [*available] * concurrency:
@@ -240,11 +254,12 @@ class _TextServer(Connection):
 
     Args:
         base: its URL without /v1.
-        target: name of the model, unless the server lists exactly one.
+        target: see `fetch_rows`.
         tokenizer: the target's.
         writing: sampling and length of the completions.
 
     Attributes:
+        model: name of the model that it is asked for, once `probe` has asked the server.
         longest: largest length of a prompt that leaves room for a completion, once `probe` has asked the server.
         answered: time of the latest answer, of `time.monotonic`; None before the first.
         away_since: time of the first failure after it; None: there was none.
@@ -262,7 +277,8 @@ class _TextServer(Connection):
         self.answered: float | None = None
         self.away_since: float | None = None
         self._gives_text = False  # without token ids
-        self._model, self.tokenizer, self.writing = target, tokenizer, writing
+        self.model, self.tokenizer, self.writing = _listed((), target)[0], tokenizer, writing
+        self._target = target
         self.longest = sys.maxsize
 
     def describe(self, error: Exception) -> str:
@@ -272,25 +288,28 @@ class _TextServer(Connection):
         return super().describe(error)
 
     async def probe(self, prompts: Sequence[Conversation]) -> None:
-        """Ask for the model's name and context length, and check that two seeds give two texts for half a prompt.
+        """Ask for the model's name and context length, and check that two seeds give two texts after a few words.
 
-        Raises a UserError if none of the first few prompts gets two different texts: the server does not sample.
+        Raises a UserError if the server refuses these words, or if none of a few prompts gets two different texts: it
+        does not sample.
         """
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
-            self._model, context = _listed(models, self._model)
+            self.model, context = _listed(models, self._target)
             self.longest = context - self.writing.max_new_tokens
+            if len(models) > 1:
+                log(f"{self.url}: {self.model} answers, of the models {', '.join(each.id for each in models)}")
         except (openai.APIStatusError, AttributeError, TypeError):
             pass  # some servers do not list their models
         rows, seed = len(prompts), self.writing.seed
         warm = [row for row in range(rows) if self.writing.sampling(row, rows).temperature >= _WARM]
-        # An answer may be certain, as "Paris" or a label is, and the run's top_k may be 1. Half a prompt is open, and
-        # without filters only a greedy server continues several of them in the same way for both seeds.
-        for row in warm[:_PROBE_PROMPTS]:
-            prompt = prompts[row]
-            ids = prompt.ids[: (len(prompt.ids) + 1) // 2]
-            free = [Sampling(1.0, seed=each) for each in (seed, seed + 1)]
-            texts = [await self.complete(row, ids, prompt, each, _PROBE_TOKENS) for each in free]
+        # An answer may be certain, as "Paris" or a label is, a model may know its system prompt by heart, and the run's
+        # top_k may be 1. These texts are open to any model, and without filters only a greedy server continues several
+        # of them in the same way for both seeds.
+        for row in warm[:_PROBE_PROMPTS] or [0]:
+            prompt = Conversation(text_tokens([f"Page {row + 1}"], self.tokenizer)[0])
+            free = [Sampling(1.0, seed=each) for each in (seed + 2 * row, seed + 2 * row + 1)]
+            texts = [await self.complete(row, prompt.ids, prompt, each, _PROBE_TOKENS) for each in free]
             if texts[0] != texts[1]:
                 return
         if warm:
@@ -320,7 +339,7 @@ class _TextServer(Connection):
             samplers |= {"stop_token_ids": ends.eos_token_ids, "stop": ends.stop_strings}
         try:
             request = self.client.completions.create(
-                model=self._model,
+                model=self.model,
                 prompt=ids,
                 max_tokens=max_tokens,
                 temperature=sampling.temperature,

@@ -92,7 +92,7 @@ def self_rows(
     Returns:
         Rows {"input_ids", "loss_mask": 1 on the answers}, with `mark_rejected` also "rejected". manifest.json holds the
         settings, "rows", "tokens" (of the answers), "dropped" (counts by reason), "seconds", and "passes": facts from
-        the manifest of each pass. With `previous`, "before" holds the counts of the earlier chats.
+        the manifest of each pass.
 
     Raises:
         UserError: no user turn can be used, or the folder was made with other settings.
@@ -166,6 +166,8 @@ def self_rows(
                 if not passes and not output.exists():  # no server answered
                     work.undo_begin()
                 raise
+            few = f"{len(generated)} of {len(prompts)} prompts were answered, the others are beyond a server's context"
+            refuse((len(generated) < len(prompts), f"{output}: {few}; give it {context} tokens, and remove {output}"))
         else:
             assert isinstance(target, Target)
             generated = generate_rows(
@@ -207,9 +209,6 @@ def self_rows(
         "seconds": sum(seconds),
         "passes": passes,
     }
-    if previous:
-        manifest = read_json(previous / "manifest.json")
-        facts["before"] = {key: manifest[key] for key in ("rows", "tokens", "seconds")}
     return work.conclude(lambda: ((chat.columns(writing.mark_rejected) for chat in written), facts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 
 from speculator.decoding.sampling import Sampling
@@ -20,7 +21,7 @@ class Writing:
     """How the target continues prompts.
 
     Attributes:
-        samplings: temperature and filters, which the rows cycle through; their seeds are ignored.
+        samplings: temperature and filters, each for an equal share of the rows; their seeds are ignored.
         max_new_tokens: largest number of new tokens. An answer also ends with EOS, which it keeps, or with the context.
         seed: seed of the first row.
         ends: stop tokens and strings (default: the target's EOS).
@@ -36,9 +37,15 @@ class Writing:
     def sampling(self, row: int, rows: int, answer: int = 0) -> Sampling:
         """Return the sampling of an answer, with a seed of its own.
 
+        Each group of neighbouring rows has every sampling once, in an order of its own: sources that take turns, and
+        rows that are held out at equal distances, would have one sampling each if all groups had the same order.
+
         Args:
             row: number of the row.
             rows: number of all rows.
             answer: number of the answer in its row.
         """
-        return replace(self.samplings[row % len(self.samplings)], seed=self.seed + answer * rows + row)
+        count = len(self.samplings)
+        group, place = divmod(row, count)
+        order = sorted(range(count), key=lambda each: hashlib.sha256(f"{group} {each}".encode()).digest())
+        return replace(self.samplings[order[place]], seed=self.seed + answer * rows + row)

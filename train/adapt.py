@@ -4,7 +4,7 @@
     OUTPUT/rounds.html, .svg      page and plot of all rounds
     OUTPUT/cache/                 rows that the round prepared, deleted at its end, and the target's chats, which stay
     OUTPUT/round-001/traffic/     the recorded answers when the round began; deleted at its end
-    OUTPUT/round-001/run/         run of train.py
+    OUTPUT/round-001/run/         run of train.py, without its head if that was rejected
     OUTPUT/round-001/exported/    old and new head for vLLM; deleted at its end
     OUTPUT/round-001/gate.json    figures of `speculator eval gate`
     OUTPUT/round-001/before.json  acceptance length in a vLLM server before the update
@@ -96,9 +96,9 @@ def run(arguments: argparse.Namespace) -> None:
             _ask(arguments.server, key, {})
         first = str(arguments.head.resolve())
         rounds, head = _settle(arguments.output, first)
-        if rounds and rounds[0]["old"] != first:
-            raise UserError(f"{arguments.output} began with {rounds[0]['old']}; choose another --output for {first}")
         last: Round | None = rounds[-1] if rounds else None
+        if arguments.rounds is not None and len(rounds) >= arguments.rounds:
+            log(f"{len(rounds)} rounds are done; --rounds {len(rounds) + 1} runs another")
         while arguments.rounds is None or len(rounds) < arguments.rounds:
             folder = arguments.output / f"round-{len(rounds) + 1:03d}"
             if not (folder / "traffic").exists():
@@ -130,13 +130,22 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
 
     Args:
         first: folder of the head to start from, in use until a round replaces it.
+
+    Raises:
+        UserError: the first round began with another head; nothing is changed then.
     """
     rounds, head = list[Round](), first
     for file in sorted(output.glob("round-*/round.json")):
         finished: Any = read_json(file)
         rounds.append(finished)
+        refuse(
+            (rounds[0]["old"] != first, f"{output} began with {rounds[0]['old']}; choose another --output for {first}")
+        )
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
-        for name in ("traffic", "run/stage1", "run/generated", "run/stage2", "exported"):
+        made = ["traffic", "run/stage1", "run/generated", "run/stage2", "exported"]
+        if not rounds[-1]["outcome"].startswith(("in use", "not loaded")):  # one that passed the gate is of use by hand
+            made.append("run/speculator")
+        for name in made:
             shutil.rmtree(file.parent / name, ignore_errors=True)
     if not (output / f"round-{len(rounds) + 1:03d}").exists():  # else its rows are in the cache too
         for path in (output / "cache").glob("*"):
@@ -189,7 +198,7 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     different, few = set[bytes](), False
     said, again = 0, 0.0
     while True:
-        count = 0
+        count, begun = 0, time.monotonic()
         for shard in _shards(arguments.record):
             try:
                 if len(different) < _LEAST_ANSWERS:
@@ -213,7 +222,8 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
         if count != said and time.monotonic() >= again:
             said, again = count, time.monotonic() + _LOG_SECONDS
             log(f"{max(count, 0):,} of {arguments.every_tokens:,} new answer tokens")
-        time.sleep(_POLL_SECONDS)
+        # A log that has grown is read whole, so reading takes at most a tenth of the time.
+        time.sleep(max(_POLL_SECONDS, 9 * (time.monotonic() - begun)))
 
 
 def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:

@@ -194,7 +194,8 @@ def _files_of(argv: list[str]) -> list[str]:
 def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
     """Return the config without `epochs` in each stage whose `max_steps` a later file or a flag gives.
 
-    Exits with code 2 if flags give both.
+    A stage that an earlier file leaves out by `max_steps: 0` runs if `epochs` are given later. Exits with code 2 if
+    flags give both.
     """
     given = {word.partition("=")[0] for word in argv}
     files = [build_parser().parse_args([f"--config={file}"], defaults=False) for file in _files_of(argv)]
@@ -204,8 +205,11 @@ def _one_length(argv: list[str], config: RunConfig) -> RunConfig:
         if len(lengths[-1]) == 2 and getattr(config, name).epochs:  # null is no contradiction
             _fail(f"--{name}.max_steps and --{name}.epochs are mutually exclusive")
         last = next(filter(None, reversed(lengths)), set())
+        stage = getattr(config, name)
         if last == {"max_steps"}:
-            config = replace(config, **{name: replace(getattr(config, name), epochs=None)})
+            config = replace(config, **{name: replace(stage, epochs=None)})
+        elif last == {"epochs"} and stage.epochs and not stage.max_steps:
+            config = replace(config, **{name: replace(stage, max_steps=type(stage)().max_steps)})
     return config
 
 

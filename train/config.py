@@ -89,7 +89,7 @@ class SelfSourceConfig:
     prompt_top_p: float = 0.99
     """Top-p of the user turns."""
     temperatures: list[float] = field(default_factory=lambda: [1.0])
-    """Sampling temperatures of the answers, used in turn."""
+    """Sampling temperatures of the answers, each for an equal share of them."""
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens of an answer."""
     batch_size: PositiveInt = 16
@@ -214,7 +214,8 @@ class GenerateConfig:
     """Answers to write in each chat: all, each after the answers before it, or the first few. The source self alone has
     data.self_source.turns."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """Sampling temperatures, used in turn (0: greedy); name those that the head will draft at."""
+    """Sampling temperatures, each for an equal share of the rows (0: greedy); name those that the head will draft
+    at."""
     top_k: int = 0
     """Sample from the k likeliest tokens only (0: all)."""
     top_p: float = 1.0

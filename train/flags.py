@@ -70,7 +70,11 @@ def adapt(parser: OneLineParser) -> None:
         type=float,
         help="minutes after which fewer tokens, of at least 20 answers, start a round too (default: never)",
     )
-    parser.add_argument("--rounds", type=int, help="number of rounds after which to stop (default: no end)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help="number of rounds in all, earlier calls' included, after which to stop (default: no end)",
+    )
     parser.add_argument("--api_key", help="key of the server (default: $SPECULATOR_API_KEY)")
     parser.add_argument(
         "--layout",

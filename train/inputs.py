@@ -31,7 +31,7 @@ from train.folder import prompts_fingerprint, rows_fingerprint
 from train.own_text import with_self_written
 from train.plan import Plan
 from train.settle import Run
-from train.sizes import Prompt, count_of_tokens, length_of_chats, shortened
+from train.sizes import Prompt, shortened_for
 
 _PROMPTS_PER_TEXT = 4
 
@@ -61,7 +61,7 @@ class Inputs:
         """Return fingerprints of "target", and of rows and prompts by split; a resumed run must have the same."""
         rows = {"training": self.train_rows, "validation": self.validation_rows}
         found = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
-        if isinstance(target, InProcessTarget) and target.digest:
+        if isinstance(target, (InProcessTarget, ServerTarget)) and target.digest:
             # In another dtype, or by another version, the same weights have another hash, and it does not count.
             kind = f"{dtype_name(target.dtype)} by transformers {transformers.__version__}"
             found[f"the target's weights, {kind}"] = target.digest
@@ -83,7 +83,7 @@ def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
     mixture, length = with_self_written(run, target), config.data.seq_length
     if run.shortens and not target.encoder:  # whose rows are as long as their documents
         whole = rows(run, target, mixture, length, "train", report=False)
-        length = shortened(length, count_of_tokens(whole), length_of_chats(whole))
+        length = shortened_for(length, whole)
     train_rows, validation_rows = (rows(run, target, mixture, length, split) for split in ("train", "validation"))
     suites = {
         "validation": prompts_of(run, target, mixture, "validation", config.eval.validation_prompts),

@@ -77,6 +77,14 @@ def shortened(length: int, tokens: int, whole: int = 0) -> int:
     return length
 
 
+def shortened_for(length: int, packed: datasets.Dataset) -> int:
+    """Return the row length `shortened` for rows of the length `length`, so that it cuts few of their chats."""
+    tokens = count_of_tokens(packed)
+    if shortened(length, tokens) == length:  # then the chats, which take a pass over all tokens, do not matter
+        return length
+    return shortened(length, tokens, length_of_chats(packed))
+
+
 def length_of_chats(packed: datasets.Dataset) -> int:
     """Return the smallest row length that leaves at least 90% of the tokens in documents that it does not cut.
 

@@ -22,6 +22,7 @@ from eval import tracking
 from eval.in_server import FORECAST_FILE
 from eval.validation import NEW_TOKENS, real_acceptance
 from speculator.checkpoints import load_any
+from speculator.checkpoints.files import make_readable
 from speculator.errors import UserError
 from speculator.files import JsonObject, manifest_error, new_folder, read_text, write_json, write_manifest, write_text
 from speculator.heads import Speculator
@@ -158,10 +159,13 @@ def train_stage(
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
     if not ends(done.get("global_step", 0), done.get("best_global_step")):
         if done and done["max_steps"] != settings.max_steps:  # the schedule of a stage of `epochs` is for its steps
+            # More processes need fewer passes per step, and there is no fewer than one.
+            keeps = settings.max_steps > done["max_steps"] or settings.gradient_accumulation_steps > 1
             raise UserError(
                 f"{name} has {settings.max_steps:,} steps on {state.num_processes} processes, and was begun with "
-                f"{done['max_steps']:,}: start as many processes as before, or keep the rows of a step by "
-                f"--{name}.gradient_accumulation_steps"
+                f"{done['max_steps']:,}: start as many processes as before"
+                + f", or keep the rows of a step by --{name}.gradient_accumulation_steps"
+                * keeps
             )
         if state.is_main_process and config.report_to == "wandb":
             recorded = dataclasses.asdict(config)
@@ -261,8 +265,8 @@ def publish(head: Speculator, folder: Path, expected: JsonObject | None = None) 
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
-        for weights in scratch.glob("*.safetensors"):  # only the owner may read them; servers run as others
-            weights.chmod((scratch / "config.json").stat().st_mode)
+        for weights in scratch.glob("*.safetensors"):
+            make_readable(weights)
         if expected is not None:
             write_json(scratch / FORECAST_FILE, expected)
         write_manifest(scratch)

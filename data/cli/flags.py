@@ -49,7 +49,11 @@ def generate(parser: OneLineParser) -> None:
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
     who.add_argument(
-        "--server", action="extend", nargs="+", metavar="URL", help="OpenAI-compatible servers that share the rows"
+        "--server",
+        action="extend",
+        nargs="+",
+        metavar="URL",
+        help="OpenAI-compatible servers that share the rows; --adapter names a LoRA that they serve",
     )
     add_revision(parser)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -73,7 +77,9 @@ def generate(parser: OneLineParser) -> None:
     own.add_argument("--prompt_top_p", type=float, help="top-p of the user turns (default: 0.99)")
     parser.set_defaults(max_bad_rows=None)
     parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum new tokens per row (default: 256)")
-    what = "sampling temperature; 0 decodes greedily; the rows cycle through several values (default: 1)"
+    what = (
+        "sampling temperature; 0 decodes greedily; each of several values gets an equal share of the rows (default: 1)"
+    )
     parser.add_argument("--temperature", type=float, action="extend", nargs="+", help=what)
     parser.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
     parser.add_argument(

@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.server is not None and is_self:
         where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
         target = ServerTarget.connect(arguments.target, arguments.server, **where)
+        target.name = _served(arguments)
         set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
         if arguments.raw:
             target.tokenizer.chat_template = None
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
         prompts = _prompts(arguments, tokenizer, PromptLimits(arguments.target, context, arguments.max_new_tokens))
         fetch_rows(
             arguments.server,
-            arguments.target,
+            _served(arguments),
             tokenizer,
             prompts,
             arguments.output,
@@ -93,6 +94,11 @@ def run(arguments: argparse.Namespace) -> None:
             generate_rows(target, drafter, prompts, arguments.output, writing, batch_size=batch_size)
     if processes.is_main_process:
         print(printable(_line(arguments.output)), file=sys.stderr)
+
+
+def _served(arguments: argparse.Namespace) -> str:
+    """Return the name of the model that servers are asked for, as `fetch_rows` takes it."""
+    return f"{arguments.target} --adapter {arguments.adapter}" if arguments.adapter else arguments.target
 
 
 def _asking(arguments: argparse.Namespace) -> Asking:
@@ -134,7 +140,6 @@ def _check(arguments: argparse.Namespace) -> None:
         (own and not arguments.mixture.is_self, f"--sources {SELF} can't be mixed with other sources"),
         (arguments.turns is not None and not arguments.mixture, "--turns only applies to --sources"),
         (own and arguments.turns == ALL, f"--turns all needs chats: give the number of turns that {SELF} writes"),
-        (arguments.server is not None and arguments.adapter, "--adapter does not apply to a --server"),
         (arguments.server is not None and arguments.dtype != "auto", "--dtype does not apply to a --server"),
     )
     check_text(f"--output {arguments.output}", str(arguments.output))  # `datasets` accepts no surrogates
@@ -148,7 +153,7 @@ def _prompt_sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def _samplings(arguments: argparse.Namespace) -> tuple[Sampling, ...]:
-    """Return the samplings that the rows cycle through."""
+    """Return the samplings that share the rows."""
     return tuple(
         Sampling(temperature=each, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p)
         for each in arguments.temperature or [1.0]

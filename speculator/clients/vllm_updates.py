@@ -49,7 +49,8 @@ class VLLMServer:
             None if the new head is in use at the end, otherwise the reason that the old one is.
 
         Raises:
-            UserError: the server does not answer, or the old head can't be loaded again.
+            UserError: the server does not answer (for half an hour, while it is watched), or the old head can't be
+                loaded again.
         """
         before = self._watch_once(measured)
         if fault := self._replace(new):
@@ -78,14 +79,27 @@ class VLLMServer:
         return found
 
     def watch(self) -> float | None:
-        """Wait for the next 2,000 drafts and return their acceptance length; None if fewer come in half an hour."""
-        (drafts, accepted), end = self.counters(), time.monotonic() + _WATCH_SECONDS
-        while time.monotonic() < end:
-            now = self.counters()
-            if now[0] - drafts >= _DRAFTS:
-                return 1 + (now[1] - accepted) / (now[0] - drafts)
+        """Wait for the next 2,000 drafts and return their acceptance length; None if fewer come in half an hour.
+
+        Raises a UserError if the server does not answer at the end of that time, or was started again.
+        """
+        begun: tuple[int, int] | None = None
+        end = time.monotonic() + _WATCH_SECONDS
+        while True:
+            try:
+                now = self.counters()
+            except UserError:
+                if time.monotonic() >= end:
+                    raise
+            else:
+                begun = begun or now
+                again = "was started again, perhaps with another head; the same command continues the round"
+                refuse((now[0] < begun[0], f"--server {self.name}: it {again}"))
+                if now[0] - begun[0] >= _DRAFTS:
+                    return 1 + (now[1] - begun[1]) / (now[0] - begun[0])
+                if time.monotonic() >= end:
+                    return None
             time.sleep(_POLL_SECONDS)
-        return None
 
     def counters(self) -> tuple[int, int]:
         """Return the numbers of drafts and of accepted draft tokens since the server's start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from speculator.target.sharding import whole
 
 _SAMPLES = 8  # weights per matrix
 _OF_FILES = ("_name_or_path", "transformers_version")  # in a config, about its files
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 _CORRELATION = 0.95
 """Least correlation of a quantised copy's samples with the original's. With 4 bits it is 0.98 or more; of unrelated
 matrices, 1 in 5,000 reaches 0.95."""
@@ -62,6 +64,18 @@ def digest(model: Any) -> str:
 def digest_of_weights(model: Any) -> str:
     """Return a hash of all weights, in the dtype and under the names that the libraries give them."""
     return _with_weights("", model)
+
+
+def digest_of_files(name: str) -> str | None:
+    """Return a hash of names, sizes and modification times of a local model's weight files; None for one on the hub.
+
+    Args:
+        name: name of a target, such as "FOLDER --adapter FOLDER".
+    """
+    places = [Path(part.partition(" --")[0]) for part in name.split(" --adapter ")]
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.glob("*")))]
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.suffix in _WEIGHTS]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest() if facts else None
 
 
 def _with_weights(facts: str, model: Any) -> str:

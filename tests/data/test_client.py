@@ -23,6 +23,7 @@ from data.client import fetch_rows
 from data.conversations import Answering, Conversation
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
+from data.writing import Writing
 from speculator import Sampling, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ class StandIn(ThreadingHTTPServer):
         self.token_ids, self.faults, self.samples, self.delay = token_ids, list(faults), samples, delay
         self.lists, self.reply, self.lock, self.gone = lists, reply, threading.Lock(), threading.Event()
         self.tokenizer = tiny_tokenizer()
-        self.context = 1000
+        self.context, self.models = 1000, ["the-model"]
         self.bodies: list[dict] = []
         self.busy = self.most = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -78,7 +79,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.server.lists:
-            self.reply(200, {"data": [{"id": "the-model", "max_model_len": self.server.context}]})
+            self.reply(
+                200, {"data": [{"id": each, "max_model_len": self.server.context} for each in self.server.models]}
+            )
         else:
             self.reply(500, {"error": "no cache folder to list"})
 
@@ -163,12 +166,33 @@ def error_of(server, tokenizer, folder, **settings) -> str:
     return str(raised.value)
 
 
-def test_prompts_beyond_the_servers_context_are_refused_before_the_first_is_asked(serve, tokenizer, tmp_path):
+def test_prompts_beyond_the_servers_context_are_skipped_and_counted(serve, tokenizer, tmp_path, capsys):
     server, prompts = serve(), text_prompts(tokenizer)
-    server.context = 16 + max(len(prompt.ids) for prompt in prompts) - 1
-    message = error_of(server, tokenizer, tmp_path / "out", max_new_tokens=16)
-    assert "1 prompts, such as number" in message
-    assert len(server.bodies) <= 4, "the check of two seeds alone"
+    lengths = [len(prompt.ids) for prompt in prompts]
+    server.context = 16 + max(lengths) - 1
+    rows = fetched([server], tokenizer, tmp_path / "some", max_new_tokens=16)
+    assert len(rows) == sum(length < max(lengths) for length in lengths) < len(prompts)
+    assert manifest(tmp_path / "some")["skipped"] == len(prompts) - len(rows)
+    assert f"{len(prompts) - len(rows)} prompts, such as number" in capsys.readouterr().err
+    server.context, asked = 16, len(server.bodies)
+    assert f"{len(prompts)} prompts, such as number 1" in error_of(
+        server, tokenizer, tmp_path / "none", max_new_tokens=16
+    )
+    assert len(server.bodies) <= asked + 2, "the check of two seeds alone"
+
+
+def test_a_first_turn_that_a_server_refuses_gives_no_row(serve, tokenizer, tmp_path, capsys):
+    server, prompts = serve(lists=False), text_prompts(tokenizer)
+    server.reply = lambda handler: (
+        handler.reply(400, {"error": {"message": "too long"}})
+        if handler.body["prompt"] == prompts[2].ids
+        else handler.answer(server, handler.body)
+    )
+    rows = fetched([server], tokenizer, tmp_path / "out", prompts)
+    asked = [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]
+    assert asked == [prompt.ids for prompt in prompts[:2] + prompts[3:]]
+    assert manifest(tmp_path / "out")["skipped"] == 1
+    assert "such as prompt 3: " in capsys.readouterr().err
 
 
 def manifest(folder: Path) -> dict:
@@ -249,23 +273,27 @@ def test_a_server_that_does_not_sample_is_an_error_at_a_warm_temperature(serve, 
     assert fetched([serve(samples=False)], tokenizer, tmp_path / "cold", samplings=(Sampling(0.1),))
 
 
-def test_labels_and_a_top_k_of_1_are_no_sign_of_a_server_that_does_not_sample(serve, tokenizer, tmp_path):
-    """Whole prompts are answered by a label, whatever the seed; only their beginnings are continued freely."""
+def test_a_fine_tune_that_knows_its_prompts_and_a_top_k_of_1_are_no_sign_of_a_server_that_does_not_sample(
+    serve, tokenizer, tmp_path
+):
+    """Prompts and their beginnings, such as a system prompt, are continued in one way, whatever the seed."""
     whole = [prompt.ids for prompt in text_prompts(tokenizer)]
 
     def label(handler):
         body = json.loads(json.dumps(handler.server.bodies[-1]))
-        greedy = body["prompt"] in whole or body["top_k"] == 1
+        known = any(ids[: len(body["prompt"])] == body["prompt"] for ids in whole)
+        greedy = known or body["top_k"] == 1
         handler.answer(handler.server, body | {"seed": 0 if greedy else body["seed"]})
 
     how = {"samplings": (Sampling(1.0, top_k=1),), "concurrency": 1}
     assert fetched([serve(reply=label)], tokenizer, tmp_path / "rows", **how)
 
 
-def test_rows_cycle_through_temperatures_and_the_warm_ones_must_sample(serve, tokenizer, tmp_path):
+def test_rows_share_temperatures_and_the_warm_ones_must_sample(serve, tokenizer, tmp_path):
     server, both = serve(), (Sampling(0.0), Sampling(1.0))
     fetched([server], tokenizer, tmp_path / "rows", samplings=both, concurrency=1)
-    assert [body["temperature"] for body in server.bodies] == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    expected = [Writing(samplings=both).sampling(row, 5).temperature for row in range(5)]
+    assert [body["temperature"] for body in server.bodies] == [1.0, 1.0, *expected]
     assert "sample" in error_of(serve(samples=False), tokenizer, tmp_path / "error", samplings=both)
 
 
@@ -284,9 +312,16 @@ def test_a_server_writes_the_chats_of_self(serve, tmp_path, target_folder):
         assert any(body["prompt"] == prompt for body in answers)
 
 
-def test_a_rejected_prompt_is_named(serve, tokenizer, tmp_path):
-    message = error_of(serve(faults=[*PROBE, 200, 200, 400]), tokenizer, tmp_path)
-    assert re.match(r"prompt [234]: ", message)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_server_that_refuses_every_prompt_is_an_error(serve, tokenizer, tmp_path, temperature):
+    message = error_of(serve(faults=[400] * 99), tokenizer, tmp_path / "out", samplings=(Sampling(temperature),))
+    assert re.match(r"prompt \d: ", message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_that_are_all_refused_are_an_error(serve, tokenizer, tmp_path):
+    message = error_of(serve(faults=[*PROBE, *[400] * 99]), tokenizer, tmp_path / "out")
+    assert f"{tmp_path / 'out'}: no prompt was answered" in message
 
 
 def test_a_finished_folder_is_read_without_a_request(serve, tokenizer, tmp_path):
@@ -318,6 +353,32 @@ def test_a_killed_run_requests_only_the_missing_rows(serve, tokenizer, tmp_path,
     prompts = [Conversation(tokenizer(text)["input_ids"]) for text in texts]
     check(list(load_from_disk(output / "rows")), tokenizer, prompts, seed=0)
     assert json.loads((output / "manifest.json").read_text())["rows"] == len(texts)
+
+
+def test_a_resumed_run_may_have_another_concurrency(serve, tokenizer, tmp_path):
+    prompts, server = text_prompts(tokenizer) * 4, serve(delay=0.02)
+    with pytest.raises(UserError, match="503"):
+        fetched([serve(faults=PROBE + [200] * 9 + [503] * 99)], tokenizer, tmp_path, prompts, concurrency=4)
+    check(fetched([server], tokenizer, tmp_path, prompts, concurrency=2), tokenizer, prompts)
+    assert server.most == 2
+    check(fetched([server], tokenizer, tmp_path, prompts, concurrency=8), tokenizer, prompts)
+
+
+def test_an_adapter_that_a_server_lists_is_asked_by_name(serve, tmp_path, target_folder, capsys):
+    server, file = serve(), tmp_path / "prompts.jsonl"
+    server.models = [str(target_folder), "mine"]
+    file.write_text('{"prompt": "def f"}\n')
+    flags = ["--target", str(target_folder), "--server", server.url, "--prompts", str(file), "--max_new_tokens", "8"]
+    for name, more in ((str(target_folder), []), ("mine", ["--adapter", "mine"])):
+        out = tmp_path / Path(name).name
+        assert main(["generate", *flags, *more, "--output", str(out)]) == 0
+        assert server.bodies[-1]["model"] == name
+        assert manifest(out)["models"] == [name]
+        assert f"{name} answers, of the models " in capsys.readouterr().err
+    server.models = ["the-model"]
+    own = ["--sources", "self", "--max_rows", "2", "--max_prompt_tokens", "8"]
+    main(["generate", *flags[:4], *own, "--adapter", "mine", "--output", str(tmp_path / "self")])
+    assert server.bodies[-1]["model"] == "mine", "and not the only one that is listed"
 
 
 def test_servers_share_the_rows(serve, tokenizer, tmp_path):
@@ -488,8 +549,13 @@ def test_a_busy_server_is_not_dropped(serve, tokenizer, tmp_path, monkeypatch):
     assert waited
 
 
-def test_concurrent_answers_without_token_ids_all_keep_their_special_tokens(serve, tokenizer, tmp_path):
+def test_concurrent_answers_without_token_ids_all_keep_their_special_tokens(serve, tokenizer, tmp_path, monkeypatch):
     """The first answers arrive together, before it is known that the server gives no ids."""
+
+    async def probe(*_):
+        pass
+
+    monkeypatch.setattr(client._TextServer, "probe", probe)
     server, prompts = serve(token_ids=False, delay=0.05), text_prompts(tokenizer) * 2
     fetched([server], tokenizer, tmp_path, prompts, samplings=(Sampling(0.0),), concurrency=4)
     whole = [tuple(body["prompt"]) for body in server.bodies if body.get("skip_special_tokens") is False]

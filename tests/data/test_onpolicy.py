@@ -50,16 +50,35 @@ def test_rows_are_prompts_with_their_own_continuations_in_their_order(target, tm
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"rows", "manifest.json"}
 
 
-def test_rows_take_several_distributions_in_turn(target, tmp_path):
-    rows = made(target, tmp_path / "out", samplings=(Sampling(0.0), Sampling(1.0)), seed=5, batch_size=4)
+def test_rows_share_several_distributions(target, tmp_path):
+    both = Writing(samplings=(Sampling(0.0), Sampling(1.0)), seed=5)
+    rows = made(target, tmp_path / "out", samplings=both.samplings, seed=5, batch_size=4)
     for index, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
-        own = Sampling(index % 2, seed=5 + index)
+        own = both.sampling(index, len(PROMPTS))
         alone = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).tokens[0]
         assert row["input_ids"] == [*prompt, *alone]
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert [expected["temperature"] for expected in manifest["sampling"]] == [0.0, 1.0]
     with pytest.raises(UserError, match="sampling"):
         made(target, tmp_path / "out", samplings=(Sampling(1.0),), seed=5, batch_size=4)
+    del manifest["order_of_samplings"]  # as of a version whose rows took the distributions in turn
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="order_of_samplings"):
+        made(target, tmp_path / "out", samplings=both.samplings, seed=5, batch_size=4)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 20])
+@pytest.mark.parametrize("first", [0, 1, 19])
+def test_rows_at_equal_distances_share_the_temperatures(step, first):
+    """Sources take turns, and every twentieth row is held out: no such rows may have one temperature alone."""
+    temperatures = 0.0, 0.7, 1.0
+    for count in (2, 3):
+        writing = Writing(samplings=tuple(map(Sampling, temperatures[:count])), seed=3)
+        taken = [writing.sampling(row, 9999) for row in range(first, first + 600 * step, step)]
+        shares = Counter(each.temperature for each in taken)
+        assert len(shares) == count
+        assert max(shares.values()) < 1.3 * min(shares.values())
+        assert [each.seed for each in taken[:2]] == [3 + first, 3 + first + step]
 
 
 def test_a_row_ends_with_eos_and_keeps_it(target, tmp_path):
@@ -320,7 +339,7 @@ def test_prompts_that_cannot_be_continued_write_nothing(target, tmp_path, prompt
 
 def p_value_of_text(folder, temperature: float) -> float:
     """Of the second to fourth new token jointly: those that drafts decide (the prefill gives the first)."""
-    model, prompt, rows = tiny_model(), [1, 2, 3, 4, 5], 5_000
+    model, prompt, rows = tiny_model(), [1, 2, 3, 4, 5], 2_500
     expected: dict[tuple[int, ...], float] = Counter()
     for tokens, probability in joint_distribution(model, prompt, 3, Sampling(1.0)).items():
         expected[tokens[1:]] += probability

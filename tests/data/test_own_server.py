@@ -11,7 +11,9 @@ from data.writing import Writing
 from speculator import HeadDrafter, Sampling
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, 50, 0.95), Sampling()])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Sampling(1.0), marks=pytest.mark.soak), Sampling(0.7, 50, 0.95), Sampling()]
+)
 def test_a_server_of_ours_gives_the_rows_of_the_engine_here(tmp_path, sampling):
     target = tiny_target(chat_tokenizer("qwen3"))
     drafter, tokenizer = HeadDrafter(tiny_head_for(target)), target.tokenizer

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import DFLASH2, exit_code, tiny_block_head, tiny_head, write_tuning
@@ -135,13 +137,18 @@ def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_load
     assert loop.calls == [(name, head) for head in (start, first, first, first) for name in ("train", "gate")]
     outcomes = [loop.round(number)["outcome"] for number in (1, 2, 3, 4)]
     assert [outcomes[0], outcomes[1], outcomes[3]] == ["in use", "rejected", "in use"]
+    kept = [(out / f"round-00{number}/run/speculator").exists() for number in (1, 2, 3, 4)]
+    assert kept == [True, False, True, True], "only the rejected head is deleted"
     assert outcomes[2].startswith("not loaded")
     assert (out / "rounds.html").read_text().count("&lt;faster&gt;") == 4
     assert b"<svg" in (out / "rounds.svg").read_bytes()
     assert not list(out.glob("round-*/traffic")), "no answers outlive their round"
     assert main(loop.argv("--rounds", "4")) == 0, "nothing is left to do"
     assert str((out / "speculator").resolve()) == fourth
-    assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("round ")]) == 4
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("round ")]) == 4
+    assert said[-1] == "4 rounds are done; --rounds 5 runs another"
+    assert sum("are done" in line for line in said) == 1
 
 
 def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monkeypatch):
@@ -195,8 +202,18 @@ def test_a_layout_that_cannot_store_the_head_is_refused_before_the_first_round(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("moment", ["_copy_shards", "train", "_ask", "write_json", "write_page"])
-@pytest.mark.parametrize("after", [False, True])
+MOMENTS = ("_copy_shards", "train", "_ask", "write_json", "write_page")
+
+
+@pytest.mark.parametrize(
+    ("moment", "after"),
+    [
+        *((moment, False) for moment in MOMENTS),
+        # Little happens between the end of one of these and the beginning of the next.
+        *(pytest.param(moment, True, marks=pytest.mark.soak) for moment in MOMENTS[:-1]),
+        ("write_page", True),
+    ],
+)
 def test_a_round_that_was_killed_is_resumed(loop, monkeypatch, moment, after):
     loop.verdicts, killed = [True], []
 
@@ -271,6 +288,26 @@ def test_a_log_that_a_killed_writer_cut_and_that_grows_begins_rounds(loop, monke
     assert main([*argv, "--every_tokens", "30", "--output", str(loop.folder / "out"), "--rounds", "2"]) == 0
     assert len(slept) == 4
     assert [loop.round(number)["answer_tokens"] for number in (1, 2)] == [30, 60]
+
+
+def test_reading_a_long_log_takes_a_tenth_of_the_time(tmp_path, monkeypatch):
+    """A log of 10 GB that grows would otherwise be read whole, over and over."""
+    now, slept, count = [0.0], [], adapt._answer_tokens
+
+    def slow(shard):
+        now[0] += 60
+        return count(shard)
+
+    def sleep(seconds) -> None:
+        slept.append(seconds)
+        record_shard(tmp_path, len(slept))
+
+    record_shard(tmp_path, 0)
+    monkeypatch.setattr(adapt, "_LEAST_ANSWERS", 1)
+    monkeypatch.setattr(adapt, "_answer_tokens", slow)
+    monkeypatch.setattr(adapt, "time", SimpleNamespace(time=time.time, monotonic=lambda: now[0], sleep=sleep))
+    adapt._wait(SimpleNamespace(record=tmp_path, every_tokens=7, every_minutes=None), None)
+    assert slept == [540]
 
 
 def test_a_log_that_cannot_be_read_is_named(loop, capsys):
@@ -409,8 +446,11 @@ def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_
             assert exit_code(main, loop.argv(*flags)) == 2, flags
             assert capsys.readouterr().err.count("\n") == 1, flags
         assert lock
-    loop.verdicts = [True]
+    loop.verdicts = [False]
     assert main(loop.argv("--rounds", "1")) == 0
-    tiny_head_for(chat_target).save_pretrained(loop.folder / "other")
+    tiny_head_for(chat_target).float().save_pretrained(loop.folder / "other")
+    in_use = (loop.folder / "out" / "speculator").resolve()
     assert exit_code(main, loop.argv("--head", str(loop.folder / "other"))) == 2
+    assert f"out began with {loop.folder / 'head'}; choose another --output" in capsys.readouterr().err
+    assert (loop.folder / "out" / "speculator").resolve() == in_use
     assert [name for name, _ in loop.calls] == ["train", "gate"]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -13,11 +14,14 @@ from conftest import settled, shorten_validation
 from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from kills import killed_at
+from safetensors.torch import load_file, save_file
 
 from data import magpie
 from data.prepare import cache_folder
 from speculator.errors import UserError
+from speculator.target.fingerprint import digest_of_files
 from speculator.target.model import Target
+from speculator.target.remote.server_target import ServerTarget
 from train import own_text
 from train.command_line import parse
 from train.config import ROOT
@@ -29,7 +33,7 @@ from train.settle import settle
 
 SIZES = {
     "data.seq_length": 16,
-    "data.self_source.max_rows": 400,
+    "data.self_source.max_rows": 200,
     "data.self_source.max_prompt_tokens": 16,
     "data.self_source.max_new_tokens": 16,
     "data.self_source.batch_size": 32,
@@ -84,8 +88,8 @@ def test_a_run_without_data_trains_on_text_that_its_target_writes(chat_folder, t
     assert "| training data | self |" in (tmp_path / "run" / "speculator" / "README.md").read_text()
     assert json.loads((tmp_path / "run" / "eval" / "report.json").read_text())["suites"]
     said = capsys.readouterr().err
-    assert "writes 400 chats into" in said
-    assert "of 400 prompts that the target wrote" in said
+    assert "writes 200 chats into" in said
+    assert "of 200 prompts that the target wrote" in said
     (folder,) = [path for path in cache_folder().glob("self-*") if path.is_dir()]
     whole = (folder / "manifest.json").read_bytes()
     run_all(replace(config, output_dir=str(tmp_path / "other")))  # reads what is there
@@ -118,6 +122,26 @@ def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, t
     tuned.model.model.layers[0].mlp.up_proj.weight.data *= 2  # which the fingerprint does not see
     assert tuned.fingerprint == target.fingerprint
     assert folder_of(settled(config, tuned), tuned) not in folders
+
+
+def test_a_served_target_that_was_tuned_in_its_folder_is_another(chat_folder, tmp_path):
+    folder = Path(shutil.copytree(chat_folder, tmp_path / "target"))
+    found = []
+    for _ in range(2):
+        target = ServerTarget.connect(str(folder), ["http://nowhere"], device="cpu")
+        run = settled(config_of(folder, tmp_path / "run"))
+        found.append((target.fingerprint, folder_of(run, target), digest_of_files(f"{folder} --revision main")))
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"] *= 2
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (before, chats, digest), (after, others, other) = found
+    assert before == after, "it reads the embedding and the output matrix alone"
+    assert chats != others
+    assert digest != other
+    quantised = Target.load(str(folder))
+    quantised.model.config.quantization_config = {"quant_method": "any"}
+    assert quantised.digest == digest_of_files(str(folder))
+    assert quantised.digest != other
 
 
 def test_text_of_stage_2_is_packed_in_the_same_rows_each_time(chat_folder, tmp_path):
@@ -208,8 +232,6 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
     config = config_of(chat_folder, tmp_path / "run", **changes)
     run_all(config)
     manifest = json.loads((tmp_path / "run" / "generated" / "manifest.json").read_text())
-    first = json.loads((folder_of(settled(config, target), target) / "manifest.json").read_text())
-    assert manifest["before"] == {key: first[key] for key in ("rows", "tokens", "seconds")}
     assert "2 tokens" in manifest["drafter"]
     second = load_from_disk(str(tmp_path / "run" / "generated" / "rows"))
     assert any(1 in row["rejected"] for row in second)

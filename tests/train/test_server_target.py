@@ -86,7 +86,9 @@ def rows() -> list[dict]:
     return made
 
 
-@pytest.mark.parametrize("kind", ["mlp", "eagle3", "dspark", pytest.param("dflash2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", "dspark", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("mlp", "dflash2"))]
+)
 def test_ten_steps_with_servers_are_those_of_the_target_here(kind, folder, local, serve, tmp_path):
     """One server is slow; the other dies at step 3 and is back at step 6."""
     expected, gradients, _ = trained(local, head_of(kind, local), rows(), tmp_path / "local")

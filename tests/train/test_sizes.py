@@ -13,7 +13,15 @@ from speculator import UserError
 from train.command_line import parse
 from train.config import HeadOptions, StageConfig
 from train.initialise import head_config
-from train.sizes import count_of_tokens, expected_rows, length_of_chats, shortened, with_sizes_of_target, with_steps
+from train.sizes import (
+    count_of_tokens,
+    expected_rows,
+    length_of_chats,
+    shortened,
+    shortened_for,
+    with_sizes_of_target,
+    with_steps,
+)
 
 RECIPES = ("eagle3", "dspark", "mlp")
 
@@ -166,6 +174,13 @@ def test_short_rows_for_little_text_keep_chats_whole():
     assert shortened(4096, 20_000, 900) == 1024
 
 
+def test_the_chats_of_much_text_are_not_measured(monkeypatch):
+    rows = Dataset.from_list([{"input_ids": [5] * 1000, "loss_mask": [0, *[1] * 999], "document_ids": [0] * 1000}] * 64)
+    assert shortened_for(4000, rows) == 1000
+    monkeypatch.setattr("train.sizes.length_of_chats", lambda _: pytest.fail("a pass over all tokens"))
+    assert shortened_for(1000, rows) == 1000
+
+
 def test_more_tokens_are_counted_than_fit_the_offsets_of_a_column():
     row = pyarrow.ListArray.from_arrays([0, 2**30], pyarrow.nulls(2**30))  # which take no memory
     table = pyarrow.table({"input_ids": pyarrow.chunked_array([row] * 3)})
@@ -199,3 +214,7 @@ def test_the_last_file_or_flag_that_names_a_length_decides(tmp_path):
     assert lengths(steps, recipe) == (300, 3)
     assert lengths(recipe, steps, epochs) == (7, 2)
     assert lengths(recipe, steps, flags=("--stage1.epochs", "5")) == (300, 5)
+    assert parse(["--config", str(steps), "--stage2.epochs", "null"]).stage2.max_steps == 0
+    stage2 = parse(["--config", str(steps), "--stage2.epochs", "1"]).stage2
+    assert stage2.epochs == 1
+    assert stage2.max_steps, "the stage is not left out"

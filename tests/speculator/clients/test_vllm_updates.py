@@ -21,6 +21,7 @@ class Stub(ThreadingHTTPServer):
         self.lengths, self.head, self.failing, self.failures = lengths, "old", "", 1
         self.calls: list[str] = []
         self.drafts = self.accepted = 0.0
+        self.faults: list[int] = []  # statuses of the next looks at /metrics
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,11 +37,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         stub = self.server
+        if stub.faults:
+            return self.answer(stub.faults.pop(), "")
         stub.drafts += 100
         stub.accepted += 100 * (stub.lengths.get(stub.head, 1) - 1)
         name = 'vllm:spec_decode_num_{}_total{{engine="0",model_name="m"}} {}\n'
         lines = name.format("drafts", stub.drafts) + name.format("accepted_tokens", stub.accepted)
-        self.answer(200, lines + name.format("draft_tokens", 7e9) if stub.lengths else "")
+        return self.answer(200, lines + name.format("draft_tokens", 7e9) if stub.lengths else "")
 
     def do_POST(self):
         stub, body = self.server, self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -110,6 +113,31 @@ def test_without_traffic_the_new_head_stays(start, monkeypatch, capsys):
     assert server.try_head("new", "old") is None
     assert stub.head == "new"
     assert "fewer than 300 drafts" in capsys.readouterr().err
+
+
+def test_a_poll_that_fails_is_repeated(start, monkeypatch):
+    server, stub = start(old=2.0, new=1.9)
+    replace = server._replace
+
+    def replaced(folder):
+        stub.faults = [503, 500]
+        return replace(folder)
+
+    monkeypatch.setattr(server, "_replace", replaced)
+    stub.faults = [503]
+    assert server.try_head("new", "old").startswith("swapped back")
+
+
+def test_a_server_that_is_away_for_half_an_hour_or_started_again_is_an_error(start, monkeypatch):
+    server, stub = start(old=2.0)
+    stub.drafts, looks = 1000.0, iter([(1000, 0), (100, 0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(server, "counters", lambda: next(looks))
+        with pytest.raises(UserError, match="started again"):
+            server.watch()
+    monkeypatch.setattr(vllm_updates, "_WATCH_SECONDS", 0.1)
+    with pytest.raises(UserError, match="no answer"):
+        VLLMServer("http://127.0.0.1:9", "").watch()
 
 
 def test_what_is_no_vllm_with_a_drafter_is_an_error(start):
