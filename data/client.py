@@ -113,7 +113,9 @@ def _listed(models: Sequence[Any], name: str) -> tuple[str, int]:
     own = models if len(models) == 1 and not adapter else [each for each in models if each.id == asked]
     if not own:
         return asked, sys.maxsize
-    return own[0].id, getattr(own[0], "max_model_len", None) or sys.maxsize  # of vLLM and ours
+    # vLLM and our server tell it, vLLM beside the model of an adapter only.
+    lengths = [getattr(each, "max_model_len", None) or 0 for each in (own if not adapter else models)]
+    return own[0].id, max(lengths) or sys.maxsize
 
 
 def _summary(batches: list[BatchFacts]) -> JsonObject:
@@ -177,7 +179,7 @@ async def _fetch(
 
     def room() -> int:
         """Return the length of a prompt that leaves room for a completion on every server, once they were probed."""
-        return min(server.longest for server in servers)
+        return min(server.longest for server in available)
 
     async def probe(server: _TextServer) -> None:
         try:
@@ -210,6 +212,8 @@ async def _fetch(
                     drop(server, error)
                     continue
             except RefusedPromptError as error:  # of a server that does not tell its context, a chat beyond it
+                if not answering.answers and server.tells_context:
+                    raise
                 refused.append(str(error))
                 answering.stop()
             free_slots.put_nowait(server)
@@ -279,7 +283,7 @@ class _TextServer(Connection):
         self._gives_text = False  # without token ids
         self.model, self.tokenizer, self.writing = _listed((), target)[0], tokenizer, writing
         self._target = target
-        self.longest = sys.maxsize
+        self.longest, self.tells_context = sys.maxsize, False
 
     def describe(self, error: Exception) -> str:
         """Return one line that names the server and what went wrong, without secrets."""
@@ -296,7 +300,7 @@ class _TextServer(Connection):
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
             self.model, context = _listed(models, self._target)
-            self.longest = context - self.writing.max_new_tokens
+            self.longest, self.tells_context = context - self.writing.max_new_tokens, context < sys.maxsize
             if len(models) > 1:
                 log(f"{self.url}: {self.model} answers, of the models {', '.join(each.id for each in models)}")
         except (openai.APIStatusError, AttributeError, TypeError):

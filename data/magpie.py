@@ -29,7 +29,7 @@ from speculator.target.remote.server_target import ServerTarget
 ROWS = 4000
 """Default number of chats."""
 PROMPT_SAMPLING = Sampling(temperature=1.0, top_p=0.99)
-_PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds")
+_PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds", "models")
 _SEED_STRIDE = 1 << 40  # between passes: otherwise both would draw a row's first token alike
 _SEED_BITS = 20
 """All chats begin with the same prompt, and row r has seed + r: neighbouring seeds are this many bits apart."""

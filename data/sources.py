@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, islice, zip_longest
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.documents import Document, TokenDocument, digest_of
 from data.mixture import Mixture, SourceError
-from data.readers import SPLITS, read
+from data.readers import SPLITS, fingerprint, read
 from data.rendering import Pairs, render
 from data.tally import COPY, EMPTY, Tally
 
@@ -93,8 +93,12 @@ def documents(
             yield row
 
 
-def _first_sources(locations: Sequence[str]) -> dict[bytes, int]:
-    """Return {digest: index of the first source that has it} of all documents except those of the last source."""
+@lru_cache(1)  # of the sources of a run, whose splits and prompts are read one by one
+def _first_sources(locations: tuple[str, ...], fingerprints: tuple[str, ...]) -> dict[bytes, int]:
+    """Return {digest: index of the first source that has it} of all documents except those of the last source.
+
+    The result is kept for as long as the sources have these fingerprints.
+    """
     first: dict[bytes, int] = {}
     for source, location in enumerate(locations[:-1]):
         for row in read(location):
@@ -143,7 +147,7 @@ def streams(mixture: Mixture, split: str | None, tally: Tally | None) -> list[It
         tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
     locations = mixture.locations
-    first = cache(lambda: _first_sources(locations))
+    first = cache(lambda: _first_sources(tuple(locations), tuple(map(fingerprint, locations[:-1]))))
 
     def stream(source: int) -> Iterator[Document]:
         # The first source keeps all its documents, so a single source is read once.

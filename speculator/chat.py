@@ -441,8 +441,7 @@ def answer_message(
     if getattr(tokenizer, "response_template", None):
         with suppress(Exception):  # an answer that was cut off, or whose call is malformed, need not follow the format
             parsed = tokenizer.parse_response(list(answer), prefix=list(prompt), tools=list(tools or ()) or None)
-            functions = [call["function"] for call in parsed.get("tool_calls") or ()]
-            if all(isinstance(each["name"], str) and isinstance(each["arguments"], str | dict) for each in functions):
+            if all(_is_call(call["function"]) for call in parsed.get("tool_calls") or ()):
                 return {"role": "assistant", "content": "", **parsed}
     template = str(tokenizer.chat_template)
     message: Message = {"role": "assistant"}
@@ -459,15 +458,21 @@ def answer_message(
             thought, text = split_thought(text)
         if "tool_calls" in template:
             with suppress(ValueError, KeyError, TypeError):
-                called = map(json.loads, _CALL.findall(text))
-                found = [{"name": call["name"], "arguments": call["arguments"]} for call in called]
-                text = _CALL.sub("", text).rstrip() if found else text
+                called = list(map(json.loads, _CALL.findall(text)))
+                if called and all(map(_is_call, called)):
+                    found = [{"name": call["name"], "arguments": call["arguments"]} for call in called]
+                    text = _CALL.sub("", text).rstrip()
     message["content"] = text
     if thought:
         message["thinking" if "message.thinking" in template else "reasoning_content"] = thought
     if found:
         message["tool_calls"] = [{"type": "function", "function": call} for call in found]
     return message
+
+
+def _is_call(function: Any) -> bool:
+    """Return whether a parsed call has a name, and arguments in JSON's text or as an object."""
+    return isinstance(function["name"], str) and isinstance(function["arguments"], str | dict)
 
 
 def has_channels(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -71,6 +71,9 @@ def speculative(
         rule: accept rule; default: the drafter's own.
         tokenizer: required for stop strings only.
 
+    Calls in several threads wait for each other, except that those of an encoder-decoder model must not overlap:
+    transformers runs the encoder first.
+
     The function returns [B, S + new], as `generate` does. The model is restored after each call, and its weights may
     change between calls in any way. On a CPU each call packs them again (`speculator.kernels.linear`), which takes as
     long as two to five plain steps.

@@ -143,7 +143,7 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
         )
         head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
         made = ["traffic", "run/stage1", "run/generated", "run/stage2", "exported"]
-        if not rounds[-1]["outcome"].startswith(("in use", "not loaded")):  # one that passed the gate is of use by hand
+        if rounds[-1]["outcome"] == "rejected":  # others passed the gate, and may be of use
             made.append("run/speculator")
         for name in made:
             shutil.rmtree(file.parent / name, ignore_errors=True)

@@ -210,9 +210,13 @@ def _prompts(
 def _line(folder: Path) -> str:
     """Return one line about the rows in a finished folder: their number, acceptance length and speed."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    line = f"{folder}: {manifest['rows']} rows, {manifest['tokens']} new tokens"
-    if manifest.get("answers", 0) > manifest["rows"]:
+    skipped = manifest.get("skipped", 0)
+    rows = manifest["rows"] - skipped
+    line = f"{folder}: {rows} rows, {manifest['tokens']} new tokens"
+    if manifest.get("answers", 0) > rows:
         line += f" in {manifest['answers']} answers"
+    if skipped:
+        line += f", {skipped} prompts skipped"
     if "dropped" in manifest:
         return summary(folder)
     speed = manifest["tokens_per_second"]

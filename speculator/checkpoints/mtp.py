@@ -311,7 +311,7 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
         raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
     stored = Stored(downloaded(base) if is_hub_id(base) else Path(base))
     missing = sorted(shard for shard in set(stored.shards.values()) if not (stored.folder / shard).is_file())
-    refuse((missing, f"{stored.folder}: the shard {', '.join(missing)} is missing"))
+    refuse((missing, f"{stored.folder}: the shard {', '.join(missing)} is missing; --base_model names the whole model"))
     inside = folder.resolve().is_relative_to(stored.folder.resolve())
     refuse((inside, f"mtp: the output is inside {stored.folder}, which is copied: name a folder outside"))
     _check(head, stored)

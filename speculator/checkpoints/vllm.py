@@ -16,7 +16,7 @@ gemma3_text gemma3n gemma3n_text glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm
 granite4_vision granite_speech granite_speech_plus granitemoe granitemoe_swa granitemoehybrid granitemoeshared
 hrm_text hy_v3 hy_v4 hyperclovax idefics3 inkling_mm_model inkling_text internvl jamba lfm2 lfm2_moe lfm2_vl
 llava_next llava_next_video llava_onevision longcat_flash mamba mamba2 mixtral molmo2 moss_transcribe_diarize
-nemotron olmo_hybrid olmoe opt paddleocr_vl paligemma qianfan_ocr qwen2_5_omni qwen2_audio qwen2_moe qwen2_vl
+nemotron olmo_hybrid olmoe opt paddleocr_vl paligemma phimoe qianfan_ocr qwen2_5_omni qwen2_audio qwen2_moe qwen2_vl
 qwen4_exp_text shieldgemma2 smolvlm stablelm step3p7 voxtral zamba2
 """
 """Their model types in transformers."""

@@ -163,7 +163,8 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
             if request.finish_reason == "length":
                 print(f"(the answer ended at --max_new_tokens {arguments.max_new_tokens})", file=sys.stderr)
             requests.append(request)
-            messages.append(answer_message(tokenizer, ids, request.tokens))
+            answer = request.tokens[:-1] if request.finish_reason == "eos" else request.tokens
+            messages.append(answer_message(tokenizer, ids, answer))
     print(file=sys.stderr)
     return requests
 

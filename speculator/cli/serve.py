@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     def handle_exit(number: int, frame: Any) -> None:
         if number == signal.SIGINT and not server.should_exit and worker.load:
-            log(f"answering {worker.load} requests; Ctrl-C again ends at once")
+            with suppress(OSError, ValueError, RuntimeError):  # nobody reads stderr, or it is being written to
+                log(f"answering {worker.load} requests; Ctrl-C again ends at once")
         stop(number, frame)
 
     server.handle_exit = handle_exit  # type: ignore[method-assign, assignment]
@@ -160,7 +161,9 @@ def _check(arguments: argparse.Namespace) -> str:
     refuse((recording and not arguments.record, "--record_share and --record_max need --record"))
     arguments.record_share = _RECORD_SHARE if arguments.record_share is None else arguments.record_share
     arguments.record_max = _RECORD_MAX if arguments.record_max is None else arguments.record_max
-    origin = next((url for url in arguments.allowed_origins if not re.fullmatch(r"\*|[a-z+.-]+://[^/]+", url)), None)
+    origin = next(
+        (url for url in arguments.allowed_origins if not re.fullmatch(r"\*|null|[a-z+.-]+://[^/]+", url)), None
+    )
     refuse(
         (origin, f"--allowed_origins {origin}: name an origin as browsers do, such as http://localhost:3000"),
         (arguments.api_key == "", "--api_key is empty: give a key, or leave the flag out"),

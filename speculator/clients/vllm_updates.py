@@ -53,12 +53,13 @@ class VLLMServer:
                 loaded again.
         """
         before = self._watch_once(measured)
+        least = self.counters()[0]
         if fault := self._replace(new):
             # A failed update may leave the drafter half loaded; the texts are right all the same.
             lost = self._replace(old)
             refuse((lost, f"--server {self.name}: the new head was not loaded: {fault}; nor was the old one: {lost}"))
             return f"not loaded: {fault}"
-        after = self.watch()
+        after = self.watch(least)
         if before is None or after is None:
             log(f"--server {self.name}: fewer than {_DRAFTS} drafts to compare the heads by; the new one stays")
             return None
@@ -78,10 +79,11 @@ class VLLMServer:
             write_json(measured, {"acceptance_length": found})
         return found
 
-    def watch(self) -> float | None:
+    def watch(self, least: int = 0) -> float | None:
         """Wait for the next 2,000 drafts and return their acceptance length; None if fewer come in half an hour.
 
-        Raises a UserError if the server does not answer at the end of that time, or was started again.
+        There have been `least` drafts before. Raises a UserError if the server does not answer at the end of that
+        time, or was started again.
         """
         begun: tuple[int, int] | None = None
         end = time.monotonic() + _WATCH_SECONDS
@@ -94,7 +96,7 @@ class VLLMServer:
             else:
                 begun = begun or now
                 again = "was started again, perhaps with another head; the same command continues the round"
-                refuse((now[0] < begun[0], f"--server {self.name}: it {again}"))
+                refuse((now[0] < max(least, begun[0]), f"--server {self.name}: it {again}"))
                 if now[0] - begun[0] >= _DRAFTS:
                     return 1 + (now[1] - begun[1]) / (now[0] - begun[0])
                 if time.monotonic() >= end:

@@ -257,11 +257,11 @@ def max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> li
 
 
 class TooLongError(UserError):
-    """Raised for a prompt of more than `longest` tokens."""
+    """Raised for a prompt, the `number`-th, of more than `longest` tokens, which is as much as the target can read."""
 
-    def __init__(self, message: str, longest: int):
-        super().__init__(message)
-        self.longest = longest
+    def __init__(self, number: int, length: int, longest: int, target: str):
+        super().__init__(f"prompt {number} has {length} tokens; the context of {target} has room for {longest}")
+        self.number, self.length, self.longest = number, length, longest
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
@@ -283,10 +283,7 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
         if target.encoder and not isinstance(prompt, Text):  # it is a source
             longest = target.encoder.longest
         if len(prompt) > longest:
-            raise TooLongError(
-                f"prompt {number} has {len(prompt)} tokens; the context of {target.name} has room for {longest}",
-                longest,
-            )
+            raise TooLongError(number, len(prompt), longest, target.name)
     return lists
 
 

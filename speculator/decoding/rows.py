@@ -133,7 +133,7 @@ class Rows:
 
     def expect(self, request: Request) -> None:
         """Note how much room a request needs; the caches get it when they are next allocated or grown."""
-        self._max_tokens = max(self._max_tokens, _room(request))
+        self._max_tokens = max(self._max_tokens, self._room(request))
 
     def admit(self, waiting: deque[Request]) -> None:
         """Free the slots of finished requests, and give free slots to waiting ones."""
@@ -178,7 +178,7 @@ class Rows:
         """
         longest = max((len(slot.sequence) for slot in self.scheduler.slots if slot.request), default=0)
         if longest > self._max_tokens:
-            self._max_tokens = longest + RESERVED_NEW_TOKENS
+            self._max_tokens = max(longest, min(longest + RESERVED_NEW_TOKENS, self.target.context_length))
         if longest:
             self._allocate(self._grow, waiting)
 
@@ -201,6 +201,11 @@ class Rows:
             self.memory.grow(self.cache.capacity)
             self._capacity = self.cache.capacity
 
+    def _room(self, request: Request) -> int:
+        """Return how many tokens a request needs room for: all it has, and up to 1,024 new ones in the context."""
+        new = min(request.max_new_tokens, RESERVED_NEW_TOKENS)
+        return max(len(request.sequence), min(len(request.prompt) + new, self.target.context_length))
+
     def _allocate(self, allocate: Callable[[], None], waiting: deque[Request]) -> None:
         """Call `allocate` until it succeeds. Whenever memory runs out, the request that needs the most tokens fails.
 
@@ -216,14 +221,14 @@ class Rows:
                     raise
                 # Tokens that there is room for already: `room_for` rounds up to a bucket, and some positions are spare.
                 present = self._capacity - self.cache.bucket + 1 - self._spare_positions if self._capacity else 0
-                needed = max([present, *map(_room, requests)])
+                needed = max([present, *map(self._room, requests)])
                 if needed >= self._max_tokens and not requests:
                     raise
             if needed >= self._max_tokens:  # else a request has been cancelled since, and less will do
-                *others, largest = sorted(requests, key=_room)
+                *others, largest = sorted(requests, key=self._room)
                 largest.fail()
                 self.scheduler.release()
-                needed = max([present, *map(_room, others)])
+                needed = max([present, *map(self._room, others)])
             self._max_tokens = needed
 
     @property
@@ -402,8 +407,3 @@ def _opened(drafter: Drafter, cache: KVCache) -> Drafter:
     opened.memory = drafter.memory.open(cache)
     opened.forget()
     return opened
-
-
-def _room(request: Request) -> int:
-    """Return how many tokens a request needs room for: its prompt and up to 1,024 new ones, or all it has if more."""
-    return max(len(request.sequence), len(request.prompt) + min(request.max_new_tokens, RESERVED_NEW_TOKENS))

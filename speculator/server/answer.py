@@ -21,13 +21,14 @@ class AnswerText:
     Attributes:
         text: text returned so far.
         stopped: True once a stop string was found.
+        held: text that is kept back: it may begin a stop string, or begins with the one that was found.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = (), min_tokens: int = 0
     ):
         self._detokenizer, self._stops = Detokenizer(tokenizer, before), stops
-        self._held, self._early_tokens, self._early = "", min_tokens, 0
+        self.held, self._early_tokens, self._early = "", min_tokens, 0
         self.text, self.stopped = "", False
 
     def push(self, tokens: Sequence[int], ended: bool) -> str:
@@ -38,7 +39,7 @@ class AnswerText:
         """
         if self.stopped:
             return ""
-        held = self._held
+        held = self.held
         for token in tokens:
             held += self._detokenizer.push(token)
             if self._early_tokens:
@@ -52,7 +53,7 @@ class AnswerText:
         # "..he" may be the start of the stop string "hello": it is kept back until more text decides.
         keep = 0 if ended else max((_overlap(held, stop) for stop in self._stops), default=0)
         end = min(found) if found else len(held) - keep
-        piece, self._held = held[:end], held[end:]
+        piece, self.held = held[:end], held[end:]
         self._early = max(0, self._early - end)
         self.text += piece
         return piece
@@ -70,31 +71,50 @@ class ChannelText:
     An answer is "<|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final<|message|>content".
 
     Attributes:
-        texts: the thought ("reasoning") and the content so far, without calls.
+        texts: the thought ("reasoning") and the content so far, without calls; empty before the first message.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._read = tokenizer, Detokenizer(tokenizer)
         added = tokenizer.added_tokens_decoder
         self._special = {number: token.content for number, token in added.items() if token.special}
         self._header: list[int] | None = []  # tokens before a message; None in a message
-        self._field, self._read = "", Detokenizer(tokenizer)
-        self.texts = {"reasoning": "", "content": ""}
+        self._field = ""  # of the message: a key of `texts`, or "" for a call
+        self.texts: dict[str, str] = {}
 
-    def push(self, tokens: Sequence[int]) -> dict[str, str]:
-        """Add token ids and return the new text of each field that has some."""
-        before = dict(self.texts)
+    def push(self, tokens: Sequence[int], ended: bool) -> None:
+        """Add token ids; `ended` says that no more follow."""
         for token in tokens:
             mark = self._special.get(token, "")
             if mark == "<|message|>":
+                self._end()
                 name = self._tokenizer.decode(self._header or [])
                 # "analysis", "final", or a call: "commentary to=functions.f" or " to=functions.f", "commentary"
                 self._field = "" if "to=" in name else "reasoning" if "analysis" in name else "content"
                 self._header, self._read = None, Detokenizer(self._tokenizer)
-            elif mark and mark not in ("<|channel|>", "<|constrain|>"):
+                self.texts = {"reasoning": "", "content": "", **self.texts}
+            elif self._header is None and not mark:
+                self._add(self._read.push(token))
+            elif self._header is None or mark not in ("", "<|channel|>", "<|constrain|>"):
+                self._end()
                 self._header = []
-            elif self._header is not None:
-                self._header += [] if mark else [token]
-            elif self._field:
-                self.texts[self._field] += self._read.push(token)
-        return {name: new for name, text in self.texts.items() if (new := text[len(before[name]) :])}
+            elif not mark:
+                self._header.append(token)
+        if ended:
+            self._end()
+
+    def before(self, held: int) -> dict[str, str]:
+        """Return `texts` without the last `held` characters, in which a stop string may begin."""
+        texts = dict(self.texts)
+        if self._header is None and self._field:
+            texts[self._field] = texts[self._field][: max(0, len(texts[self._field]) - held)]
+        return texts
+
+    def _add(self, text: str) -> None:
+        if self._field:
+            self.texts[self._field] += text
+
+    def _end(self) -> None:
+        """Add what the last message's text has held back."""
+        if self._header is None:
+            self._add(self._read.finish())

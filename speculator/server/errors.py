@@ -52,7 +52,7 @@ async def answer_error(_: Request, error: Exception) -> Response:
     if isinstance(error, TooLongError):
         # Clients shorten a chat by these words of OpenAI's, or by the code. The other message names a folder.
         limit = f"This model's maximum context length is {error.longest} tokens for a prompt"
-        error = APIError(f"{limit}; this one is longer", code="context_length_exceeded")
+        error = APIError(f"{limit}; prompt {error.number} has {error.length}", code="context_length_exceeded")
     elif isinstance(error, UserError):
         error = APIError(str(error))
     elif isinstance(error, HTTPException):

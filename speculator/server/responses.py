@@ -296,7 +296,14 @@ class ChatWriter(CompletionWriter):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._channels = [ChannelText(self.tokenizer) for _ in self.answers] if has_channels(self.tokenizer) else []
-        self._streamed = [0] * len(self.answers)  # tokens that `_channels` has read
+        self._sent = [{"reasoning": 0, "content": 0} for _ in self.answers]  # characters
+
+    def add(self, output: StepOutput) -> str:
+        text, index = super().add(output), output.index
+        if self._channels:
+            shown = output.tokens[:-1] if output.finish_reason == "eos" else output.tokens
+            self._channels[index].push(shown, output.finish_reason is not None)
+        return text
 
     def message(self, index: int) -> ResponseChoice:
         return {"message": {"role": "assistant", **self._parsed(index)}}
@@ -304,26 +311,26 @@ class ChatWriter(CompletionWriter):
     def delta(self, index: int, text: str) -> ResponseChoice:
         """Return the field `delta`: the new text, or with tools nothing until the answer has ended, then all of it.
 
-        Of an answer in channels it is the new text of thought and content; with stop strings all of it at the end.
+        Of an answer in channels it is the new text of thought and content.
         """
         if not (self.request.parses_calls or self._channels):
             return {"delta": {"content": text} if text else {}}
-        if not self._finish_reasons[index]:
-            if self.request.parses_calls or self.request.stops:  # what is a call, or cut off, is known at the end
-                return {"delta": {}}
-            tokens = self._shown[index][self._streamed[index] :]
-            self._streamed[index] += len(tokens)
-            return {"delta": cast(AnswerMessage, self._channels[index].push(tokens))}
-        parsed = self._parsed(index)
+        ended = self._finish_reasons[index] is not None
+        if self.request.parses_calls and not ended:  # what is a call is known at the end
+            return {"delta": {}}
+        parsed = self._parsed(index) if ended else self._of_channels(index)
         for number, call in enumerate(parsed.get("tool_calls", ())):
             call["index"] = number
-        if self._channels:  # the rest, after what has been sent
-            sent = self._channels[index].texts
-            if content := parsed.get("content"):
-                parsed["content"] = content[len(sent["content"]) :]
-            if thought := parsed.get("reasoning"):
-                parsed["reasoning"] = thought[len(sent["reasoning"]) :]
+        for name, sent in self._sent[index].items() if self._channels else ():
+            whole: Any = parsed.pop(name, None) or ""  # type: ignore[misc]
+            self._sent[index][name] = max(sent, len(whole))
+            if new := whole[sent:]:
+                parsed[name] = new  # type: ignore[literal-required]
         return {"delta": parsed}
+
+    def _of_channels(self, index: int) -> AnswerMessage:
+        """Return thought and content so far of an answer in channels; {} before the first one."""
+        return cast(AnswerMessage, self._channels[index].before(len(self.answers[index].held)))
 
     def _parsed(self, index: int) -> AnswerMessage:
         """Return content, reasoning and tool calls of a finished answer; no calls of one that a stop string ended.
@@ -332,21 +339,19 @@ class ChatWriter(CompletionWriter):
         """
         answer, calls = self.answers[index], []
         thought, content = self._split(answer.text)
-        prompt, tools = self.prompts[index // self.request.choices], self.request.tools
-        if answer.stopped and self._channels:
-            message = answer_message(self.tokenizer, prompt, self._shown[index])
-            thought, content = (self._before_stop(text) for text in (thoughts_of(message), message["content"] or ""))
-        elif not answer.stopped:
+        if not answer.stopped:
+            prompt, tools = self.prompts[index // self.request.choices], self.request.tools
             message = answer_message(self.tokenizer, prompt, self._shown[index], tools)
             # One call only where the client asks for that, as in vLLM.
             calls = (message.get("tool_calls") or [])[: 1 if self.request.parallel_tool_calls is False else None]
-            if calls and not (self.request.parses_calls or self._channels):
-                calls = []  # they stay in the text
+            if calls and not self.request.parses_calls:
+                calls = []
             elif found := thoughts_of(message):
                 thought, content = found, message["content"] or ""
             else:
                 thought, content = self._split(message["content"] or "")
-            calls = calls if self.request.parses_calls else []
+        if self._channels and (found_texts := self._of_channels(index)):
+            thought, content = found_texts["reasoning"], found_texts["content"] or ""
         parsed: AnswerMessage = {"content": content or (None if calls else "")}
         if thought:
             parsed["reasoning"] = thought
@@ -355,10 +360,6 @@ class ChatWriter(CompletionWriter):
             if self._finish_reasons[index] == "stop":
                 self._finish_reasons[index] = "tool_calls"
         return parsed
-
-    def _before_stop(self, text: str) -> str:
-        """Return the text before the first stop string."""
-        return text[: min((at for stop in self.request.stops if (at := text.find(stop)) >= 0), default=None)]
 
     def _split(self, text: str) -> tuple[str, str]:
         """Return the thought of an answer, if the chat template knows its mark, and the text after it."""

@@ -16,6 +16,7 @@ from speculator.target.sharding import whole
 
 _SAMPLES = 8  # weights per matrix
 _OF_FILES = ("_name_or_path", "transformers_version")  # in a config, about its files
+_PIECE = 4096  # bytes
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt")
 _CORRELATION = 0.95
 """Least correlation of a quantised copy's samples with the original's. With 4 bits it is 0.98 or more; of unrelated
@@ -67,15 +68,25 @@ def digest_of_weights(model: Any) -> str:
 
 
 def digest_of_files(name: str) -> str | None:
-    """Return a hash of names, sizes and modification times of a local model's weight files; None for one on the hub.
+    """Return a hash of names, sizes and pieces of a local model's weight files; None for one on the hub.
+
+    257 pieces of 4 kB tell any layer of a fine-tune, in a moment.
 
     Args:
         name: name of a target, such as "FOLDER --adapter FOLDER".
     """
     places = [Path(part.partition(" --")[0]) for part in name.split(" --adapter ")]
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.glob("*")))]
-    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.suffix in _WEIGHTS]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest() if facts else None
+    files = [file for file in files if file.suffix in _WEIGHTS]
+    found = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            for place in range(257):  # from the first piece to the last
+                stream.seek(max(0, size - _PIECE) * place // 256)
+                found.update(stream.read(_PIECE))
+    return found.hexdigest() if files else None
 
 
 def _with_weights(facts: str, model: Any) -> str:

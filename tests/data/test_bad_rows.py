@@ -94,9 +94,7 @@ def test_too_many_bad_rows_fail_in_one_line_and_leave_nothing(tmp_path, cache):
 def test_a_hopeless_source_is_not_read_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr("data.tally._HOPELESS", 10)
     tally = Tally(0.05)
-    rows = documents(
-        mixture_of([write(tmp_path / "rows.jsonl", [{"txt": str(i)} for i in range(1000)])]), "train", tally=tally
-    )
+    rows = documents(write(tmp_path / "rows.jsonl", [{"txt": str(i)} for i in range(1000)]), "train", tally=tally)
     with pytest.raises(SourceError, match="the first rows: 10 of 10 rows"):
         next(rows)
 

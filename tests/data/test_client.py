@@ -79,9 +79,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.server.lists:
-            self.reply(
-                200, {"data": [{"id": each, "max_model_len": self.server.context} for each in self.server.models]}
-            )
+            # As in vLLM, whose cards of adapters lack the length.
+            length = {"max_model_len": self.server.context}
+            cards = [{"id": each, **(length if each != "mine" else {})} for each in self.server.models]
+            self.reply(200, {"data": cards})
         else:
             self.reply(500, {"error": "no cache folder to list"})
 
@@ -320,8 +321,10 @@ def test_a_server_that_refuses_every_prompt_is_an_error(serve, tokenizer, tmp_pa
 
 
 def test_prompts_that_are_all_refused_are_an_error(serve, tokenizer, tmp_path):
-    message = error_of(serve(faults=[*PROBE, *[400] * 99]), tokenizer, tmp_path / "out")
+    message = error_of(serve(faults=[*PROBE, *[400] * 99], lists=False), tokenizer, tmp_path / "out")
     assert f"{tmp_path / 'out'}: no prompt was answered" in message
+    told = error_of(serve(faults=[*PROBE, *[400] * 99]), tokenizer, tmp_path / "told")
+    assert "prompt " in told, "a prompt that fits the context was refused for another reason, and is not lost"
 
 
 def test_a_finished_folder_is_read_without_a_request(serve, tokenizer, tmp_path):
@@ -376,9 +379,10 @@ def test_an_adapter_that_a_server_lists_is_asked_by_name(serve, tmp_path, target
         assert manifest(out)["models"] == [name]
         assert f"{name} answers, of the models " in capsys.readouterr().err
     server.models = ["the-model"]
-    own = ["--sources", "self", "--max_rows", "2", "--max_prompt_tokens", "8"]
-    main(["generate", *flags[:4], *own, "--adapter", "mine", "--output", str(tmp_path / "self")])
-    assert server.bodies[-1]["model"] == "mine", "and not the only one that is listed"
+    server.bodies.clear()
+    own = ["--sources", "self", "--max_rows", "2", "--max_prompt_tokens", "8", "--max_new_tokens", "8"]
+    assert main(["generate", *flags[:4], *own, "--adapter", "mine", "--output", str(tmp_path / "self")]) == 0
+    assert {body["model"] for body in server.bodies} == {"mine"}, "and not the only one that is listed"
 
 
 def test_servers_share_the_rows(serve, tokenizer, tmp_path):

@@ -192,8 +192,9 @@ def test_a_malformed_call_stays_text(call):
     tokenizer = parsing_tokenizer(tool_calls=calls)
     right, _ = as_history(tokenizer, '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>')
     assert right["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-    message, _ = as_history(tokenizer, f"<tool_call>{call}</tool_call><|im_end|>")
-    assert message == {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
+    for each in (tokenizer, tokenizer_with(CHATML + "{# tool_calls #}")):
+        message, _ = as_history(each, f"<tool_call>{call}</tool_call><|im_end|>")
+        assert message == {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
 
 
 @PARSES
@@ -216,6 +217,14 @@ def test_the_token_that_ends_an_answer_is_not_content():
         ({}, f"{HARD}<|channel|>fin", {"content": "", "reasoning": "Hard é."}),
         ({}, "no channels<|return|>", {"content": "no channels"}),
         ({"stop": "e"}, f"{HARD}<|channel|>final<|message|>One", {"content": "On", "reasoning": "Hard é."}),
+        ({"stop": "é. no"}, f"{HARD}<|channel|>final<|message|>é. né. no", {"content": "é. n", "reasoning": "Hard é."}),
+        ({"stop": "<|return|>"}, f"{HARD}<|channel|>final<|message|>One", {"content": "One", "reasoning": "Hard é."}),
+        (
+            {"stop": "rd", "min_tokens": 20},
+            f"{HARD}<|channel|>final<|message|>bird",
+            {"content": "bi", "reasoning": "Hard é."},
+        ),
+        ({}, "<|channel|>analysis<|message|>Hm<|channel|>final<|message|>One", {"content": "One", "reasoning": "Hm"}),
         ({"tools": [TOOL]}, f"{HARD}{CALLED}", {"content": None, "reasoning": "Hard é.", "tool_calls": "weather"}),
         ({"tools": [TOOL], "tool_choice": "none"}, f"{HARD}{CALLED}", {"content": "", "reasoning": "Hard é."}),
     ],
@@ -236,7 +245,7 @@ def test_an_answer_in_channels_is_sent_without_their_marks(stream, fields, answe
     if not stream:
         sent = writer.body()["choices"][0]["message"]
         sent.pop("role")
-    elif not fields and "<|message|>" in answer:
+    elif "tools" not in fields and HARD in answer:
         assert pieces > 3
     if "tool_calls" in sent:
         sent["tool_calls"] = sent["tool_calls"][0]["function"]["name"]

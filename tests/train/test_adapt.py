@@ -396,7 +396,7 @@ def test_a_vllm_server_with_the_new_head_is_compared_with_the_old_heads_acceptan
         def _replace(self, folder):
             loaded.append(Path(folder).name)
 
-        def watch(self):
+        def watch(self, least=0):
             if len(loaded) == 2:  # while it watches the new head
                 loaded.append("new")
                 raise Killed

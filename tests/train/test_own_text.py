@@ -142,6 +142,8 @@ def test_a_served_target_that_was_tuned_in_its_folder_is_another(chat_folder, tm
     quantised.model.config.quantization_config = {"quant_method": "any"}
     assert quantised.digest == digest_of_files(str(folder))
     assert quantised.digest != other
+    copied = shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
+    assert quantised.digest == digest_of_files(str(copied)), "a copy is the same model"
 
 
 def test_text_of_stage_2_is_packed_in_the_same_rows_each_time(chat_folder, tmp_path):

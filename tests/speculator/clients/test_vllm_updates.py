@@ -128,6 +128,20 @@ def test_a_poll_that_fails_is_repeated(start, monkeypatch):
     assert server.try_head("new", "old").startswith("swapped back")
 
 
+def test_a_restart_before_the_first_look_is_noticed(start, monkeypatch):
+    server, stub = start(old=2.0, new=2.0)
+    replace = server._replace
+
+    def replaced(folder):
+        fault = replace(folder)
+        stub.drafts = 0.0
+        return fault
+
+    monkeypatch.setattr(server, "_replace", replaced)
+    with pytest.raises(UserError, match="started again"):
+        server.try_head("new", "old")
+
+
 def test_a_server_that_is_away_for_half_an_hour_or_started_again_is_an_error(start, monkeypatch):
     server, stub = start(old=2.0)
     stub.drafts, looks = 1000.0, iter([(1000, 0), (100, 0)])

@@ -731,7 +731,7 @@ def test_texts_go_on_as_they_are_after_an_interrupt(target, kind, where):
 def test_the_cache_never_grows_beyond_the_longest_text(target):
     """What `speculator serve` prints at its start is the most that it will need."""
     engine = Engine(target)
-    for length in (60, 100, 120):  # the second leaves 1.5 times its room beyond the context of 128
-        engine.submit([1] * length, max_new_tokens=2)
+    for length, new in ((60, 2), (100, 2), (120, 2), (60, 1000)):  # 1.5 times the second's room is beyond the context
+        engine.submit([1] * length, max_new_tokens=new)
         engine.run()
         assert length < engine.rows.cache.capacity <= engine.target.context_length + engine.rows._spare_positions
