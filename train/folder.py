@@ -70,10 +70,9 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
         # 4 steps on 2 processes are the rows of 8 steps on 1: the product counts. A stage of epochs compares its steps
         # with those of its checkpoint itself: the record may have the processes of a start that it refused.
         steps = now[stage][_ACCUMULATION]
-        done = any((folder / name / "speculator").exists() for name in (stage, "."))
-        if (now[stage]["epochs"] and not done) or before[stage].get(_ACCUMULATION, 0) * found[
-            "processes"
-        ] == steps * processes:
+        done = any((where / "speculator").exists() for where in (folder / stage, folder))
+        same_rows = before[stage].get(_ACCUMULATION, 0) * found["processes"] == steps * processes
+        if same_rows or (now[stage]["epochs"] and not done):
             before[stage][_ACCUMULATION] = steps
     difference = _first_difference(before, now)
     if difference and not config.overwrite_output_dir:

@@ -61,7 +61,7 @@ class Inputs:
         """Return fingerprints of "target", and of rows and prompts by split; a resumed run must have the same."""
         rows = {"training": self.train_rows, "validation": self.validation_rows}
         found = {"target": target.fingerprint} | {f"{name} rows": rows_fingerprint(each) for name, each in rows.items()}
-        if isinstance(target, (InProcessTarget, ServerTarget)) and target.digest:
+        if target.digest:
             # In another dtype, or by another version, the same weights have another hash, and it does not count.
             kind = f"{dtype_name(target.dtype)} by transformers {transformers.__version__}"
             found[f"the target's weights, {kind}"] = target.digest

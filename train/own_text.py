@@ -62,7 +62,7 @@ def folder_of(run: Run, target: TrainingTarget) -> Path:
     Its name is a hash of all that the chats depend on, so runs with the same target, settings and seed share them.
     """
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
-    if isinstance(target, (Target, ServerTarget)) and target.digest:  # a fine-tune has the fingerprint of its original
+    if target.digest:  # a fine-tune has the fingerprint of its original
         who.append(target.digest)
     key = json.dumps([*who, dataclasses.asdict(run.config.data.self_source), run.config.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"

@@ -161,11 +161,10 @@ def train_stage(
         if done and done["max_steps"] != settings.max_steps:  # the schedule of a stage of `epochs` is for its steps
             # More processes need fewer passes per step, and there is no fewer than one.
             keeps = settings.max_steps > done["max_steps"] or settings.gradient_accumulation_steps > 1
+            other_way = f", or keep the rows of a step by --{name}.gradient_accumulation_steps" if keeps else ""
             raise UserError(
                 f"{name} has {settings.max_steps:,} steps on {state.num_processes} processes, and was begun with "
-                f"{done['max_steps']:,}: start as many processes as before"
-                + f", or keep the rows of a step by --{name}.gradient_accumulation_steps"
-                * keeps
+                f"{done['max_steps']:,}: start as many processes as before{other_way}"
             )
         if state.is_main_process and config.report_to == "wandb":
             recorded = dataclasses.asdict(config)

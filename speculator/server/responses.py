@@ -299,10 +299,10 @@ class ChatWriter(CompletionWriter):
         self._sent = [{"reasoning": 0, "content": 0} for _ in self.answers]  # characters
 
     def add(self, output: StepOutput) -> str:
-        text, index = super().add(output), output.index
+        index, before = output.index, len(self._shown[output.index])
+        text = super().add(output)
         if self._channels:
-            shown = output.tokens[:-1] if output.finish_reason == "eos" else output.tokens
-            self._channels[index].push(shown, output.finish_reason is not None)
+            self._channels[index].push(self._shown[index][before:], output.finish_reason is not None)
         return text
 
     def message(self, index: int) -> ResponseChoice:

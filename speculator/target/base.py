@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 from speculator.chat import end_token
 from speculator.target.encoder.encoder import Encoder
+from speculator.target.fingerprint import digest_of_files
 
 
 class TrainingTarget(ABC):
@@ -37,6 +38,14 @@ class TrainingTarget(ABC):
     context_length: int
     output_matrix: nn.Module | None = None
     encoder: Encoder | None = None
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Hash that tells a fine-tune of the inner layers from its original, as `fingerprint` does not: of the files.
+
+        None if the weights are not in a local folder.
+        """
+        return digest_of_files(self.name)
 
     @property
     @abstractmethod

@@ -20,7 +20,7 @@ from speculator.target.attention.attention import avoid_cudnn, original_attentio
 from speculator.target.aux_layers import AuxLayers, without_output_layer
 from speculator.target.base import TrainingTarget
 from speculator.target.encoder.encoder import Encoder, StatesOnly, decoder_config
-from speculator.target.fingerprint import digest_of_files, digest_of_weights, fingerprint
+from speculator.target.fingerprint import digest_of_weights, fingerprint
 from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import add_adapter, drop_vision_tower, read_target
 from speculator.target.packed import Layout, indices_by_document, one_per_row, packed
@@ -216,12 +216,12 @@ class InProcessTarget(ModelHere):
     def digest(self) -> str | None:
         """Hash of all weights, which tells a fine-tune of the inner layers from its original; `fingerprint` does not.
 
-        For a model that is sharded, quantised, or partly offloaded: `digest_of_files`, since what a process holds may
-        differ by place.
+        Of the files for a model that is sharded, quantised, or partly offloaded: what a process holds may differ by
+        place.
         """
         quantised = getattr(self.model.config, "quantization_config", None)
         if self.group or quantised or any(weight.is_meta for weight in self.model.parameters()):
-            return digest_of_files(self.name)
+            return super().digest
         return digest_of_weights(self.model)
 
     @classmethod

@@ -17,7 +17,7 @@ from speculator.errors import refuse
 from speculator.kernels.linear import pack_linears
 from speculator.target.attention.attention import avoid_cudnn
 from speculator.target.aux_layers import check_layers
-from speculator.target.fingerprint import digest_of_files, fingerprint
+from speculator.target.fingerprint import fingerprint
 from speculator.target.in_process import ModelHere
 from speculator.target.probe import context_length
 from speculator.target.remote.outside_layers import read_outside_layers
@@ -38,7 +38,6 @@ class ServerTarget(ModelHere):
         urls: base URLs of the servers.
 
     Attributes:
-        digest: see `digest_of_files`.
         servers: the connection, from `check` to `close`; else None.
     """
 
@@ -49,7 +48,7 @@ class ServerTarget(ModelHere):
         avoid_cudnn(self.device)  # heads attend with masks too
         # A server generates a token after each text, so a text is one shorter than the context.
         self.context_length = context_length(self.config, self.name) - 1
-        self.fingerprint, self.digest = fingerprint(model), digest_of_files(self.name)
+        self.fingerprint = fingerprint(model)
         pack_linears(model)
         self._prepare_logits()
         output = model.get_output_embeddings()
