@@ -1,10 +1,10 @@
-# Every target runs in .venv, which the first one creates. You need Python only.
+# Every target runs in .venv, which the first one creates; quickstart installs less than the others. You need Python only.
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: quickstart reference test kernels check docs serving soak gpu
 
-quickstart: .venv/installed
+quickstart: .venv/for-training
 	$(BIN)/speculator train
 
 # The reference run of docs/lab/smollm2, on a CPU. Finished parts are kept and interrupted ones resume: type it again.
@@ -102,7 +102,14 @@ soak: .venv/installed
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(GPU_FLAGS)
 
-.venv/installed: pyproject.toml constraints.txt
+# Without compiling all modules for Python, which takes as long as the rest: each is compiled when it is imported first.
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e
+
+.venv/for-training: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) ".[train]"
+	touch $@
+
+.venv/installed: .venv/for-training
+	$(INSTALL) ".[dev]"
 	touch $@

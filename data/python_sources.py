@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sysconfig
 from collections import Counter
@@ -21,12 +22,13 @@ MAX_PACKAGE_BYTES = 2_000_000
 def files() -> dict[str, Path]:
     """Return {module path: file} of the standard library and the installed packages, without tests."""
     found: dict[str, Path] = {}
-    for root in sorted({Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}):
-        for path in root.rglob("*.py"):
-            relative = path.relative_to(root)
-            wanted = "site-packages" not in relative.parts and not any(map(_TEST_PARTS.match, relative.parts))
-            if wanted and path.is_file():
-                found.setdefault(relative.as_posix(), path)
+    for root in sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}):
+        for folder, folders, names in os.walk(root):
+            # Left out before they are entered: site-packages, in the standard library's folder, is another root.
+            folders[:] = [name for name in folders if name != "site-packages" and not _TEST_PARTS.match(name)]
+            for path in (Path(folder, name) for name in names if name.endswith(".py")):
+                if path.is_file():
+                    found.setdefault(path.relative_to(root).as_posix(), path)
     return found
 
 

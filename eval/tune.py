@@ -32,8 +32,11 @@ _BRANCHES = (4, 2)  # children measured at each depth; deeper tokens have one
 _TREE_SIZES = (3, 5, 8)
 _ACCEPTANCE_STEPS = 16  # per prompt
 _LOOKUP_SIZES = 8  # matches of this many tokens or more count together
-_ROWS = (1, 8, 32, 4, 2, 16)  # numbers of rows at which costs are measured, the most important first
+ROWS = (1, 8, 32, 4, 2, 16)
+"""Numbers of rows at which costs are measured, the most important first."""
 _COST_SECONDS = 60.0  # for several rows; half of it for one row
+LONGEST = 1.5 * _COST_SECONDS
+"""Most seconds that the costs are measured."""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -106,14 +109,14 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
     Returns the tuning with the costs, and the predictions for one row as `write_tuning` returns them. For greedy and
     for sampled decoding the tuning keeps the best draft if that is a tree, else no tree.
     """
-    with working(f"tuning: the cost of steps, {1.5 * _COST_SECONDS:.0f} s at most"):
+    with working(f"tuning: the cost of steps, {LONGEST:.0f} s at most"):
         return _measured_costs(target, head, tuning)
 
 
 def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
     """Do the work of `_with_costs`; a UserError is raised if no step was measured in time."""
     choices = choices_of(head, tuning)
-    sizes = [(_ROWS[0], kind == "greedy") for kind in _KINDS]
+    sizes = [(ROWS[0], kind == "greedy") for kind in _KINDS]
     alone = measure_costs(target, head, shapes_to_measure(head, choices), sizes, _COST_SECONDS / 2)
     if not alone:
         raise UserError(
@@ -141,7 +144,7 @@ def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[T
             rows.append({"temperature": _KINDS[kind], "draft": described(choice.shape), **figures})
         trees[kind] = [best.shape.paths] if isinstance(best.shape, FixedTree) else []
     kept = replace(tuning, trees=trees)
-    sizes = [(count, kind == "greedy") for count in _ROWS[1:] for kind in _KINDS]
+    sizes = [(count, kind == "greedy") for count in ROWS[1:] for kind in _KINDS]
     costs = alone + measure_costs(target, head, shapes_to_measure(head, choices_of(head, kept)), sizes, _COST_SECONDS)
     return replace(kept, costs=costs), rows
 

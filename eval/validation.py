@@ -1,4 +1,4 @@
-"""Acceptance length of a head during training, on validation prompts."""
+"""Acceptance length and speed of a head during training, on validation prompts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 
 from eval.metrics import acceptance
 from eval.suites import Suite
+from eval.timing import Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate
 from speculator.decoding.request import Step
 from speculator.heads import Speculator
@@ -16,6 +17,8 @@ from speculator.terminal import Progress
 
 NEW_TOKENS = 64
 """New tokens per validation prompt."""
+_LOOKS, _DRAFTED = 3, 2
+"""Prompts of the first look, and tokens of a draft: longer drafts cost more than an untrained head gains."""
 
 
 def real_acceptance(
@@ -56,3 +59,24 @@ def real_acceptance(
         figures[name] = acceptance(gather_object(steps), drafter.num_speculative_tokens)["acceptance_length"]
     head.train(was_training)
     return figures
+
+
+def first_look(target: Target, head: Speculator, suite: Suite) -> str:
+    """Return a log line: how many times as fast as plain decoding the head answers a few prompts, prefill included."""
+    was_training = head.training
+    plain, drafted = Timed(), Timed()
+    tokens = min(_DRAFTED, head.n_predict)
+    ways = ((None, plain), (HeadDrafter(head, tokens), drafted))
+    stop_at = sorted(target.eos_token_ids) if suite.chat else ()
+    prompts = suite.prompts[:_LOOKS]
+    for prompt in [prompts[0], *prompts]:  # the first one is decoded twice, because a first decoding is slower
+        for drafter, timed in ways:
+            time_ours(target, drafter, [prompt], Sampling(), NEW_TOKENS, timed, {}, stop_at=stop_at)
+    for _, timed in ways:
+        del timed.batches[0]
+    head.train(was_training)
+    ratio = drafted.end_to_end_tokens_per_second / plain.end_to_end_tokens_per_second
+    return (
+        f"a first look: {ratio:.2f} times as fast as plain decoding, with drafts of {tokens} tokens, on {len(prompts)} "
+        "validation prompts at temperature 0, one at a time, each decoded once"
+    )

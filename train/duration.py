@@ -8,6 +8,7 @@ from datetime import timedelta
 from math import ceil
 
 from eval.timing import step_seconds
+from eval.tune import LONGEST, ROWS
 from eval.validation import NEW_TOKENS
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
@@ -17,10 +18,10 @@ from train.plan import GeneratedText, generated_texts
 
 _FORWARD = 1 / 3
 """Share of a training step that an evaluation of the same rows takes: no backward pass."""
-_DECODERS = 4
-"""Ways to decode in a run's report: plainly, with the head, adaptively, by n-gram lookup."""
-_TUNING = 90.0
-"""Longest time that `eval tune` measures costs."""
+_DECODERS = 5
+"""Ways to decode in a run's report: plainly, with the head, adaptively, by n-gram lookup, by transformers."""
+_TUNING = 250
+"""Plain steps that measuring costs takes at each number of rows: two temperatures, five rounds, some ten drafts."""
 _PROMPT = 16
 _FLAGS = {
     "stage 1": "--stage1.max_steps",
@@ -62,8 +63,9 @@ def expected_parts(
         parts["text for stage 2"] = batches * text.new * text.answers * decode(min(text.batch_size, text.rows))
         parts["stage 2"] = training(run.stage("stage2", text.packed_rows(inputs.length)))
     report = warm * len(inputs.suites["held-out"].prompts) * _DECODERS * settings.max_new_tokens * decode(1)
-    tuning = _TUNING + 2 * settings.tune_prompts * settings.max_new_tokens * decode(1) if settings.tune_prompts else 0
-    parts["tuning and measuring"] = tuning + report
+    tuning = min(LONGEST, sum(_TUNING * decode(rows) for rows in ROWS))
+    tuning += 2 * settings.tune_prompts * settings.max_new_tokens * decode(1)
+    parts["tuning and measuring"] = report + (tuning if settings.tune_prompts else 0)
     return parts
 
 

@@ -20,7 +20,7 @@ from accelerate import PartialState
 
 from eval import tracking
 from eval.in_server import FORECAST_FILE
-from eval.validation import NEW_TOKENS, real_acceptance
+from eval.validation import NEW_TOKENS, first_look, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.checkpoints.files import make_readable
 from speculator.errors import UserError
@@ -102,10 +102,17 @@ def train_stage(
 
     remote = isinstance(target, ServerTarget)
 
+    looked = name != "stage1" or not state.is_main_process
+
     def decode(head: Speculator) -> dict[str, float]:
-        if isinstance(target, Target):
-            return real_acceptance(target, head, suite, config.seed, max_positions=positions)
-        return {}
+        nonlocal looked
+        if not isinstance(target, Target):
+            return {}
+        figures = real_acceptance(target, head, suite, config.seed, max_positions=positions)
+        if not looked:
+            log(first_look(target, head, suite))
+            looked = True
+        return figures
 
     head = start()
     read = settings.max_steps * settings.rows_per_step

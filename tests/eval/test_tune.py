@@ -96,7 +96,7 @@ def test_no_more_children_are_measured_than_a_selector_has_candidates(target):
 
 def test_tune_writes_what_generate_then_drafts_with(target_folder, text_file, tmp_path, capsys, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr("eval.tune._ROWS", (1, 2))
+    monkeypatch.setattr("eval.tune.ROWS", (1, 2))
     folder = tmp_path / "head"
     MLPSpeculator(MLPSpeculatorConfig(vocab_size=300, emb_dim=32, inner_dim=16, n_predict=3)).save_pretrained(folder)
     command = ["--target", str(target_folder), "--speculator", str(folder)]

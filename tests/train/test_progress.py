@@ -84,7 +84,7 @@ def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
             "stage 1": 600 + 2 * check,
             "text for stage 2": 8 * 10 * 0.8,
             "stage 2": 120 + 2 * check,
-            "tuning and measuring": 90 + 2 * 2 * 5 * 0.1 + 2 * 4 * 4 * 5 * 0.1,
+            "tuning and measuring": 90 + 2 * 2 * 5 * 0.1 + 2 * 4 * 5 * 5 * 0.1,
         }
     )
     few = replace(text, rows=5, answers=2)

@@ -156,7 +156,7 @@ def here(quick, monkeypatch):
 
 
 def test_the_best_head_is_tuned_once_and_measured_as_it_then_drafts(command, here, tmp_path, monkeypatch):
-    monkeypatch.setattr("eval.tune._ROWS", (1, 2))
+    monkeypatch.setattr("eval.tune.ROWS", (1, 2))
     sizes = {"stage1.max_steps": 5, "stage2.max_steps": 0, "eval.tune_prompts": 1, "eval.temperatures": "[0]"}
     built = command(tmp_path / "tuned", report_to="none", **sizes)
     assert here(built) == 0
