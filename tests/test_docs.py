@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import speculator
 from speculator import clients
 from speculator.__main__ import COMMANDS, PACKAGES
 from speculator.errors import OneLineParser
@@ -21,6 +20,7 @@ from train.config import mapping_names, section_names
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
 
+import generated  # noqa: E402
 from generated import parser_of  # noqa: E402
 
 FILES = [
@@ -30,11 +30,24 @@ FILES = [
     *ROOT.glob("integrations/*/*.md"),
 ]
 PAGES = [file for file in FILES if "lab" not in file.parts]
-OTHER_PROGRAMS = {"cd", "curl", "docker", "git", "head", "hf", "llama-server", "sbatch", "shuf", "tail", "vllm"}
+OTHER_PROGRAMS = {
+    "cd",
+    "curl",
+    "docker",
+    "git",
+    "head",
+    "hf",
+    "llama-server",
+    "sbatch",
+    "sglang",
+    "shuf",
+    "tail",
+    "vllm",
+}
 OTHER_FLAGS = {
     *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip", "--quiet"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
-    *("--tensor-parallel-size", "--enable-expert-parallel", "--shm-size"),  # vLLM, Docker
+    *("--tensor-parallel-size", "--enable-expert-parallel", "--max-model-len", "--shm-size"),  # vLLM, Docker
     *("--no-enable-chunked-prefill", "--speculative-config", "--nproc_per_node"),  # vLLM, torchrun
     "--loss",  # a column of settings
 }
@@ -50,14 +63,20 @@ def commands(text: str) -> list[str]:
     return [command for line in lines if line for command in line.split(" && ")]
 
 
-def test_the_reference_has_every_public_name():
-    named = re.findall(r"auto(?:class|function|exception):: (\w+)", (ROOT / "docs/reference/python.md").read_text())
-    assert set(named) == set(speculator.__all__)
+def test_the_tables_of_the_pages_are_those_of_the_code():
+    assert [str(page.relative_to(ROOT)) for page in generated.stale()] == [], "run python docs/generated.py"
 
 
-def test_the_reference_has_every_command():
-    named = set(re.findall(r"<!-- generated: flags (.*) -->", (ROOT / "docs/reference/command-line.md").read_text()))
-    assert named == {*COMMANDS, "server-command"}
+def test_the_reference_has_every_command_setting_and_public_name():
+    marks = {
+        mark.group(2, 3)
+        for page in ROOT.glob("docs/reference/*.md")
+        for mark in generated.MARK.finditer(page.read_text())
+    }
+    listed = [name for kind, names in marks if kind == "settings" for name in names.split() or [""]]
+    assert sorted(listed) == sorted(["", *section_names()])
+    assert {name for kind, name in marks if kind == "flags"} == {*COMMANDS, "server-command"}
+    assert {("names", ""), ("shared", ""), ("gpus", "")} <= marks
 
 
 def test_the_layout_names_every_module_and_folder_of_the_library():
@@ -72,11 +91,6 @@ def test_the_list_of_code_for_other_servers_names_what_exists():
     named = re.findall(r"^    (\S+/\S*)", clients.__doc__ or "", re.MULTILINE)
     assert len(named) > 9
     assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_the_reference_has_every_section_of_settings():
-    marks = re.findall(r"<!-- generated: settings (\S*) ?-->", (ROOT / "docs/reference/config.md").read_text())
-    assert set(marks) == {"", *section_names()}
 
 
 def test_every_link_leads_to_a_file_and_a_heading():

@@ -101,8 +101,8 @@ class DataConfig:
     """The training data."""
 
     sources: list[str] = field(default_factory=lambda: ["python-sources"])
-    """Hub dataset ids, local .jsonl, .json, .parquet or .txt files (also .gz), folders, python-sources, or self (text
-    that the target writes); each may end in @weight."""
+    """Hub dataset ids, local .jsonl, .json, .parquet, .txt, .md, .rst or .py files (also .gz), folders, python-sources,
+    or self (text that the target writes); each may end in @weight."""
     seq_length: NonNegativeInt = 256
     """Maximum number of tokens per row; 0 takes the target's context, at most 4,096, or for a warm start the length
     that its head was trained on. With an encoder, the most tokens of a prompt too."""

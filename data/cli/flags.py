@@ -28,8 +28,8 @@ def prepare(parser: OneLineParser) -> None:
         action="extend",
         nargs="+",
         metavar="SOURCE",
-        help="python-sources; a .jsonl, .json, .parquet or .txt file (also .gz) or a folder of them; a hub dataset: "
-        "org/name, org/name/config, org/name:split; append a weight to mix sources by tokens: a.jsonl@0.7",
+        help="python-sources; a .jsonl, .json, .parquet, .txt, .md, .rst or .py file (also .gz) or a folder of them; a "
+        "hub dataset: org/name, org/name/config, org/name:split; append a weight to mix sources by tokens: a.jsonl@0.7",
     )
     parser.add_argument("--seq_length", required=True, type=int, help="maximum number of tokens per row")
     parser.add_argument("--max_tokens", type=int, help="largest number of tokens per split (default: all)")
