@@ -156,6 +156,15 @@ def test_the_comparison_with_transformers_is_that_of_its_report():
         assert f"| {' | '.join(cells)} |" in page
 
 
+def test_the_texts_equal_to_transformers_are_those_of_the_report():
+    page = (ROOT / "docs/explanation/accept-rules.md").read_text()
+    named = re.search(r"\[(\d+) of (\d+) greedy texts\]\(\.\./(lab/.*report\.json)\)", page)
+    assert named
+    suites = json.loads((ROOT / "docs" / named[3]).read_text())["suites"]
+    same = [row["identical_to_greedy"] for row in suites if row["drafter"] in ("none", "head", "adaptive")]
+    assert {(each["identical"], each["of"]) for each in same} == {(int(named[1]), int(named[2]))}
+
+
 def test_every_report_that_is_kept_is_named():
     text = "".join(path.read_text() for path in [*FILES, ROOT / "benchmarks/shapes.py"])
     kept = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs/lab").rglob("*") if path.is_file()]
