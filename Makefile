@@ -7,7 +7,8 @@ BIN := .venv/bin
 quickstart: .venv/for-training
 	$(BIN)/speculator train
 
-# The reference run of docs/lab/smollm2, on a CPU. Finished parts are kept and interrupted ones resume: type it again.
+# Heads of SmolLM2-135M-Instruct, trained and measured on a CPU in two and a quarter hours on two cores. Finished parts
+# are kept and interrupted ones resume: type it again.
 # Needs spec_bench.jsonl: https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl
 REFERENCE ?= runs/reference
 REFERENCE_TARGET ?= HuggingFaceTB/SmolLM2-135M-Instruct
@@ -93,12 +94,13 @@ check: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
 
-# Long tests of docs/lab/reliability: under an hour on two cores. Run one part with `make soak PART=kills`.
+# Long tests: kills, damaged files, memory growth, interrupts. They take under an hour on two cores. Run one part with
+# `make soak PART=kills`.
 soak: .venv/installed
 	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests -k "$(PART)"
 
 # What to measure when a GPU is at hand, in eight minutes: runs/gpu/results.jsonl. Type it again for the rest. Nothing is
-# installed: without .venv it runs in PYTHON's own environment (docs/lab/h100.md lists the packages).
+# installed: without .venv it runs in PYTHON's own environment (benchmarks/gpu.py lists the packages).
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(GPU_FLAGS)
 

@@ -3,7 +3,13 @@
 Every figure is a line of JSON, printed and added to results.jsonl as soon as it is known. The most telling parts come
 first, a part that fails does not end the others, and all of them together stop after eight minutes. Type the command
 again for the rest: finished parts of the same code, target, card and libraries are kept. Nothing is installed or
-downloaded; docs/lab/h100.md lists the packages that a machine with torch and transformers may lack.
+downloaded. A machine with torch, transformers, accelerate, pyarrow, pandas, psutil, scipy, xxhash, httpx, matplotlib
+and pytest may lack these packages:
+
+    all parts but steps, variants, plain_step, prefill and long: jsonargparse, docstring_parser, typeshed_client;
+        but for tests also datasets, dill, multiprocess
+    serve: openai, fastapi, starlette, uvicorn, prometheus_client and what they need
+    a target in a GGUF file: gguf
 
 The 8B shape has random weights and stays in this process. Parts that need a process of their own (pytest, train.py, a
 server) end with all of its descendants.

@@ -57,7 +57,7 @@ def _untied(inner_dim: int, n_predict: int) -> dict[str, Any]:
 
 
 _SMOLLM2 = llama(49_152, 576, 1536, 30, 9, 3, 8192)
-_MEASURED = "docs/lab/smollm2: an MLP head that drafts 3 tokens, 26 prompts of Spec-Bench, temperature 0"
+_MEASURED = "docs/lab/smollm2/eval-mlp-1: an MLP head that drafts 3 tokens, 26 prompts of Spec-Bench, temperature 0"
 _LINEAR_ATTENTION = {"linear_num_key_heads": 9, "linear_num_value_heads": 9}
 _LINEAR_ATTENTION |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
 PRESETS = {

@@ -22,9 +22,9 @@ import inspect
 import sys
 from contextlib import nullcontext
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from speculator.about import DISTRIBUTION, version_line
 from speculator.errors import OneLineParser, run_command, start
 from speculator.terminal import working
 from speculator.workshop import make_importable
@@ -43,7 +43,6 @@ PACKAGES = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__
 _MAINS = {**PACKAGES, "server-command": "train.server_command"}
 _SPEAKING = ("generate", "serve", "adapt")
 """Commands that print while they work."""
-_DISTRIBUTION = "speculator-llm"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"speculator {_version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print version, commit, torch and device")
     parser.add_argument("command", choices=(*_MAINS, *(name for name in COMMANDS if name.split()[0] not in _MAINS)))
     if not argv:
         parser.print_help()
@@ -82,11 +81,10 @@ def run(command: str, argv: list[str]) -> int:
         return run_command(title, lambda: work.run(arguments))
 
 
-def _version() -> str:
-    try:
-        return version(_DISTRIBUTION)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "(not installed)"
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(version_line())
+        parser.exit()
 
 
 def _import(name: str, command: str) -> Any:
@@ -101,7 +99,7 @@ def _import(name: str, command: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         print(
-            f"speculator {command}: the package {error.name} is missing: pip install '{_DISTRIBUTION}[train]'",
+            f"speculator {command}: the package {error.name} is missing: pip install '{DISTRIBUTION}[train]'",
             file=sys.stderr,
         )
         raise SystemExit(2) from None

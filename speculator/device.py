@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
-import re
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
+from speculator.about import processor
 from speculator.errors import UserError
 
 
@@ -23,18 +20,6 @@ def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU {processor()}, {torch.get_num_threads()} threads"
-
-
-def processor() -> str:
-    """Return the CPU's name with its family and model numbers, or only its architecture, such as "aarch64".
-
-    The numbers tell CPUs apart to which virtual machines give the same name.
-    """
-    with suppress(OSError):
-        facts = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
-        if "model name" in facts:
-            return f"{facts['model name'].strip()} (family {facts.get('cpu family')}, model {facts.get('model')})"
-    return platform.machine()
 
 
 def cores() -> int:

@@ -2,7 +2,7 @@
 
 Nothing else imports this file. It is here to be read, and tests hold the engine and the trainer against it: texts,
 drafts and accepted counts are equal, and losses and gradients are so up to rounding. `docs/explanation/step.md`
-explains both steps, and `docs/explanation/walkthrough.md` follows them through the fast code.
+explains both steps, and names the fast code of each part.
 """
 
 from __future__ import annotations

@@ -10,6 +10,11 @@ ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1]
 """Folder of these packages and of the recipes; a wheel keeps them off the top of site-packages."""
 
 
+def is_installed() -> bool:
+    """Return whether this is a wheel's copy, and not a checkout."""
+    return ROOT == _INSTALLED
+
+
 def make_importable() -> None:
     """Put these packages first in the import path, so that a folder of the user's called `data` does not hide ours."""
     if str(ROOT) not in sys.path[:1]:

@@ -1,12 +1,14 @@
 """What the documentation names exists: links, modules, and every command with its flags."""
 
 import ast
+import json
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,26 +31,13 @@ FILES = [
     *ROOT.glob("examples/*/README.md"),
     *ROOT.glob("integrations/*/*.md"),
 ]
-PAGES = [file for file in FILES if "lab" not in file.parts]
-OTHER_PROGRAMS = {
-    "cd",
-    "curl",
-    "docker",
-    "git",
-    "head",
-    "hf",
-    "llama-server",
-    "sbatch",
-    "sglang",
-    "shuf",
-    "tail",
-    "vllm",
-}
+OTHER_PROGRAMS = set("cd curl docker git head hf llama-server sbatch sglang shuf tail vllm".split())
 OTHER_FLAGS = {
     *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip", "--quiet"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI
     *("--tensor-parallel-size", "--enable-expert-parallel", "--max-model-len", "--shm-size"),  # vLLM, Docker
     *("--no-enable-chunked-prefill", "--speculative-config", "--nproc_per_node"),  # vLLM, torchrun
+    "--version",  # of `speculator` without a command
     "--loss",  # a column of settings
 }
 
@@ -103,14 +92,84 @@ def test_every_link_leads_to_a_file_and_a_heading():
     assert not broken
 
 
-def test_every_excerpt_of_the_code_exists():
-    excerpts = [
+def test_every_function_that_a_page_links_exists():
+    links = [
         (file.parent / path, name)
         for file in FILES
-        for path, name in re.findall(r"\{literalinclude\} (\S+)\n(?::.*\n)*?:pyobject: (\S+)", file.read_text())
+        for name, path in re.findall(r"\[`(\w+(?:\.(?!py`)\w+)?)`\]\(([^)\s#]+\.py)\)", file.read_text())
     ]
-    assert len(excerpts) > 15
-    assert [name for path, name in excerpts if name not in definitions(ast.parse(path.read_text()))] == []
+    assert len(links) > 25
+    assert [name for path, name in links if name not in definitions(ast.parse(path.read_text()))] == []
+
+
+def test_no_excerpt_is_blank_where_a_page_is_read_without_sphinx():
+    assert [file.name for file in FILES if "{literalinclude}" in file.read_text()] == []
+
+
+def ratio(interval: dict[str, Any]) -> str:
+    low, high = interval["low"], interval["high"]
+    return f"{interval['value']:.2f}" + ("" if low is None else f" ({low:.2f}-{high:.2f})")
+
+
+def figures(suites: list[dict[str, Any]]) -> dict[str, str]:
+    """The cells of a row of the results that a report gives, by column."""
+    by = {row["drafter"]: row for row in suites}
+    speed = by["adaptive"]["end_to_end_tokens_per_second"]
+    return {
+        "T": f"{by['adaptive']['temperature']:.0f}",
+        "acceptance length, adaptive": f"{by['adaptive']['acceptance_length']:.2f}",
+        "head alone": f"{by['head']['acceptance_length']:.2f}",
+        "speedup, adaptive": ratio(by["adaptive"]["speedup"]["plain"]),
+        "whole answer": f"{speed['speculative'] / speed['plain']:.2f}",
+        "speedup, head alone": ratio(by["head"]["speedup"]["plain"]),
+        "speedup, n-gram lookup": ratio(by["ngram"]["speedup"]["plain"]),
+    }
+
+
+def test_rows_of_the_results_are_those_of_their_reports():
+    header, rows = [], 0
+    for line in (ROOT / "docs/results.md").read_text().splitlines():
+        cells = [cell.strip().strip("*") for cell in line.strip("|").split("|")]
+        if line.startswith("| prompts |"):
+            header = cells
+        elif report := re.match(r"\[.*\]\((lab/.*report.json)\), (\d+)$", cells[0]):
+            suites = json.loads((ROOT / "docs" / report[1]).read_text())["suites"]
+            assert int(report[2]) == suites[0]["prompts"]
+            expected = figures(suites)
+            assert cells[1:] == [expected[name] for name in header[1:]], report[1]
+            best = max(("adaptive", "head", "ngram"), key=lambda name: speedups(suites)[name])
+            bold = re.search(r"\*\*(.*?)\*\*", line)
+            assert bold is None or bold[1].startswith(f"{speedups(suites)[best]:.2f}")
+            rows += 1
+    assert rows == 12
+
+
+def speedups(suites: list[dict[str, Any]]) -> dict[str, float]:
+    return {row["drafter"]: row["speedup"]["plain"]["value"] for row in suites if "speedup" in row}
+
+
+def test_the_comparison_with_transformers_is_that_of_its_report():
+    page = (ROOT / "docs/results.md").read_text()
+    named = {"plain": "plain", "n-gram": "n-gram lookup", "draft model": "draft model"}
+    for row in json.loads((ROOT / "docs/lab/peers.json").read_text())["rows"]:
+        speed = row["tokens_per_second"]
+        cells = [named[row["ours"]], f"{speed['ours']:.0f}", f"{speed['theirs']:.0f}", ratio(row["ratio"])]
+        assert f"| {' | '.join(cells)} |" in page
+
+
+def test_the_texts_equal_to_transformers_are_those_of_the_report():
+    page = " ".join((ROOT / "docs/explanation/accept-rules.md").read_text().split())
+    named = re.search(r"\[(\d+) of (\d+) greedy texts\]\(\.\./(lab/[^)]*report\.json)\)", page)
+    assert named
+    suites = json.loads((ROOT / "docs" / named[3]).read_text())["suites"]
+    same = [row["identical_to_greedy"] for row in suites if row["drafter"] in ("none", "head", "adaptive")]
+    assert {(each["identical"], each["of"]) for each in same} == {(int(named[1]), int(named[2]))}
+
+
+def test_every_report_that_is_kept_is_named():
+    text = "".join(path.read_text() for path in [*FILES, ROOT / "benchmarks/shapes.py"])
+    kept = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs/lab").rglob("*") if path.is_file()]
+    assert [path for path in kept if str(path) not in text and f"{path.parent}:" not in text] == []
 
 
 def definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
@@ -130,7 +189,7 @@ def leads(file: Path, path: str, anchor: str) -> bool:
     return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_is_accepted_by_its_parser(page: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("train.initialise.with_settings_of_start", lambda config, given: config)  # no head is there
@@ -185,7 +244,7 @@ def run_to_the_parser(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
             run(name, run_name="__main__")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
     prose = FENCE.sub("", page.read_text())
     named = {flag for code in re.findall(r"`([^`]+)`", prose) for flag in re.findall(r"(?<!\S)--[a-z][\w.-]*\b", code)}

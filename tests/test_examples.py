@@ -36,6 +36,18 @@ def test_the_head_of_a_chat_model_loads_and_drafts(folder, kind, target, size, d
     assert logits[..., head.draft_tokens].isfinite().all()
 
 
+@pytest.mark.parametrize(("folder", "report"), [(HEAD, "smollm2/spec_bench-t0"), (CODER, "qwen2.5_coder/humaneval-t0")])
+def test_figures_of_a_card_are_those_of_the_report(folder, report):
+    card = (folder / "README.md").read_text()
+    rows = json.loads(Path("docs/lab", report, "report.json").read_text())["suites"]
+    adaptive = next(row for row in rows if row["drafter"] == "adaptive")
+    assert f"is {adaptive['speedup']['plain']['value']:.2f} times as fast as plain decoding" in card
+    speed = adaptive["end_to_end_tokens_per_second"]
+    assert "HumanEval's" not in card or f"| 1 | {speed['plain']:.1f} | {speed['speculative']:.1f} |" in card
+    tuned = json.loads((folder / "decoding.json").read_text())["prompts"]
+    assert f"tuned on {tuned} Spec-Bench prompts" in card
+
+
 @pytest.mark.parametrize("script", ["unlikelihood.py", "measure.py"])
 def test_the_documented_scripts_start_in_an_installation(script, tmp_path):
     """From another folder, and without the paths that pytest adds."""

@@ -1,9 +1,6 @@
 """The engine and the trainer compute what the plain steps of `speculator.reference` say."""
 
 import inspect
-import re
-from pathlib import Path
-from textwrap import indent
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from speculator.heads.training import IGNORE
 from train.config import LossConfig
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
-ROOT = Path(__file__).parents[1]
 DEPTH, NEW = 3, 32
 PLAIN_STEPS = {"mlp": reference.mlp_step, "eagle3": reference.eagle3_step}
 
@@ -200,25 +196,6 @@ def test_a_trainer_whose_steps_read_one_token_too_early_differs_from_the_plain_s
     monkeypatch.setattr(unrolled.UnrolledHead, "forward", early)
     with pytest.raises(AssertionError, match="not close"):
         compare(tmp_path, "eagle3")
-
-
-# ---- the pages that show them
-
-FENCE = re.compile(r"^```python\n((?:@|def |for ).*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = {
-    "step.md": ["decode", "labels", "loss_of", "mlp_step", "update", "eagle3_step"],
-    "walkthrough.md": ["eagle3_step"],
-}
-
-
-@pytest.mark.parametrize("page", SHOWN)
-def test_a_page_shows_the_plain_step_as_it_is(page):
-    text = (ROOT / "docs/explanation" / page).read_text()
-    assert "(../../speculator/reference.py)" in text
-    for name, shown in zip(SHOWN[page], FENCE.findall(text), strict=True):
-        code = inspect.getsource(getattr(reference, name))
-        # An excerpt begins at a loop of the function, and ends with it.
-        assert code.endswith(indent(shown, "    ")) if shown.startswith("for ") else shown == code
 
 
 def test_a_plain_step_fits_a_screen():

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,13 @@ import datasets
 import yaml
 from filelock import FileLock
 
+from speculator.about import git_commit
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_text, write_text
 from speculator.heads import ARCHITECTURES
 from speculator.report import RunRecord
 from speculator.terminal import log
-from train.config import ROOT, RunConfig
+from train.config import RunConfig
 
 _RECORD = "config.yaml"
 _LOCK = ".lock"
@@ -217,14 +217,3 @@ def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
                 return found
         return None
     return None if before == now else f"{path} ({before}, not {now})"
-
-
-def git_commit() -> str | None:
-    """Return `git describe` of this checkout's commit ("-dirty" with changes); None if git can't."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

@@ -1,7 +1,7 @@
 """Memory and time that a run needs, estimated by formula before anything is loaded: `train.py --plan 8xH100`.
 
 Of the target, only the config is read. Weights are counted on torch's meta device; activations follow from a few
-constants that were calibrated on an H100 (docs/lab/h100.md). The allocator and CUDA itself take about a GB more.
+constants that were calibrated on an H100 (docs/results.md). The allocator and CUDA itself take about a GB more.
 """
 
 from __future__ import annotations

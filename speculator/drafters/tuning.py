@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from speculator.about import processor
 from speculator.decoding.drafter import Shape
-from speculator.device import dtype_name, hardware, processor
+from speculator.device import dtype_name, hardware
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable, entries_from_json
 from speculator.drafters.fixed_tree import FixedTree

@@ -3,7 +3,7 @@
 A head may draft from V_d of the V tokens only, its draft vocabulary: its output matrix then has V_d rows, and all other
 tokens have logit -inf. It reads any token.
 
-CONTRIBUTING.md describes how to add one.
+docs/contributing/add-a-head.md describes how to add one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Matrix products on a CPU by oneDNN: a few rows take about as long as one.
 
 Speculative decoding pays because verifying G+1 tokens reads the weights once, as a plain step does. torch's own product
-(MKL) takes two to three times as long for a few rows as for one on some processors (docs/lab/linear.md). Each
-weight therefore has a second copy in oneDNN's layout, multiplied by the operators that torch.compile generates.
+(MKL) takes two to three times as long for a few rows as for one on some processors. Each weight therefore has a
+second copy in oneDNN's layout, multiplied by the operators that torch.compile generates.
 
 Products that need a gradient use oneDNN too, without a copy; there torch's own float32 products took twice as long.
 Small products, other dtypes and other devices use torch's own.
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculator.device import processor
+from speculator.about import processor
 from speculator.files import cached_object
 from speculator.terminal import log
 

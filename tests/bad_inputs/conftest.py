@@ -74,7 +74,7 @@ def inputs(tmp_path_factory, text_file) -> dict[str, Path]:
     shutil.copyfile(text_file, paths["TEXT"])
     paths["PLAIN"] = ROOT / "tests" / "plain.yaml"
     paths["REPORT"] = root / "report.json"
-    shutil.copyfile(ROOT / "docs" / "lab" / "quickstart" / "report.json", paths["REPORT"])
+    shutil.copyfile(ROOT / "docs" / "lab" / "smollm2" / "spec_bench-t0" / "report.json", paths["REPORT"])
     return paths
 
 

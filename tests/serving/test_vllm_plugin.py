@@ -224,7 +224,7 @@ def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> float:
 
 
 def test_sampled_text_follows_the_targets_distribution(tmp_path, run_in, target, prompts, texts, report):
-    """`expand` replaces a faulty function of vLLM's CPU backend: see docs/lab/vllm_cpu_temperature.md."""
+    """`expand` replaces a faulty function of vLLM's CPU backend: see vllm_runs.py."""
     head = half_known(target, prompts, texts, "mlp, tied")
     save(head, tmp_path / "head", layout_of("vllm-plugin", head))
     prompt, samples = prompts[-2], 3000

@@ -4,7 +4,7 @@ Usage: vllm_runs.py INPUTS OUTPUT. INPUTS is JSON: target, engine (settings of v
 speculative_config, or null) and runs. A run is a list of requests that are submitted together: prompt (token ids),
 max_new_tokens, temperature and seed. OUTPUT gets for each run the texts, the drafts as [position of the target's last
 token, the next token, the draft], the accepted tokens per position, preemptions and prefix cache hits. `expand` in
-INPUTS replaces a faulty function of vLLM's CPU backend: see docs/lab/vllm_cpu_temperature.md.
+INPUTS replaces a faulty function of vLLM's CPU backend, see `expand`.
 """
 
 import functools
@@ -20,7 +20,11 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 
 def expand(output, input_val, cu_num_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
-    """Repeat each request's value for each of its tokens."""
+    """Repeat each request's value for each of its tokens.
+
+    Without triton, vLLM 0.32's own `_expand_kernel_impl` writes into a copy unless `output` is int64. So temperatures,
+    top-k and top-p of drafted positions are what lay in memory, and sampled text has another distribution.
+    """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
     values = torch.where(input_val == replace_from, replace_to, input_val).to(output.dtype)
     output.copy_(values.repeat_interleave(counts))

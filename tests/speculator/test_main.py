@@ -4,11 +4,14 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from speculator import workshop
 from speculator.__main__ import COMMANDS, PACKAGES, main
+from speculator.about import DISTRIBUTION, git_commit, processor, version_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,11 +23,27 @@ def test_without_a_command_help_is_printed_and_nothing_is_wrong(capsys):
     assert printed.err == ""
 
 
-def test_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out.startswith("speculator ")
+def test_the_version_has_the_commit_torch_and_the_gpus_and_imports_no_torch(tmp_path):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\nprintf 'NVIDIA H100\\nNVIDIA H100\\nNVIDIA L4\\n'\n")
+    fake.chmod(0o755)
+    code = "import sys; from speculator.__main__ import main\n"
+    code += "try: main(['--version'])\nfinally: assert 'torch' not in sys.modules"
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    commit = f" ({git_commit()})" if git_commit() else ""
+    begin = f"speculator {version(DISTRIBUTION)}{commit}, torch {version('torch')}, Python "
+    assert done.stdout.startswith(begin)
+    assert done.stdout.endswith(", 2 x NVIDIA H100, 1 x NVIDIA L4\n")
+
+
+def test_the_version_names_the_processor_without_a_gpu_and_no_commit_in_a_wheel(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert version_line().endswith(processor())
+    monkeypatch.undo()
+    monkeypatch.setattr(workshop, "ROOT", workshop._INSTALLED)
+    assert git_commit() is None
 
 
 @pytest.mark.parametrize("command", ["train --stage1.max_stepz 3", "data view --colour", "eval compare a b"])

@@ -125,9 +125,9 @@ def test_the_size_of_a_head_is_known_before_it_is_made(target, architecture, n_p
     flags = ["--speculator.architecture", architecture, "--speculator.n_predict", str(n_predict)]
     flags += ["--speculator.draft_vocab_size", str(drafted), "--speculator.inner_dim", "24"]
     flags += ["--speculator.initialise", "random"]
-    options = {"mlp": ["{}", "{tie_weights: false}", "{own_embedding: false}"], "eagle3": ["{aux_layers: [0, 1]}"]}
-    options["dspark"] = options["eagle3"]
-    for own in options.get(architecture, ["{}"]):
+    reads_layers = hasattr(ARCHITECTURES[architecture].config_class, "aux_layers")
+    options = {"mlp": ["{}", "{tie_weights: false}", "{own_embedding: false}"]}
+    for own in options.get(architecture, ["{aux_layers: [0, 1]}" if reads_layers else "{}"]):
         run = settled(parse([*flags, "--speculator.options", own]), target)
         rows = Dataset.from_dict({"input_ids": [[0, 1]]})
         assert parameters(run) == new_head(run, target, rows, length=2).num_parameters()

@@ -37,7 +37,7 @@ def overfit(
     head_class = ARCHITECTURES[architecture]
     used = row.unique()  # ascending
     drafted = len(used) if pruned else None
-    own = {"aux_layers": [0, 1]} if architecture in ("eagle3", "dspark") else {}
+    own = {"aux_layers": [0, 1]} if hasattr(head_class.config_class, "aux_layers") else {}
     if architecture == "dspark":
         own |= {"num_hidden_layers": 1, "markov_rank": 8, "mask_token_id": 0}
     config = head_class.config_class.for_target(

@@ -52,7 +52,7 @@ SMOLLM = LlamaConfig(
     ],
 )
 def test_memory_is_within_15_percent_of_what_an_h100_measured(recipe, target, measured, flags):
-    """The figures of docs/lab/h100.md, in GB."""
+    """The figures of docs/results.md, in GB."""
     made = Plan(settled(parse(["--config", f"configs/{recipe}.yaml", *flags]), target, H100))
     assert sum(made.memory()["stage1"].values()) / 1e9 == pytest.approx(measured, rel=0.15)
 
@@ -63,7 +63,7 @@ def test_generating_is_within_15_percent_of_what_an_h100_measured():
 
 
 def test_mfu_is_close_to_that_of_counted_operations():
-    """docs/lab/h100.md: 12,211 tokens/s are 32% of the peak."""
+    """docs/results.md: 12,211 tokens/s are 32% of the peak."""
     made = Plan(settled(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100))
     assert 12_211 * made.seconds_per_token("stage1") == pytest.approx(0.32, abs=0.03)
     # Of the target's two untied matrices, the embedding is not multiplied by, and the other one is once.
@@ -113,7 +113,7 @@ def test_kept_states_take_the_target_out_of_later_passes(tmp_path):
     [("eagle3", 576 * (3 * 576 + 2 * (576 + 2 * 192) + 576 + 3 * 1536 + 8192)), ("mlp", 576 * (2 * 576 + 8192))],
 )
 def test_a_cpu_keeps_a_copy_of_every_matrix_that_multiplies(recipe, of_head):
-    """30 layers of SmolLM2, and its output matrix, which is the embedding too (docs/lab/training.md)."""
+    """30 layers of SmolLM2, and its output matrix, which is the embedding too (docs/results.md)."""
     flags = ["--target.dtype", "float32", "--stage2.max_steps", "2"]
     config = parse(["--config", f"configs/smollm2-135m-{recipe}.yaml", *flags])
     memory = Plan(settled(config, SMOLLM)).memory()

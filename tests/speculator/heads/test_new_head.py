@@ -1,6 +1,7 @@
 """A new architecture is one class and one registered name: it is trained, decoded with, saved and loaded."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from speculator.checkpoints import FORMATS, layout_of, load_any, save
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig, register
 from speculator.heads.drafting import LastHiddenSource, WholeTextSource
 from speculator.heads.training import IGNORE, step_metrics
-from speculator.heads.unrolled import draft_ids
+from speculator.heads.unrolled import UnrolledConfig, UnrolledHead, draft_ids
 from train.config import HeadOptions, LossConfig, RunConfig
 from train.initialise import new_head
 from train.trainer import Collator, SpeculatorTrainer, arguments
@@ -171,6 +172,24 @@ def test_the_training_form_drafts_what_the_drafting_form_does(target, monkeypatc
     assert whole.tokens == own.tokens
     assert whole.steps == own.steps
     assert own.acceptance_length > 1.2
+
+
+def test_the_head_of_the_contributors_page_is_trained_and_decodes(target, tmp_path):
+    page = Path(__file__).parents[3] / "docs/contributing/add-a-head.md"
+    code = page.read_text().partition("```python\n")[2].partition("```")[0]
+    names = {"nn": nn, "register": register, "UnrolledConfig": UnrolledConfig, "UnrolledHead": UnrolledHead}
+    try:
+        exec(code, {**names, "WholeTextSource": WholeTextSource, "__name__": __name__})
+        options = HeadOptions(architecture="sum", n_predict=2, draft_vocab_size=20)
+        rows = Dataset.from_list([{"input_ids": list(range(32))}])
+        head = new_head(settled(RunConfig(speculator=options), target), target, rows, 32)
+        before = head.embedding.weight.clone()
+        trainer_of(head, target, tmp_path / "run").train()
+        assert not torch.equal(head.embedding.weight, before)
+        plain = generate(target, None, [PROMPT], max_new_tokens=20).tokens
+        assert generate(target, HeadDrafter(head, Tree((3, 2), nodes=5)), [PROMPT], max_new_tokens=20).tokens == plain
+    finally:
+        ARCHITECTURES.pop("sum", None)
 
 
 def test_an_unknown_architecture_or_option_fails_in_one_line_with_the_nearest_valid_one(registered, target):

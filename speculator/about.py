@@ -1,0 +1,61 @@
+"""What `speculator --version` prints: version, commit, torch and device. Importing torch would take seconds."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from speculator import workshop
+
+DISTRIBUTION = "speculator-llm"
+
+
+def version_line() -> str:
+    """Return the line that a report of a fault needs."""
+    commit = git_commit()
+    own = f"speculator {_version(DISTRIBUTION)}" + (f" ({commit})" if commit else "")
+    return f"{own}, torch {_version('torch')}, Python {platform.python_version()}, {_gpus() or processor()}"
+
+
+def git_commit() -> str | None:
+    """Return `git describe` of this checkout's commit ("-dirty" with changes); None in a wheel, or if git can't."""
+    if workshop.is_installed():  # what git would describe is a repository around site-packages
+        return None
+    return _printed("git", "-C", str(workshop.ROOT), "describe", "--always", "--dirty")
+
+
+def processor() -> str:
+    """Return the CPU's name with its family and model numbers, or only its architecture, such as "aarch64".
+
+    The numbers tell CPUs apart to which virtual machines give the same name.
+    """
+    with suppress(OSError):
+        facts = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+        if "model name" in facts:
+            return f"{facts['model name'].strip()} (family {facts.get('cpu family')}, model {facts.get('model')})"
+    return platform.machine()
+
+
+def _gpus() -> str:
+    """Return the names of the machine's NVIDIA GPUs, such as "2 x NVIDIA H100"; empty if there are none."""
+    names = (_printed("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "(not installed)"
+
+
+def _printed(*command: str) -> str | None:
+    """Return what a program prints; None if it fails or is missing."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
