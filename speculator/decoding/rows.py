@@ -35,8 +35,11 @@ from speculator.target.model import Target
 RESERVED_NEW_TOKENS = 1024
 """New tokens for which a row has room at admission; the cache grows if a request needs more."""
 PASS = {"cuda": 8192}
-"""Prompt tokens of a prefill pass while no row decodes, by device type: as much memory as 16 rows of 512. A short pass
-waits for the host, whose launches take as long as the products of some 1,500 tokens of an 8B model."""
+"""Prompt tokens of a prefill pass while no row decodes, by device type. A short pass waits for the host, whose launches
+take as long as the products of some 1,500 tokens of an 8B model."""
+SCRATCH = 2**31
+"""Bytes that a prefill pass may take for what grows with its tokens, see `Target.scratch_per_token`. 2 GiB are a twelfth
+of a GPU of 24 GB. A Llama of 8B reads 8,192 tokens in a pass up to position 13,000, and 860 at position 128,000."""
 _NO_MEMORY = Memory()
 
 
@@ -264,7 +267,8 @@ class Rows:
         """Return the prompt tokens to process next, up to `width` of a row; None if all prompts are in the cache.
 
         While other rows decode, a chunk has at most max(width, tokens of the decoding rows in a step) tokens. Otherwise
-        no row waits for the chunk, and on a GPU it may have more than `width` tokens of a row, see `PASS`.
+        no row waits for the chunk, and on a GPU it may have more than `width` tokens of a row, see `PASS`. Its memory is
+        bounded, see `SCRATCH`.
         """
         source, destination, longest = self.scheduler.share_prefixes()
         if destination:
@@ -279,6 +283,12 @@ class Rows:
         budget = max(width, decoding * self._tokens_per_step) if decoding else None
         if not decoding:
             width = max(width, PASS.get(self.target.device.type, 0) // len(rows))
+        slots = [self.scheduler.slots[row] for row in rows]
+        # Attention reads as far as the row that is furthest, for all rows.
+        read = max(min(len(slot.sequence), slot.num_computed_tokens + width) for slot in slots)
+        most = SCRATCH // self.target.scratch_per_token(self.cache, read)
+        width = max(1, min(width, most if budget else most // len(rows)))
+        budget = budget and max(1, min(budget, most))
         rows, widths = self.scheduler.next_chunk(rows, width, budget)
         slots = [self.scheduler.slots[row] for row in rows]
         begins = [slot.num_computed_tokens for slot in slots]
