@@ -36,7 +36,7 @@ def decoding(
         for start in range(0, len(prompts), group):
             engine.forget()
             chunk, counts = prompts[start : start + group], limits[start : start + group]
-            made = engine.generate(chunk, Sampling(), max_new_tokens=counts, eos_token_ids=())
+            made = engine.generate(chunk, Sampling(), max_new_tokens=counts, eos_token_ids=()).check()
             tokens += sum(map(len, made.tokens))
         return tokens
 

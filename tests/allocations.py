@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from typing import Any
 
 import torch
 from torch.utils import _pytree
@@ -25,10 +26,9 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for x in _pytree.tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self._note(x, x.untyped_storage()._cdata in given)
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        for x in _tensors(result):
+            self._note(x, x.untyped_storage()._cdata in given)
         return result
 
     def _note(self, x: torch.Tensor, known: bool) -> None:
@@ -46,3 +46,9 @@ class Allocations(TorchDispatchMode):
         self._tensors[key] -= 1
         if not self._tensors[key]:
             self._alive -= size
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested value, except packed weights, which have no storage."""
+    leaves = _pytree.tree_leaves(value)
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.layout is torch.strided]

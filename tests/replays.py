@@ -75,6 +75,12 @@ class Record(HostSyncs):
                     old.copy_(new)
 
 
+def overwrite(result, new) -> None:
+    """Write a result into the tensors of an older one, as a replay does."""
+    for old, each in zip(graphs.tensors(result), graphs.tensors(new), strict=True):
+        old.copy_(each)
+
+
 class Double:
     """A graph that runs a record again. The recording itself counts as the first replay."""
 

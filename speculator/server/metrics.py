@@ -59,7 +59,7 @@ class Metrics:
     def count_answer(self, request: Request) -> None:
         """Count a finished or cancelled answer, its new tokens and its verification steps."""
         self.answers.labels(request.finish_reason).inc()
-        self.new_tokens.inc(len(request.tokens))
+        self.new_tokens.inc(request.num_new)
         for step in request.steps:
             if not step.cut:
                 self.acceptance_length.observe(step.accepted + 1)
@@ -92,7 +92,7 @@ class Traffic:
         self.answers += request.finish_reason is not None
         self.tokens += new
         # The prefill's token is no step: with it, the request has no other tokens yet.
-        if len(request.tokens) > new:
+        if request.num_new > new:
             self.steps += 1
             self.accepted += new
 

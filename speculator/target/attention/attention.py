@@ -23,8 +23,8 @@ ATTENTION, VARLEN = "speculator", "speculator_varlen"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 """Sliding window of each attention layer in tokens, None if it has none; not all families pass it to `attention`."""
 _SCORES = 2**26
-"""Scores that `_explicit` holds at a time: 64 GiB would be those of 8,192 tokens with 64 heads, in float32 and bfloat16.
-These are below 1 GiB, and enough that a kernel's launch is a small part of its time."""
+"""Scores that `_explicit` holds at a time. With their copies they take below 1 GB, and a kernel's launch takes a small
+part of the time. All scores of 8,192 tokens with 64 heads would take 52 GB."""
 
 
 def avoid_cudnn(device: torch.device) -> None:

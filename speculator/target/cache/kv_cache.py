@@ -377,6 +377,12 @@ class KVCache(Cache):
         if self.cross is not None:
             self.cross.move(source, destination)
 
+    def erase(self, row: int) -> None:
+        """Set keys and values of a row to 0, and its length; `truncate` clears states of recurrent layers."""
+        self.lengths[row] = 0
+        for stack in self.stacks.values():
+            stack[:, row] = 0
+
     def grow(self, capacity: int) -> None:
         """Allocate at least `capacity` positions per row, if there are fewer.
 

@@ -210,4 +210,3 @@ def like(mask: Tensor, other: Tensor) -> Tensor:
     """Return the mask with dimensions of size 1 appended, so that it broadcasts to another tensor."""
     # [B, T] and [B, T, H, d] give [B, T, 1, 1]; broadcasting by itself would align the last dimensions.
     return mask.view(*mask.shape, *[1] * (other.ndim - mask.ndim))
-
