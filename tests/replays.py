@@ -22,7 +22,7 @@ SAMPLINGS = {
     "sampled": [
         Sampling(0.8, top_k=6, seed=1),
         Sampling(),
-        Sampling(1.2, top_p=0.8, seed=2),
+        Sampling(1.2, top_p=0.8, seed=9),
         Sampling(1.0, min_p=0.05, seed=3),
     ],
 }

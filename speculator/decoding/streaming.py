@@ -88,7 +88,7 @@ class Detokenizer:
         # What is held is decoded again for every token, so a text without an end to wait for is shown in parts.
         held = len(self._window) - self._shown
         broken = piece.endswith("\ufffd")
-        if held < _MAX_HELD and (not piece or self._in_run or broken) or held < _MAX_HELD + 4 and broken:
+        if (held < _MAX_HELD and (not piece or self._in_run)) or (held < _MAX_HELD + 4 and broken):
             return ""
         # This piece's tokens become the left context of the next piece.
         self._window = self._window[self._shown :]

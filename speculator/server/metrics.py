@@ -59,7 +59,7 @@ class Metrics:
     def count_answer(self, request: Request) -> None:
         """Count a finished or cancelled answer, its new tokens and its verification steps."""
         self.answers.labels(request.finish_reason).inc()
-        self.new_tokens.inc(request.num_new)
+        self.new_tokens.inc(len(request.tokens))
         for step in request.steps:
             if not step.cut:
                 self.acceptance_length.observe(step.accepted + 1)

@@ -131,7 +131,7 @@ class Target(InProcessTarget):
                 # Counted on the functions of transformers 5.23: 3.7 to 4 times this sum in float32 for Mamba 2 in
                 # chunks of 256, and 3.3 times for the delta rule, whose chunks have 64 tokens.
                 scan = max(scan, 4 * 4 * layer.states[1].shape[1] * (256 + sum(layer.states[1].shape[2:])))
-        return read * (1 + size + masks * groups * size) + scan
+        return max(1, scan + (read * (1 + size + masks * groups * size) if cache.stacks else 0))
 
     @cached_property
     def _num_masks(self) -> int:
