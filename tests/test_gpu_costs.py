@@ -349,6 +349,7 @@ def captures(monkeypatch, drafter, steps: int) -> int:
     monkeypatch.setattr(Rows, "_weight_bytes", _POSITION * int(16e9 / 2**17))  # as those of 8 billion weights
     config = copy.deepcopy(CONFIGS["llama"])
     config.num_hidden_layers, config.max_position_embeddings = 1, 4096
+    torch.manual_seed(0)
     target = Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
     engine = Engine(target, drafter(target), slots=8)
     samplings = [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9)]

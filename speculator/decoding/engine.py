@@ -121,7 +121,7 @@ class Engine:
         self.rows = Rows(target, drafter, slots, capacity, capture)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
-        self._decode = self.rows.replayed(self, "decode")  # runs `decode`, or replays a CUDA graph of it
+        self._decode = self.rows.replayed(self, "decode_batch")  # runs `decode_batch`, or replays a CUDA graph of it
 
     @property
     def drafter(self) -> Drafter | None:
@@ -283,7 +283,7 @@ class Engine:
     def step(self) -> bool:
         """Admit waiting requests, prefill one chunk, and advance every decoding row by one verification step.
 
-        Returns whether anything is left to do. Host work is here; `decode` is the device's part, which CUDA graphs
+        Returns whether anything is left to do. Host work is here; `decode_batch` is the device's part, which CUDA graphs
         can replay. After an exception, the next step continues the texts as they are.
         Engines of one target may step in different threads: one waits for the other.
         """
@@ -312,7 +312,7 @@ class Engine:
                 raise
         return self.busy
 
-    def decode(self, batch: Batch) -> tuple[Tensor, Tensor | None]:  # `Verified.report` and `kept`
+    def decode_batch(self, batch: Batch) -> tuple[Tensor, Tensor | None]:  # `Verified.report` and `kept`
         """Run one step's device work (draft, verify, accept, commit) for a batch; return what the host needs.
 
         x_0 is the pending token, x_1 .. x_G are the draft. p[j] is the target's distribution after x_j, so p[j] tests
@@ -331,8 +331,8 @@ class Engine:
         return verified.report, verified.kept
 
     def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4]
-        """Run one step's device work, see `decode`, and return `Verified.report`."""
-        return self.decode(batch)[0]
+        """Run one step's device work, see `decode_batch`, and return `Verified.report`."""
+        return self.decode_batch(batch)[0]
 
     @property
     def rule(self) -> str:
