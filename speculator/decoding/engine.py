@@ -283,8 +283,8 @@ class Engine:
     def step(self) -> bool:
         """Admit waiting requests, prefill one chunk, and advance every decoding row by one verification step.
 
-        Returns whether anything is left to do. Host work is here; `decode_batch` is the device's part, which CUDA graphs
-        can replay. After an exception, the next step continues the texts as they are.
+        Returns whether anything is left to do. Host work is here; `decode_batch` is the device's part, which CUDA
+        graphs can replay. After an exception, the next step continues the texts as they are.
         Engines of one target may step in different threads: one waits for the other.
         """
         with self.target.lock:
