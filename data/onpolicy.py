@@ -128,7 +128,7 @@ def generate_rows(
         def decode() -> Generation:
             engine.forget()
             how = [writing.sampling(row, len(prompts)) for row in rows]
-            return engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
+            return engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping).check()
 
         made = without_captures(decode)
         # The prefill's token is not counted: its time is that of the prompt.
@@ -192,7 +192,7 @@ def _answer(
             finished = [entry for entry in unfinished if entry[0].finish_reason]
             unfinished = [entry for entry in unfinished if not entry[0].finish_reason]
             for request, row, each in finished:
-                request.check_memory()
+                request.check()
                 made.append(request)
                 each.add(request.tokens, request.finish_reason == "eos", rejection_marks(request.steps))
                 if each.prompt is not None:

@@ -34,7 +34,7 @@ class RecordingEngine(Engine):
         self._logits = []
         request = self.submit(prompt, sampling, logprobs=0, **settings)  # so that steps keep their logits
         self.run()
-        request.check_memory()
+        request.check()
         return request
 
     @property
@@ -49,6 +49,6 @@ class RecordingEngine(Engine):
     def verify(self, batch: Batch, draft: Draft, noise: Noise) -> Verified:
         verified = super().verify(batch, draft, noise)
         self.newest = draft, verified
-        assert verified.logits is not None
-        self._logits.append(verified.logits[0, : 1 + verified.accepted[0]])
+        assert verified.kept is not None
+        self._logits.append(verified.kept[0, : 1 + verified.accepted[0]])
         return verified

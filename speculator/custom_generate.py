@@ -142,39 +142,35 @@ class _BorrowedModel:
         """
         # In another thread a second call would find the model half changed, and leave it so.
         with _LOCKS.setdefault(model, RLock()):
-            yield from self._borrowed(model)
-
-    def _borrowed(self, model: PreTrainedModel) -> Iterator[Target]:
-        """Yield the model as a `Target`, see `target`."""
-        # Another model than in the last call, another output layer or adapter, or the same one elsewhere: nothing of
-        # the old one is kept.
-        modules, place = list(model.modules()), (model.device, model.dtype)
-        if self._modules != modules or self._place != place:
-            self._target, self._head, self._drafters, self._place = None, None, {}, place
-        is_target = model.config._attn_implementation == ATTENTION  # the user has it as a `Target` too
-        attention = original_attention(model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        training = [module for module in model.modules() if module.training]
-        packed = pack_linears(model)
-        fused = fuse_norms(model) if model.device.type == "cuda" else []
-        try:
-            if self._target is None:
-                self._target = Target(model, self._tokenizer)  # type: ignore[arg-type]
-                self._modules = modules
-            model.eval().requires_grad_(False)
-            set_attention(model, ATTENTION)
-            self._target.count_by_row()
-            yield self._target
-        finally:
-            unpack_linears(packed)
-            restore_norms(fused)
-            set_attention(model, ATTENTION if is_target else attention)
-            if not is_target:
-                positions.remove(model)
-            for parameter in trained:
-                parameter.requires_grad_(True)
-            for module in training:
-                module.training = True
+            # Another model than in the last call, another output layer or adapter, or the same one elsewhere: nothing
+            # of the old one is kept.
+            modules, place = list(model.modules()), (model.device, model.dtype)
+            if self._modules != modules or self._place != place:
+                self._target, self._head, self._drafters, self._place = None, None, {}, place
+            is_target = model.config._attn_implementation == ATTENTION  # the user has it as a `Target` too
+            attention = original_attention(model)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            training = [module for module in model.modules() if module.training]
+            packed = pack_linears(model)
+            fused = fuse_norms(model) if model.device.type == "cuda" else []
+            try:
+                if self._target is None:
+                    self._target = Target(model, self._tokenizer)  # type: ignore[arg-type]
+                    self._modules = modules
+                model.eval().requires_grad_(False)
+                set_attention(model, ATTENTION)
+                self._target.count_by_row()
+                yield self._target
+            finally:
+                unpack_linears(packed)
+                restore_norms(fused)
+                set_attention(model, ATTENTION if is_target else attention)
+                if not is_target:
+                    positions.remove(model)
+                for parameter in trained:
+                    parameter.requires_grad_(True)
+                for module in training:
+                    module.training = True
 
     def drafter(
         self, given: Drafter | Speculator | str | Path, sampling: Sampling, rows: int, adaptive: bool

@@ -45,9 +45,11 @@ class Counts:
     Attributes:
         waits: host waits by operation and line of the project.
         signatures: calls of fused attention by what a plan depends on: shapes, strides, dtype, mask, gradient.
+        elements: numbers that operations computed, views aside, by device type.
     """
 
     def __init__(self):
+        self.elements: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.signatures: Counter[Any] = Counter()
 
@@ -60,6 +62,11 @@ class Counts:
                 return
             frame = frame.f_back
         self.waits[f"{operation} in a library"] += 1
+
+    def work(self, func: Any, device: str, result: Any) -> Any:
+        if not _is_view(func):
+            self.elements[device] += sum(x.numel() for x in _tensors([result]))
+        return result
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any):
         given = [
@@ -166,29 +173,40 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     here = any(isinstance(each, GpuTensor) for each in given)
     asked = kwargs.get("device")
     there = here if asked is None else _is_gpu(asked)
+    if (here or (given and not there)) and _is_composite(func) and func not in _EMULATED:
+        before = counts.elements.copy()
+        with MODE:  # these arrive whole in inference mode
+            result = func.decompose(*args, **kwargs)
+        if name == "scaled_dot_product_attention":  # one kernel on both, of which only the CPU's exists here
+            counts.elements = before
+            counts.work(func, "cuda" if here else "cpu", result)
+        return result
     if here:
-        if _is_composite(func) and func not in _EMULATED:  # these arrive whole in inference mode
-            with MODE:
-                return func.decompose(*args, **kwargs)
         _check_devices(name, args, given)
         _note_waits(name, args, there, kwargs.get("non_blocking", False))
     elif name == "_to_copy" and there:
         if not kwargs.get("non_blocking"):
             counts.wait("copy from the host")
     elif not there:
-        return func(*args, **kwargs)
+        return counts.work(func, "cpu", func(*args, **kwargs))
     if asked is not None:
         kwargs = {**kwargs, "device": CPU}
     plain_args, plain_kwargs = [_own(x) for x in args], {name: _own(x) for name, x in kwargs.items()}
     emulated = _EMULATED.get(func)
     with nullcontext() if emulated is None else torch.no_grad():
         result = (emulated or func)(*plain_args, **plain_kwargs)
+    counts.work(func, "cuda" if here else "cpu", result)
     if name == "_local_scalar_dense":
         return result
     if func._schema.is_mutable:  # it returns its own arguments
         written = {id(_own(each)): each for each in given}
         return _map(lambda x: written.get(id(x), x), result)
     return _map(GpuTensor, result) if there else result
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    return any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
 
 
 @cache

@@ -7,13 +7,14 @@ from dataclasses import replace
 import make_believe_gpu
 import pytest
 import torch
-from conftest import CONFIGS, DFLASH2, tiny_block_head, tiny_head, tiny_model, tiny_mtp_head
+from allocations import Allocations
+from conftest import CONFIGS, DFLASH2, RECURRENT, RECURRENT_RUNS, tiny_block_head, tiny_head, tiny_model, tiny_mtp_head
 from make_believe_gpu import gpu
-from replays import capturing
+from replays import capturing, overwrite
 from transformers import AutoModelForCausalLM
 
 from speculator import Engine, HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target
-from speculator.decoding import prefill
+from speculator.decoding import prefill, rows
 from speculator.decoding.rows import Rows
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.adaptive import AdaptiveDrafter
@@ -24,6 +25,7 @@ from speculator.heads.training import TrainingBatch
 from speculator.kernels import cuda_graphs
 from speculator.kernels.fused_norms import fuse_norms
 from speculator.target import in_process
+from speculator.target.attention import attention
 from speculator.target.cache import kv_cache
 from speculator.target.remote.server_target import ServerTarget
 from train.config import LossConfig
@@ -70,6 +72,35 @@ def test_attention_never_runs_on_cudnn(where, gpu):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@RECURRENT_RUNS
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=() if each in ("qwen3_5", "kimi_linear", "lfm2", "mamba2") else pytest.mark.soak)
+        for each in RECURRENT
+    ],
+)
+@pytest.mark.parametrize("shape", [Chain(3), FixedTree([(0,), (1,), (0, 0)])], ids=["chain", "tree"])
+def test_a_verification_of_a_recurrent_target_computes_what_it_does_on_a_cpu(family, shape, gpu, monkeypatch):
+    """Padded to whole chunks of 16 or 64 tokens, it computed 2 to 87 times as many numbers."""
+    monkeypatch.setattr(in_process, "fuse_norms", lambda model: None)
+    monkeypatch.setattr(in_process, "pack_linears", lambda model: None)
+    monkeypatch.setitem(kv_cache.BUCKETS, "cuda", 1)
+    made = {}
+    for device in ("cpu", "cuda"):
+        target = Target(tiny_model(family).to(device), tokenizer=None)
+        engine = Engine(target, HeadDrafter(tiny_head().to(device), shape), slots=2, capture=False)
+        for first in (1, 2):
+            engine.submit([first, 2, 3], max_new_tokens=30, eos_token_ids=())
+        engine.step()
+        with torch.inference_mode():
+            batch = engine.rows.select()
+            gpu.elements.clear()
+            engine.decode_rows(batch)
+        made[device] = gpu.elements.total()
+    assert made["cuda"] == pytest.approx(made["cpu"], rel=0.01)
+
+
 def launches(target: Target, monkeypatch) -> int:
     """Operations of a plain step that are not views."""
     engine = Engine(target, None, slots=1, capture=False)
@@ -79,7 +110,7 @@ def launches(target: Target, monkeypatch) -> int:
     counted, real = [], make_believe_gpu.run
 
     def run(func, args, kwargs):
-        views = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
+        views = make_believe_gpu._is_view(func)
         composite = make_believe_gpu._is_composite(func) and func not in make_believe_gpu._EMULATED
         counted.extend(
             [func]
@@ -129,6 +160,43 @@ def test_prompts_are_read_in_long_passes_while_no_row_decodes(gpu, monkeypatch):
     engine.submit([3] * 1200, max_new_tokens=2, eos_token_ids=())
     engine.run()
     assert passes == [[3000, 1200], [512], [512], [176]]
+
+
+@pytest.mark.parametrize("decoding", [0, 1])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("mamba2", marks=RECURRENT_RUNS)])
+def test_a_pass_of_a_prefill_has_a_bound_on_what_grows_with_it(family, decoding, monkeypatch):
+    """Masks grow with the positions read, and scans with the chunk. Shorter passes give the same text."""
+    target, prompts = Target(tiny_model(family), None), [[7 * i % 31 for i in range(count)] for count in (70, 40, 9)]
+    expected = Engine(target, slots=4).generate(prompts, max_new_tokens=5, eos_token_ids=()).tokens
+    passes, process, bound = [], prefill.process, 12 * target.scratch_per_token(target.cache(1, 1), 70)
+    monkeypatch.setattr(prefill, "process", lambda chunk, *given: passes.append(chunk) or process(chunk, *given))
+    monkeypatch.setattr(rows, "SCRATCH", bound)
+    engine = Engine(target, slots=4)
+    for number in range(decoding):
+        engine.submit([3 + number], max_new_tokens=90, eos_token_ids=())
+        engine.step()
+    assert engine.generate(prompts, max_new_tokens=5, eos_token_ids=()).tokens == expected
+    for chunk in passes:
+        read = max(begin + count for begin, count in zip(chunk.begins, chunk.counts, strict=True))
+        tokens = len(chunk.counts) * max(chunk.counts)
+        assert tokens * target.scratch_per_token(engine.cache, read) <= bound or tokens <= 12
+    assert max(sum(chunk.counts) for chunk in passes) > 6
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+def test_explicit_attention_holds_few_scores_at_a_time(family, monkeypatch):
+    """All scores of a pass of 8,192 tokens would take 34 GB in gpt-oss-20b."""
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 16)  # as on a GPU, where a pass attends in one call
+    target, prompt = Target(tiny_model(family), None), [[7 * i % 31 for i in range(120)]]
+    made = {}
+    for scores in (2**26, 4000):
+        monkeypatch.setattr(attention, "_SCORES", scores)
+        engine = Engine(target, slots=1)
+        with Allocations() as allocations:
+            texts = engine.generate(prompt, max_new_tokens=8, eos_token_ids=(), logprobs=0)
+        made[scores] = texts.tokens, allocations.largest
+    assert made[4000][0] == made[2**26][0]
+    assert made[4000][1] <= made[2**26][1] / 2, "the mask"
 
 
 @pytest.mark.parametrize("kind", ["ngram", "hybrid", "adaptive"])
@@ -250,7 +318,7 @@ class Counted:
 
     def replay(self):
         if not self.first:
-            self.result.copy_(self.work(*self.given))
+            overwrite(self.result, self.work(*self.given))
         self.first = False
 
     def reset(self):
@@ -281,6 +349,7 @@ def captures(monkeypatch, drafter, steps: int) -> int:
     monkeypatch.setattr(Rows, "_weight_bytes", _POSITION * int(16e9 / 2**17))  # as those of 8 billion weights
     config = copy.deepcopy(CONFIGS["llama"])
     config.num_hidden_layers, config.max_position_embeddings = 1, 4096
+    torch.manual_seed(0)
     target = Target(AutoModelForCausalLM.from_config(config), tokenizer=None)
     engine = Engine(target, drafter(target), slots=8)
     samplings = [Sampling(), Sampling(1.0), Sampling(0.8, top_p=0.9)]

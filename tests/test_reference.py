@@ -24,10 +24,10 @@ PLAIN_STEPS = {"mlp": reference.mlp_step, "eagle3": reference.eagle3_step}
 class Recorded(Engine):
     """Keeps the draft and the accepted count of every step of one request."""
 
-    def append_tokens(self, batch, report):
+    def append_tokens(self, batch, report, kept=None):
         *draft, drafted, accepted, _, _ = report[0]
         self.seen.append((draft[:drafted], accepted))
-        super().append_tokens(batch, report)
+        super().append_tokens(batch, report, kept)
 
 
 def by_engine(model, head, prompt, temperature):
@@ -73,13 +73,13 @@ def without_bonus(samples, draft):
 
 @pytest.mark.parametrize("wrong", [shifted, without_bonus])
 def test_an_engine_with_a_wrong_accept_rule_differs_from_the_plain_step(monkeypatch, wrong):
-    model, head, prompt = tiny_model(), tiny_head(DEPTH), [3, 1, 4, 1, 5]
-    expected = reference.decode(model, head, prompt, NEW, DEPTH, 0.7, seed=5)
-    assert by_engine(model, head, prompt, 0.7) == expected
+    model, head, prompts = tiny_model(), tiny_head(DEPTH), [[n, 1, 4] for n in range(8)]
+    expected = [reference.decode(model, head, prompt, NEW, DEPTH, 0.7, seed=5) for prompt in prompts]
+    assert [by_engine(model, head, prompt, 0.7) for prompt in prompts] == expected
     monkeypatch.setattr("speculator.decoding.engine.match", wrong)
-    text, steps = by_engine(model, head, prompt, 0.7)
-    assert text != expected[0]
-    assert steps != expected[1]
+    made = [by_engine(model, head, prompt, 0.7) for prompt in prompts]
+    assert [text for text, _ in made] != [text for text, _ in expected]
+    assert [steps for _, steps in made] != [steps for _, steps in expected]
 
 
 # ---- one step of training

@@ -106,7 +106,7 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
             stream = TextStream(tokenizer, lead, arguments.show_drafts, context)
             requests.append(submit(prompt, _sampling(arguments, number), on_step=partial(stream, number)))
             engine.run()
-            requests[-1].check_memory()
+            requests[-1].check()
             stream.finish()
         return requests
     requests += [submit(prompt, _sampling(arguments, number)) for number, prompt in enumerate(ids)]
@@ -115,7 +115,7 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
         engine.step()
         while shown < len(requests) and requests[shown].finish_reason:
             if not arguments.output:
-                requests[shown].check_memory()
+                requests[shown].check()
                 show(leads[shown] + decode(tokenizer, requests[shown].tokens, contexts[shown]))
             shown += 1
     if arguments.output:
@@ -125,17 +125,17 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
         ]
         write_text(arguments.output, "".join(json.dumps(row) + "\n" for row in written))
         for request in requests:  # after the texts of the others are written
-            request.check_memory()
+            request.check()
     return requests
 
 
 def _row(row: dict, request: Request, text: str) -> dict:
     """Return a row of the output file, given that of the input; without a step its acceptance length is None.
 
-    A text for which there was no memory has "error".
+    A text that failed has "error", its finish reason.
     """
     mean = acceptance_length(request.steps)
-    failed = {"error": "memory"} if request.finish_reason == "memory" else {}
+    failed = {"error": request.finish_reason} if request.failure else {}
     made = {"text": text, "tokens": request.tokens, "acceptance_length": None if math.isnan(mean) else mean}
     return {name: value for name, value in row.items() if name != "error"} | made | failed
 
@@ -158,7 +158,7 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
             stream = TextStream(tokenizer, show_drafts=arguments.show_drafts)
             request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
             engine.run()
-            request.check_memory()
+            request.check()
             stream.finish()
             if request.finish_reason == "length":
                 print(f"(the answer ended at --max_new_tokens {arguments.max_new_tokens})", file=sys.stderr)

@@ -22,6 +22,7 @@ from torch import Tensor
 from speculator.decoding import prefill
 from speculator.decoding.draft import Computed, ComputedRagged, Draft
 from speculator.decoding.drafter import Drafter
+from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.request import (
     EndSettings,
     Generation,
@@ -35,7 +36,7 @@ from speculator.decoding.request import (
 )
 from speculator.decoding.rows import Batch, Rows
 from speculator.decoding.sampling import Noise, Sampling, draw
-from speculator.decoding.scheduler import DECODING, Scheduler
+from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
 from speculator.errors import UserError
 from speculator.target.cache.kv_cache import KVCache
@@ -64,9 +65,10 @@ class Verified:
         accepted: [R] number of accepted draft tokens.
         counts: [R] number of `tokens` to keep: the pending one and the accepted; 0 for idle rows.
         next_token: [R] token after the accepted path.
-        report: [R, G+4] for the host: the G drafted columns of `tokens`, the depth of the row's draft, `accepted`, 1 if
-            the logits are finite, `next_token`.
-        logits: [R, G+1, V] the target's logits after `tokens`; None unless a request asks for log-probabilities.
+        report: [R, G+4] for the host: the G drafted columns of `tokens`, the depth of the row's draft, `accepted`,
+            `next_token`, and 1 if the logits and the states of all tokens are finite.
+        kept: [R, G+1, V] the target's logits after `tokens`. Of a captured step, whose result stays in memory, it is
+            [R, G+1, D] the states that give these logits. None unless a request asks for log-probabilities.
     """
 
     tokens: Tensor
@@ -75,7 +77,7 @@ class Verified:
     counts: Tensor
     next_token: Tensor
     report: Tensor
-    logits: Tensor | None = None
+    kept: Tensor | None = None
 
 
 class Engine:
@@ -119,7 +121,7 @@ class Engine:
         self.rows = Rows(target, drafter, slots, capacity, capture)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
-        self._decode = self.rows.replayed(self, "decode_rows")  # runs `decode_rows`, or replays a CUDA graph of it
+        self._decode = self.rows.replayed(self, "decode_batch")  # runs `decode_batch`, or replays a CUDA graph of it
 
     @property
     def drafter(self) -> Drafter | None:
@@ -208,7 +210,11 @@ class Engine:
         on_step: Callable[[int, list[int], int], None] | None = None,
         **settings: Any,
     ) -> Generation:
-        """Decode all prompts and return the completions; see the function `generate`, and `request` for `settings`."""
+        """Decode all prompts and return the completions; see the function `generate`, and `request` for `settings`.
+
+        A completion ends early where there is too little memory for it, or where its logits are not finite; see
+        `Generation.check`. Raises a UserError if all do.
+        """
         prompts = check_prompts(self.target, prompts)
         samplings = sampling_per_row(sampling or Sampling(), len(prompts))
         limits = max_new_tokens_per_row(max_new_tokens, len(prompts))
@@ -221,19 +227,23 @@ class Engine:
             for request in requests:
                 self.enqueue(request)
             self.run()
-            for request in requests:
-                request.check_memory()
         finally:  # an interrupt leaves no request behind
             for request in requests:
                 request.cancel()
-        return Generation(
+        made = Generation(
             tokens=[request.tokens for request in requests],
             steps=[request.steps for request in requests],
             prefill_seconds=self.prefill_seconds - prefill_before,
             decode_seconds=self.decode_seconds - decode_before,
             finish_reasons=[request.finish_reason for request in requests],
+            failures=[request.failure for request in requests],
             token_logprobs=[request.token_logprobs for request in requests],
         )
+        if failed := list(filter(None, made.failures)):
+            if len(failed) == len(requests):
+                made.check()
+            _log.warning("%d of %d texts are not complete: %s", len(failed), len(requests), failed[0])
+        return made
 
     @property
     def busy(self) -> bool:
@@ -273,8 +283,8 @@ class Engine:
     def step(self) -> bool:
         """Admit waiting requests, prefill one chunk, and advance every decoding row by one verification step.
 
-        Returns whether anything is left to do. Host work is here; `decode_rows` is the device's part, which CUDA graphs
-        can replay. After an exception, the next step continues the texts as they are.
+        Returns whether anything is left to do. Host work is here; `decode_batch` is the device's part, which CUDA
+        graphs can replay. After an exception, the next step continues the texts as they are.
         Engines of one target may step in different threads: one waits for the other.
         """
         with self.target.lock:
@@ -289,10 +299,10 @@ class Engine:
                     started = prefilled
                 batch = self.rows.select()
                 if batch:
-                    report = self._decode(batch)
+                    report, kept = self._decode(batch)
                     if self.drafter:
                         self.drafter.prepare()  # a GPU runs the step meanwhile
-                    self.append_tokens(batch, report.tolist())  # the step's one copy to the host
+                    self.append_tokens(batch, report.tolist(), kept)  # the step's one copy to the host
                     seconds = time.perf_counter() - started
                     self.decode_seconds += seconds
                     if self.drafter:
@@ -302,8 +312,8 @@ class Engine:
                 raise
         return self.busy
 
-    def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4], see `Verified.report`
-        """Run one step's device work (draft, verify, accept, commit) for a batch; return the report for the host.
+    def decode_batch(self, batch: Batch) -> tuple[Tensor, Tensor | None]:  # `Verified.report` and `kept`
+        """Run one step's device work (draft, verify, accept, commit) for a batch; return what the host needs.
 
         x_0 is the pending token, x_1 .. x_G are the draft. p[j] is the target's distribution after x_j, so p[j] tests
         x_{j+1}, and q is the distribution that x_{j+1} was drawn from (2211.17192). `speculator.reference` is the same
@@ -318,9 +328,11 @@ class Engine:
         # x_0 .. x_n stay in the cache. The next token is pending now.
         self.commit(batch, verified)
         self.update_memory(batch, verified)
-        if verified.logits is not None:
-            batch.note_logprobs(verified.logits, verified.tokens, verified.accepted, verified.next_token)
-        return verified.report
+        return verified.report, verified.kept
+
+    def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4]
+        """Run one step's device work, see `decode_batch`, and return `Verified.report`."""
+        return self.decode_batch(batch)[0]
 
     @property
     def rule(self) -> str:
@@ -359,9 +371,10 @@ class Engine:
         # x_0 counts: it was read in this step. The next token does not, it is read in the next one. Idle rows commit
         # too, because a graph has a fixed number of rows; they commit nothing.
         counts = (path.accepted + 1) * batch.active
-        columns = (draft.longest, path.accepted, finite, next_token)
+        finite = finite & hidden.isfinite().flatten(1).all(1)
+        columns = (draft.longest, path.accepted, next_token, finite)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
-        kept = None if batch.num_logprobs is None else path.of(logits)
+        kept = None if batch.num_logprobs is None else path.of(hidden if self.rows.capturing else logits)
         return Verified(
             tokens=tokens,
             hidden=read,
@@ -369,7 +382,7 @@ class Engine:
             counts=counts,
             next_token=next_token,
             report=report,
-            logits=kept,
+            kept=kept,
         )
 
     def computed(self, batch: Batch, draft: Draft, noise: Noise) -> Computed:
@@ -386,7 +399,8 @@ class Engine:
             return Computed()
         by_row = draft.tree is None and not self.cache.recurrent
         widths = (draft.lengths + 1).tolist() if by_row else None
-        return Computed(widths) if batch.is_special else ComputedRagged(draft, unpadded, widths)
+        special = batch.num_logprobs is not None or batch.suppressed
+        return Computed(widths) if special else ComputedRagged(draft, unpadded, widths)
 
     def accept(
         self,
@@ -448,26 +462,54 @@ class Engine:
 
         `hidden` [R, D] holds the hidden state of each prompt's last token, in the order of `requests`.
         """
-        first, logprobs = prefill.first_tokens(self.target, list(requests.values()), hidden)
+        first, finite, logprobs = prefill.first_tokens(self.target, list(requests.values()), hidden)
         self.rows.pending[list(requests)] = first
         for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
             self.scheduler.slots[row].phase = DECODING
-            if not request.finish_reason:
-                drafted = 0 if request.tokens else None  # a preempted request's token counts as a step without a draft
-                request.append([token], drafted, None if logprobs is None else logprobs[i])
+            if not request.finish_reason and not finite[i]:
+                self._fail(row, request)
+            elif not request.finish_reason:
+                drafted = 0 if request.num_new else None  # a preempted request's token counts as a step without a draft
+                request.append([token], drafted, logprobs.get(i))
 
-    def append_tokens(self, batch: Batch, report: list[list[int]]) -> None:
-        """Append a step's tokens to the batch's requests, some of which may finish; `report` is `Verified.report`."""
+    def append_tokens(self, batch: Batch, report: list[list[int]], kept: Tensor | None = None) -> None:
+        """Append a step's tokens to the batch's requests, some of which may finish.
+
+        `report` and `kept` are those of `Verified`.
+        """
+        logprobs = {} if kept is None else self._logprobs(batch, report, kept)
         # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
         for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, batch.requests, report, strict=False)):
-            *path, drafted, accepted, finite, next_token = row
+            *path, drafted, accepted, next_token, finite = row
             # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.
             slot.num_computed_tokens += 1 + accepted
-            if not request.finish_reason:  # an `on_step` of this step may have cancelled it
-                if not finite:
-                    raise UserError(not_finite(self.target))
-                logprobs = None if batch.token_logprobs is None else batch.token_logprobs[i]
-                request.append([*path[:accepted], next_token], drafted, logprobs)
+            if request.finish_reason:  # an `on_step` of this step may have cancelled it
+                continue
+            if finite:
+                request.append([*path[:accepted], next_token], drafted, logprobs.get(i))
+            elif drafted:
+                # A drafted token may have done it, even one that would be rejected: attention adds -inf to its scores,
+                # and NaN remains. The prefill of the text as it is shows whether the text itself is at fault.
+                self.rows.erase(i)
+                slot.num_computed_tokens, slot.phase = 0, PREFILLING
+            else:
+                self._fail(i, request)
+
+    def _logprobs(self, batch: Batch, report: list[list[int]], kept: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Return the log-probabilities of a step's new tokens, by the rows that want them."""
+        assert batch.num_logprobs is not None
+        rows = [row for row, request in enumerate(batch.requests) if request.logprobs is not None]
+        new = [[*report[row][: report[row][-3]], report[row][-2]] for row in rows]
+        width = max(map(len, new))
+        tokens = torch.tensor([[*row, *[0] * (width - len(row))] for row in new], device=kept.device)
+        own = kept[rows, :width]
+        found = token_logprobs(self.target.logits(own) if self.rows.capturing else own, tokens, batch.num_logprobs)
+        return {row: each[: len(tokens)] for row, each, tokens in zip(rows, found, new, strict=True)}
+
+    def _fail(self, row: int, request: Request) -> None:
+        """End a request whose logits are not finite, and leave nothing of it in its row."""
+        request.fail("not_finite", not_finite(self.target))
+        self.rows.erase(row)
 
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
@@ -518,6 +560,8 @@ def generate(
         stop_strings: a completion ends with the token that completes one of them.
         eos_token_ids: tokens that end a completion; default: the target's own.
         on_step: called with (row, new tokens, how many of them were drafted) after every step, prefill included.
+
+    A completion may end early, see `Engine.generate`.
     """
     if max_batch_size is not None and max_batch_size < 1:
         raise UserError(f"max_batch_size must be an integer >= 1, got {max_batch_size}")

@@ -92,6 +92,9 @@ class Memory:
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Copy row source[i], at most `longest` tokens, to row destination[i], all at once."""
 
+    def erase(self, row: int) -> None:
+        """Set all that a row holds to 0, see `Rows.erase`."""
+
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:

@@ -14,10 +14,8 @@ from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.memory import Sequences
 from speculator.decoding.request import Request, max_logprobs, suppressed
 from speculator.decoding.sampling import Noise, RowSampling, without_suppressed
-from speculator.errors import refuse
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
-from speculator.target.probe import not_finite
 
 
 @dataclass
@@ -61,8 +59,11 @@ def first_tokens(
     target: Target,
     requests: Sequence[Request],
     hidden: Tensor,  # [R, D] of the last token of each request's sequence
-) -> tuple[Tensor, list[list[TokenLogprobs]] | None]:  # [R]
-    """Sample and return each request's next token, and log-probabilities by row (None unless a request wants them)."""
+) -> tuple[Tensor, list[bool], dict[int, list[TokenLogprobs]]]:  # [R]
+    """Sample each request's next token.
+
+    Returns the tokens, whether the logits of each row are finite, and log-probabilities by the rows that want them.
+    """
     logits = target.logits(hidden)
     lengths = torch.tensor([len(request.sequence) for request in requests], device=hidden.device)
     # Coupled, whatever the rule: the token at position `lengths` has the noise of that position in a plain step too.
@@ -72,6 +73,10 @@ def first_tokens(
     if early := suppressed(requests):
         allowed = without_suppressed(allowed, early, torch.zeros_like(lengths)[:, None])
     first = noise.samples(allowed, Draft.none(lengths))[:, 0]
-    refuse((not logits.gather(1, first[:, None]).isfinite().all(), not_finite(target)))
-    num_top = max_logprobs(requests)
-    return first, None if num_top is None else token_logprobs(logits[:, None], first[:, None], num_top)
+    # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
+    finite = logits.gather(1, first[:, None])[:, 0].isfinite().tolist()
+    asked = [row for row, request in enumerate(requests) if request.logprobs is not None]
+    if (num_top := max_logprobs(requests)) is None:
+        return first, finite, {}
+    found = token_logprobs(logits[asked, None], first[asked, None], num_top)
+    return first, finite, dict(zip(asked, found, strict=True))

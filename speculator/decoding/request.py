@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
-from speculator.decoding.streaming import decode, last
+from speculator.decoding.streaming import MAX_CONTEXT, decode, decode_after, last
 from speculator.errors import UserError
 from speculator.target.encoder.encoder import Text, source_of
 from speculator.target.model import Target
@@ -56,7 +56,7 @@ def rejection_marks(steps: Iterable[Step]) -> list[int]:
 
 
 class StopStrings:
-    """Stop strings of a request; `ends` returns whether a completion's newest token has completed one of them.
+    """Stop strings of a request; `end` returns where a completion ends in which new tokens have completed one of them.
 
     A stop string counts only if it ends after the completion's first `min_tokens` tokens.
 
@@ -74,17 +74,42 @@ class StopStrings:
         special = ((number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.tokens = {number for number, content in special if content in strings}
         # A token is at least one byte of text; 8 more for tokens that decode to nothing.
-        # Only the last tokens are decoded again after each new one: as many as the longest stop string may span.
+        # Only the last tokens are decoded again in each step: as many as the longest stop string may span.
         self.window = max(len(string.encode()) for string in strings) + 8
+        self._prompt: tuple[Sequence[int], str] | None = None  # its last tokens and their text, once decoded
 
-    def ends(self, tokens: Sequence[int], min_tokens: int = 0, prompt: Sequence[int] = ()) -> bool:
-        """Return whether a stop string is in the text of the completion's newest tokens; `tokens` are all of them."""
-        recent = last(self.tokenizer, tokens, self.window)
-        # The first token's leading space is part of the text.
-        before = prompt if len(recent) == len(tokens) else ()
-        text = decode(self.tokenizer, recent, before)
-        # Characters of the first `min_tokens` tokens: a stop string must end after them, but may begin among them.
-        early = len(decode(self.tokenizer, recent[: max(0, min_tokens - len(tokens) + len(recent))], before))
+    def end(self, sequence: Sequence[int], start: int, new: int, min_tokens: int = 0) -> int | None:
+        """Return the number of tokens of `sequence` up to the first of the newest that completes a stop string.
+
+        None if none does. The text is decoded once, unless there is a stop string in it.
+
+        Args:
+            sequence: prompt and completion.
+            start: number of the prompt's tokens.
+            new: number of the newest tokens, before which no stop string was complete.
+            min_tokens: see the class.
+        """
+        count = len(sequence)
+        if not new or count - start <= min_tokens or not self._ends(sequence, start, count, new, min_tokens):
+            return None
+        earlier = range(max(count - new, start + min_tokens) + 1, count)
+        return next((end for end in earlier if self._ends(sequence, start, end, 1, min_tokens)), count)
+
+    def _ends(self, sequence: Sequence[int], start: int, end: int, new: int, min_tokens: int) -> bool:
+        """Return whether a stop string is in the text of the tokens before `end`, as far back as `new` ones reach."""
+        count = self.window + new - 1
+        recent = last(self.tokenizer, sequence[max(start, end - count - 3) : end], count)
+        begin = end - len(recent)
+        context: tuple[Sequence[int], str] = (), ""
+        if begin == start:  # the first token's leading space is part of the text
+            if self._prompt is None:
+                before = last(self.tokenizer, sequence[max(0, start - MAX_CONTEXT - 3) : start], MAX_CONTEXT)
+                self._prompt = before, decode(self.tokenizer, before)
+            context = self._prompt
+        text, early = decode_after(self.tokenizer, recent, *context), 0
+        if start + min_tokens > begin:
+            # Characters of the first `min_tokens` tokens: a stop string must end after them, but may begin among them.
+            early = len(decode_after(self.tokenizer, recent[: start + min_tokens - begin], *context))
         return any(text.find(string, max(0, early - len(string) + 1)) >= 0 for string in self.strings)
 
 
@@ -108,15 +133,16 @@ class Request:
         eos: tokens that end the completion.
         stop: stop strings.
         on_step: called with (new tokens, how many of them were drafted) after every step, prefill included, and with
-            ([], 0) if there is no memory for the request.
+            ([], 0) if the request fails.
         logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
         min_tokens: tokens before the completion may end.
         suppressed: token ids that may not be sampled among the first `min_tokens` new tokens.
         sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
-        finish_reason: "eos", "stop", "length", "context", "memory", "cancelled", or "failed" if the engine of a server
-            did; None while unfinished.
+        finish_reason: "eos", "stop", "length", "context", "cancelled", "memory" (there is too little), "not_finite"
+            (its logits are not), or "failed" if the engine of a server did; None while unfinished.
+        failure: what to tell the user if the request failed alone ("memory", "not_finite"); else "".
     """
 
     prompt: Sequence[int]
@@ -134,6 +160,7 @@ class Request:
     steps: list[Step] = field(default_factory=list)
     token_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    failure: str = ""
 
     def __post_init__(self):
         self.sequence = Text(self.prompt, source_of(self.prompt))
@@ -143,23 +170,25 @@ class Request:
         """The new tokens, EOS included."""
         return self.sequence[len(self.prompt) :]
 
+    @property
+    def num_new(self) -> int:
+        """Number of new tokens."""
+        return len(self.sequence) - len(self.prompt)
+
     def cancel(self) -> None:
         """End the request, from any thread or from `on_step`. Its slot is free before the next step."""
         self.finish_reason = self.finish_reason or "cancelled"
 
-    def fail(self) -> None:
-        """End the request because the cache has no room for it, and call `on_step` with ([], 0)."""
-        self.finish_reason = "memory"
+    def fail(self, reason: str, failure: str) -> None:
+        """End the request with a finish reason and the message of `check`, and call `on_step` with ([], 0)."""
+        self.finish_reason, self.failure = reason, failure
         if self.on_step:
             self.on_step([], 0)
 
-    def check_memory(self) -> None:
-        """Raise a UserError if the cache had no room for the request."""
-        if self.finish_reason == "memory":
-            raise UserError(
-                f"too little memory for a prompt of {len(self.prompt)} tokens and {self.max_new_tokens} new ones: "
-                "shorten them, or decode fewer at a time"
-            )
+    def check(self) -> None:
+        """Raise a UserError if the request has failed."""
+        if self.failure:
+            raise UserError(self.failure)
 
     def append(
         self,
@@ -177,16 +206,21 @@ class Request:
         begin, start, accepted = len(self.sequence), len(self.prompt), len(tokens) - 1
         # A step may bring tokens after the end: a draft that was accepted past EOS. They are dropped, and the step is
         # `cut`.
+        reason = None
         for token in tokens:
             self.sequence.append(token)
             if token in self.eos:
-                self.finish_reason = "eos"
-            elif self.stop is not None and self.stop.ends(self.sequence[start:], self.min_tokens, self.prompt):
-                self.finish_reason = "stop"
-            elif len(self.sequence) - start >= self.max_new_tokens:
-                self.finish_reason = self.limit_reason
-            if self.finish_reason:
+                reason = "eos"
+            elif self.num_new >= self.max_new_tokens:
+                reason = self.limit_reason
+            if reason:
                 break
+        if self.stop is not None:
+            end = self.stop.end(self.sequence, start, len(self.sequence) - begin, self.min_tokens)
+            if end is not None and (end < len(self.sequence) or reason != "eos"):
+                del self.sequence[end:]
+                reason = "stop"
+        self.finish_reason = reason or self.finish_reason  # another thread may have cancelled it
         # What was really appended: of [x6, EOS, x8] the first two.
         new = self.sequence[begin:]
         if self.logprobs is not None and logprobs is not None:
@@ -205,7 +239,7 @@ class Generation:
         tokens: new tokens of each row, EOS included.
         steps: verification steps of each row, prefill excluded.
         prefill_seconds, decode_seconds: wall-clock time of all prefills and of all steps.
-        finish_reasons, token_logprobs: see `Request`.
+        finish_reasons, failures, token_logprobs: see `Request`.
     """
 
     tokens: list[list[int]]
@@ -213,12 +247,19 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reasons: list[str | None] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     token_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
         """Acceptance length over all rows."""
         return acceptance_length(step for row in self.steps for step in row)
+
+    def check(self) -> Generation:
+        """Return this if no request has failed; raise a UserError for the first that has."""
+        if failure := next(filter(None, self.failures), ""):
+            raise UserError(failure)
+        return self
 
 
 def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
@@ -229,7 +270,7 @@ def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
     return [
         (row, missing, sorted(each.suppressed))
         for row, each in enumerate(requests)
-        if each.min_tokens and (missing := each.min_tokens - len(each.tokens)) > 0
+        if each.min_tokens and (missing := each.min_tokens - each.num_new) > 0
     ]
 
 
@@ -238,10 +279,15 @@ def max_logprobs(requests: Iterable[Request]) -> int | None:
     return max((request.logprobs for request in requests if request.logprobs is not None), default=None)
 
 
+def next_seed(seed: int, number: int) -> int:
+    """Return the seed of 64 bits that is `number` after another; after the largest comes the smallest."""
+    return (seed + number + 2**63) % 2**64 - 2**63
+
+
 def sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
     """Return the sampling settings of each row; given one for all, row r gets the seed `seed + r`."""
     if isinstance(sampling, Sampling):
-        return [replace(sampling, seed=sampling.seed + row) for row in range(rows)]
+        return [replace(sampling, seed=next_seed(sampling.seed, row)) for row in range(rows)]
     if len(sampling) != rows:
         raise UserError(f"sampling: got {len(sampling)} settings for {rows} prompts")
     return list(sampling)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Shape
-from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.memory import Memory, Sequences
 from speculator.decoding.prefill import Chunk
 from speculator.decoding.request import Request, max_logprobs, suppressed
@@ -35,8 +34,11 @@ from speculator.target.model import Target
 RESERVED_NEW_TOKENS = 1024
 """New tokens for which a row has room at admission; the cache grows if a request needs more."""
 PASS = {"cuda": 8192}
-"""Prompt tokens of a prefill pass while no row decodes, by device type: as much memory as 16 rows of 512. A short pass
-waits for the host, whose launches take as long as the products of some 1,500 tokens of an 8B model."""
+"""Prompt tokens of a prefill pass while no row decodes, by device type. A short pass waits for the host, whose launches
+take as long as the products of some 1,500 tokens of an 8B model."""
+SCRATCH = 2**31
+"""Bytes that a prefill pass may take for what grows with its tokens, see `Target.scratch_per_token`: a twelfth of a GPU
+of 24 GB. A Llama of 8B reads 8,192 tokens in a pass up to position 13,000, and 860 at position 128,000."""
 _NO_MEMORY = Memory()
 
 
@@ -51,8 +53,8 @@ class Batch:
         sampling: temperature and filters of each row.
         num_logprobs: number of likeliest tokens to report with their log-probabilities; None: report none.
         sequences: tokens of each row, the pending one last; empty for idle rows.
-        suppressed: tokens that may not be sampled yet, see `speculator.decoding.request.suppressed`.
-        token_logprobs: log-probabilities of the step's new tokens, by row; None before `note_logprobs`.
+        suppressed: tokens that may not be sampled yet, see `speculator.decoding.request.suppressed`. Such a step is not
+            captured.
     """
 
     requests: list[Request]
@@ -62,30 +64,11 @@ class Batch:
     num_logprobs: int | None
     sequences: Sequences = ()
     suppressed: Sequence[tuple[int, int, list[int]]] = ()
-    token_logprobs: list[list[TokenLogprobs]] | None = None
-
-    @property
-    def is_special(self) -> bool:
-        """True if a request wants log-probabilities, or may not end yet. Such a step is not captured."""
-        return self.num_logprobs is not None or bool(self.suppressed)
 
     def without_suppressed(self, logits: Tensor, draft: Draft) -> Tensor:  # [R, n + 1, V]
         """Return the logits with -inf for tokens that may not be sampled yet, see `suppressed`."""
         # A depth is how far ahead the token is that the logits are for, 0 for the next one.
         return without_suppressed(logits, self.suppressed, draft.depths) if self.suppressed else logits
-
-    def note_logprobs(
-        self,
-        logits: Tensor,  # [R, G+1, V]
-        tokens: Tensor,  # [R, G+1] the pending token and the accepted path
-        accepted: Tensor,  # [R]
-        next_token: Tensor,  # [R]
-    ) -> None:
-        """Set `token_logprobs` for the step's new tokens: the accepted path and `next_token`."""
-        assert self.num_logprobs is not None
-        # Each logit is of the token after: [x5, x6, x7] with two accepted and x8 next gives [x6, x7, x8].
-        new = tokens.roll(-1, 1).scatter(1, accepted[:, None], next_token[:, None])
-        self.token_logprobs = token_logprobs(logits, new, self.num_logprobs)
 
 
 class Rows:
@@ -156,9 +139,13 @@ class Rows:
         """Let the rows in use be prefilled again from their texts: the caches may hold more or less than those."""
         self.scheduler.preempt()
         self._batch = None
-        if self.drafter and hasattr(self, "cache"):
-            self.drafter.memory = self.drafter.memory.open(self.cache)
-            self._new_graphs()
+        self._new_graphs()  # which may have been captured half
+
+    def erase(self, row: int) -> None:
+        """Clear a row in the cache and in the drafter's memory: a number that is not finite reaches through a mask."""
+        self.pending[row] = 0
+        self.cache.erase(row)
+        self.memory.erase(row)
 
     def forget(self) -> None:
         """Empty all slots, so that no later prompt reuses an earlier one's prefix, and clear the drafter's history.
@@ -197,9 +184,20 @@ class Rows:
             self._new_graphs()  # first: there may be too little memory for the drafter's buffers, not for the cache's
             # By half of what there is, so that a text that grows is seldom copied; never beyond the longest text.
             most = self.target.context_length + self._spare_positions
-            self.cache.grow(max(needed, min(self._capacity + self._capacity // 2, most)))
-            self.memory.grow(self.cache.capacity)
-            self._capacity = self.cache.capacity
+            roomy = max(needed, min(self._capacity + self._capacity // 2, most))
+            for capacity in (roomy, needed):
+                try:
+                    return self._grow_to(capacity)
+                except (MemoryError, RuntimeError) as error:
+                    if capacity == needed or not is_out_of_memory(error):
+                        raise
+
+    def _grow_to(self, capacity: int) -> None:
+        """Give every row room for `capacity` positions in the cache and in the drafter's memory."""
+        self.cache.grow(capacity)
+        capacity = self.cache.room_for(capacity)  # the cache may have more, of a growth that failed
+        self.memory.grow(capacity)
+        self._capacity = capacity
 
     def _room(self, request: Request) -> int:
         """Return how many tokens a request needs room for: all it has, and up to 1,024 new ones in the context."""
@@ -226,7 +224,11 @@ class Rows:
                     raise
             if needed >= self._max_tokens:  # else a request has been cancelled since, and less will do
                 *others, largest = sorted(requests, key=self._room)
-                largest.fail()
+                largest.fail(
+                    "memory",
+                    f"too little memory for a prompt of {len(largest.prompt)} tokens and {largest.max_new_tokens} new "
+                    "ones: shorten them, or decode fewer at a time",
+                )
                 self.scheduler.release()
                 needed = max([present, *map(self._room, others)])
             self._max_tokens = needed
@@ -264,7 +266,8 @@ class Rows:
         """Return the prompt tokens to process next, up to `width` of a row; None if all prompts are in the cache.
 
         While other rows decode, a chunk has at most max(width, tokens of the decoding rows in a step) tokens. Otherwise
-        no row waits for the chunk, and on a GPU it may have more than `width` tokens of a row, see `PASS`.
+        no row waits for the chunk, and on a GPU it may have more than `width` tokens of a row, see `PASS`. `SCRATCH`
+        bounds its memory.
         """
         source, destination, longest = self.scheduler.share_prefixes()
         if destination:
@@ -279,6 +282,12 @@ class Rows:
         budget = max(width, decoding * self._tokens_per_step) if decoding else None
         if not decoding:
             width = max(width, PASS.get(self.target.device.type, 0) // len(rows))
+        slots = [self.scheduler.slots[row] for row in rows]
+        # Attention reads as far as the row that is furthest, for all rows.
+        read = max(min(len(slot.sequence), slot.num_computed_tokens + width) for slot in slots)
+        most = SCRATCH // self.target.scratch_per_token(self.cache, read)
+        width = max(1, min(width, most if budget else most // len(rows)))
+        budget = budget and max(1, min(budget, most))
         rows, widths = self.scheduler.next_chunk(rows, width, budget)
         slots = [self.scheduler.slots[row] for row in rows]
         begins = [slot.num_computed_tokens for slot in slots]
@@ -314,7 +323,7 @@ class Rows:
         if batch is None or requests != batch.requests or rows != len(batch.pending):
             batch = self._batch = self._new_batch(requests, rows)
         batch.sequences = [*(slot.sequence for slot in slots), *[[] for _ in range(rows - count)]]
-        batch.suppressed, batch.token_logprobs = suppressed(requests), None
+        batch.suppressed = suppressed(requests)
         return batch
 
     def _new_batch(self, requests: list[Request], rows: int) -> Batch:
@@ -361,7 +370,7 @@ class Rows:
         def run(batch: Batch, *arguments: Any) -> Any:
             owner = reference()
             assert owner is not None
-            if not self.capturing or batch.is_special:
+            if not self.capturing or batch.suppressed:
                 return work.work(owner, batch, *arguments)
             state = [*self.cache.state, self.pending, *self.memory.buffers]
             drafting = self.drafter and (self.drafter.shape, self.memory.version)
@@ -369,7 +378,8 @@ class Rows:
             def key() -> Hashable:
                 # Whatever changes shapes or code of a step must be in the key; whatever changes only values must be in
                 # a buffer.
-                return len(batch.pending), self.cache.longest, batch.sampling.kind, drafting
+                logprobs = batch.num_logprobs is not None
+                return len(batch.pending), self.cache.longest, batch.sampling.kind, drafting, logprobs
 
             with cuda_graphs.on(self.target.device), ExitStack() as grid:
                 # A fine bucket reads fewer keys and needs a graph of its own; until that pays, a coarse one will do.

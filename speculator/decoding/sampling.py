@@ -308,8 +308,11 @@ _GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone map
 
 
 def _shr(x: Tensor, bits: int) -> Tensor:
-    """Return x shifted right by `bits`, zeros shifted in (torch's own shift of int64 copies the sign bit)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    """Return integers shifted right by `bits`, zeros shifted in, where torch's own shift copies the sign bit.
+
+    x ^ (x >> bits) gives every value once only with zeros: with copies, x and ~x give the same.
+    """
+    return (x >> bits).bitwise_and_((1 << (8 * x.itemsize - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -340,18 +343,30 @@ def gumbel(
 ) -> Tensor:  # [..., V] float32
     """Return independent standard Gumbel numbers that depend on seed, position and token only.
 
-    The argmax of log p + gumbel is a sample from p. A 32-bit hash of the token takes two 32-bit keys of its row: CPUs
-    multiply eight 32-bit integers at a time.
+    The argmax of log p + gumbel is a sample from p.
+    """
+    return _gumbel_of(random_bits(seeds, positions, size))
+
+
+def random_bits(
+    seeds: Tensor,  # [...]
+    positions: Tensor,  # [...]
+    size: int,  # V
+) -> Tensor:  # [..., V] int32, 0 to 2^31 - 1
+    """Return 31 random bits for every token: a 32-bit hash of the token takes two 32-bit keys of its row.
+
+    CPUs multiply eight 32-bit integers at a time. Every round is one to one, so over all keys a token gets every number
+    equally often.
     """
     key = _mix(_mix(seeds + _GUMBEL) + positions * _GAMMA)[..., None]
     first, second = key.to(torch.int32), (key >> 32).to(torch.int32)
     x = torch.arange(size, dtype=torch.int32, device=seeds.device) * -1640531527 + first
     # In place: on a CPU new tensors of this size take twice as long.
-    x.bitwise_xor_(x >> 16).mul_(2146121005).add_(second)
-    x.bitwise_xor_(x >> 15).mul_(-2073254261)
-    x.bitwise_xor_(x >> 16).mul_(739982445)
-    # Without the sign bit: 31 bits, 0 to 2^31 - 1.
-    return _gumbel_of(x.bitwise_xor_(x >> 15).bitwise_and_(0x7FFFFFFF))
+    x.bitwise_xor_(_shr(x, 16)).mul_(2146121005).add_(second)
+    x.bitwise_xor_(_shr(x, 15)).mul_(-2073254261)
+    x.bitwise_xor_(_shr(x, 16)).mul_(739982445)
+    # Without the sign bit, which torch's shift copies: each number comes of two, one with and one without that bit.
+    return x.bitwise_xor_(x >> 15).bitwise_and_(0x7FFFFFFF)
 
 
 def _noise_of(seeds: Tensor, levels: Tensor, size: int) -> Tensor:  # [B], [B, n] -> [B, n, V]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from speculator.decoding.request import Request
 from speculator.target.encoder.encoder import source_of
@@ -14,7 +13,6 @@ DECODING, PREFILLING, WAITING_FOR_PREFIX, FREE = range(4)
 """Phases of a slot, in the order of the rows. WAITING_FOR_PREFIX: another slot is prefilling the prompt's prefix."""
 _BLOCK = 8
 """Tokens per block: prompts with a common prefix are found by the hashes of their first block, first two blocks, ..."""
-_MIN_TABLE_SIZE = 1024
 
 
 @dataclass(eq=False)
@@ -28,6 +26,7 @@ class Slot:
         phase: DECODING, PREFILLING, WAITING_FOR_PREFIX or FREE.
         last_used: logical time of the last admission, prefill, copy or release.
         prefix_source: (slot, its sequence, n) from which the first n tokens are copied once computed; None: no copy.
+        hashes: entries of the slot in the scheduler's table of prefixes.
     """
 
     sequence: Sequence[int] = ()
@@ -36,6 +35,7 @@ class Slot:
     phase: int = FREE
     last_used: int = 0
     prefix_source: tuple[Slot, Sequence[int], int] | None = None
+    hashes: Sequence[int] = ()
 
 
 class Scheduler:
@@ -51,9 +51,8 @@ class Scheduler:
         self.recurrent = recurrent
         self.slots = [Slot() for _ in range(num_slots)]
         self._time = 0
-        self._prefixes: dict[int, tuple[Slot, Request]] = {}
-        """Slot and request whose prompt starts with the blocks of a hash; stale once the slot has another request."""
-        self._max_prefixes = _MIN_TABLE_SIZE
+        self._prefixes: dict[int, Slot] = {}
+        """Slot of a request whose prompt starts with the blocks of a hash."""
 
     def count(self, phase: int) -> int:
         return sum(slot.phase == phase for slot in self.slots)
@@ -75,8 +74,12 @@ class Scheduler:
                 # of a step that was cancelled. A recurrent state can't forget them, so nothing of it is reused.
                 ahead = slot.num_computed_tokens > kept or slot.request.finish_reason == "cancelled"
                 slot.num_computed_tokens = 0 if ahead and self.recurrent else min(kept, slot.num_computed_tokens)
+                if slot.request.failure:  # the row may hold numbers that are not finite, or lack what it should hold
+                    slot.num_computed_tokens = 0
                 slot.sequence, slot.request, slot.phase = slot.request.sequence, None, FREE
-                slot.prefix_source = None
+                for prefix in slot.hashes:
+                    del self._prefixes[prefix]
+                slot.prefix_source, slot.hashes = None, ()
                 slot.last_used, self._time = self._time, self._time + 1
 
     def preempt(self) -> None:
@@ -149,7 +152,9 @@ class Scheduler:
             slot.num_computed_tokens = shared if self.recurrent else _reusable(shared, request.prompt, overlap)
             slot.request, slot.sequence, slot.last_used = request, request.sequence, self._time
             slot.prefix_source, slot.phase = prefix_source, WAITING_FOR_PREFIX if prefix_source else PREFILLING
-            self._register_prefixes(slot, request, hashes)
+            # The first request with a prefix keeps it.
+            slot.hashes = [prefix for prefix in dict.fromkeys(hashes) if prefix not in self._prefixes]
+            self._prefixes.update(dict.fromkeys(slot.hashes, slot))
         # Neighbours of like length attend together, so prompts that start at the same time are sorted: their rows are
         # empty, and nothing moves.
         empty = [row for row, slot in enumerate(self.slots) if slot.request and not slot.num_computed_tokens]
@@ -172,11 +177,11 @@ class Scheduler:
         # From the longest prefix to the shortest; the first that is good enough is the best.
         longest, seen = len(request.prompt) - 1, set()
         for prefix in reversed(hashes):
-            slot, other = self._prefixes.get(prefix, (None, None))
-            if slot is None or other is None or slot.request is not other or slot in seen:
+            slot = self._prefixes.get(prefix)
+            if slot is None or slot.request is None or slot in seen:
                 continue
             seen.add(slot)
-            shared = min(shared_prefix(other.prompt, request.prompt), longest)
+            shared = min(shared_prefix(slot.request.prompt, request.prompt), longest)
             if self.recurrent and slot.num_computed_tokens > _reusable(shared, request.prompt, overlap):
                 continue
             # Copy at once if it is computed. Else wait only if that saves more than half of what is left to read: of a
@@ -185,17 +190,6 @@ class Scheduler:
             if shared > num_computed and (ready or 2 * (shared - num_computed) > longest - num_computed):
                 return slot, slot.sequence, _reusable(shared, request.prompt, overlap)
         return None
-
-    def _register_prefixes(self, slot: Slot, request: Request, hashes: list[int]) -> None:
-        """Add a prompt's prefix hashes to the table that finds prefixes; the first request with a prefix keeps it."""
-        for prefix in hashes:
-            entry = self._prefixes.get(prefix)
-            if entry is None or entry[0].request is not entry[1]:
-                self._prefixes[prefix] = slot, request
-        if len(self._prefixes) > self._max_prefixes:
-            # Stale entries are dropped when the table has doubled, so that on average a prompt pays for its own blocks.
-            valid = {prefix: entry for prefix, entry in self._prefixes.items() if entry[0].request is entry[1]}
-            self._prefixes, self._max_prefixes = valid, max(_MIN_TABLE_SIZE, 2 * len(valid))
 
     def share_prefixes(self) -> tuple[list[int], list[int], int]:
         """Move slots that wait for a prefix to prefill, once the prefix is computed in its source or is lost.
@@ -301,4 +295,12 @@ def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    # Slices are compared in C. They double while they are equal, so that a short prefix costs little; then they halve.
+    same, size, most = 0, 8, min(len(a), len(b))
+    while same < most and a[same : same + size] == b[same : same + size]:
+        same, size = min(same + size, most), 2 * size
+    while same < most and size > 1:
+        size //= 2
+        if a[same : same + size] == b[same : same + size]:
+            same = min(same + size, most)
+    return same

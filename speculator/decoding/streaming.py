@@ -12,8 +12,10 @@ from speculator.chat import decoded
 from speculator.errors import safe, show
 from speculator.terminal import GREEN, PLAIN, colours
 
-_MAX_CONTEXT = 16
+MAX_CONTEXT = 16
 """Preceding tokens that are decoded together with new ones."""
+_MAX_HELD = 16
+"""Tokens whose text is held back at most, and up to four more for a character to end: no character has more."""
 _CONTINUATION_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")
 """Name of a byte token inside a UTF-8 character."""
 
@@ -44,9 +46,15 @@ def decode(
         special: keep the text of special tokens.
     """
 
-    before = last(tokenizer, before, _MAX_CONTEXT)
+    before = last(tokenizer, before, MAX_CONTEXT)
+    return decode_after(tokenizer, tokens, before, decoded(tokenizer, before, special) if before else "", special)
+
+
+def decode_after(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], before: Sequence[int], known: str, special: bool = False
+) -> str:
+    """Return the text of tokens that follow the tokens `before`, whose text is `known`."""
     whole = decoded(tokenizer, [*before, *tokens], special)
-    known = decoded(tokenizer, before, special) if before else ""
     while not whole.startswith(known):  # it ended inside a character
         known = known[:-1]
     return whole[len(known) :]
@@ -63,7 +71,7 @@ class Detokenizer:
         self.tokenizer = tokenizer
         # Tokens since the last piece but one. That piece is decoded again, as a token's text depends on its left
         # context. The text of the first `_shown` tokens has been returned.
-        self._window = list(last(tokenizer, before, _MAX_CONTEXT))
+        self._window = list(last(tokenizer, before, MAX_CONTEXT))
         self._shown = len(self._window)
         self._special = set(tokenizer.all_special_ids)  # not in the text, so they end no run
         self._in_run = False
@@ -77,7 +85,10 @@ class Detokenizer:
         # "<0xE4>": the next token may be another byte of the same character.
         self._in_run = isinstance(name, str) and len(name) == 6 and name.startswith("<0x")
         piece = self._held()
-        if not piece or self._in_run or piece.endswith("\ufffd"):
+        # What is held is decoded again for every token, so a text without an end to wait for is shown in parts.
+        held = len(self._window) - self._shown
+        broken = piece.endswith("\ufffd")
+        if (held < _MAX_HELD and (not piece or self._in_run)) or (held < _MAX_HELD + 4 and broken):
             return ""
         # This piece's tokens become the left context of the next piece.
         self._window = self._window[self._shown :]

@@ -109,6 +109,9 @@ class DraftModelSource(CausalSource):
     def grow(self, capacity: int) -> None:
         self.cache.grow(capacity + self._spare)
 
+    def erase(self, row: int) -> None:
+        self.cache.erase(row)
+
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         self.cache.move(source, destination, longest)
         self._recent[list(destination)] = self._recent[list(source)]

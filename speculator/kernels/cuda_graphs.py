@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from math import inf
+from threading import RLock
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -176,6 +177,8 @@ class Captured(Generic[Result]):
         graph = self._entries.pop(key).graph
         if graph is not None:
             graph.reset()
+        if self.pool is not None and not any(entry.graph for entry in self._entries.values()):
+            self.pool = torch.cuda.graph_pool_handle()  # torch can't capture into a pool whose graphs are all gone
         self._failed[key] = left
         # Too little memory is not a failure: later there may be more.
         Captured.failures += left == inf
@@ -225,21 +228,25 @@ def capturable(target: Any, drafter: Any | None) -> bool:
 
 def warm_up(work: Callable[..., Result], *given: Any) -> Result:
     """Run on a side stream, as torch requires before a capture: libraries initialise themselves in their first call."""
-    side = _stream("warm-up", torch.cuda.current_device())
+    device = torch.cuda.current_device()
+    side = _stream("warm-up", device)
     # Streams run independently: the side stream must see the inputs, and the caller's stream the result.
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        result = work(*given)
-    torch.cuda.current_stream().wait_stream(side)
+    with _lock(device):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            result = work(*given)
+        torch.cuda.current_stream().wait_stream(side)
     return result
 
 
 def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, Result]:
     """Capture what the function launches, without running it. Returns the graph and the result that a replay fills."""
-    graph, stream = torch.cuda.CUDAGraph(), _stream("capture", torch.cuda.current_device())
+    device = torch.cuda.current_device()
+    graph, stream = torch.cuda.CUDAGraph(), _stream("capture", device)
     # A failed capture may leave its stream the current one. Other threads (data loader, process group) may use the
     # device meanwhile.
     with (
+        _lock(device),
         torch.cuda.stream(torch.cuda.current_stream()),
         torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
     ):
@@ -251,6 +258,12 @@ def capture(work: Callable[..., Result], pool: Any, *given: Any) -> tuple[Any, R
 def _stream(use: str, device: int) -> torch.cuda.Stream:
     """Return the one stream of a use and a device: libraries keep a workspace for every stream they have seen."""
     return torch.cuda.Stream(device)
+
+
+@cache
+def _lock(device: int) -> RLock:
+    """Return the lock of a device's streams: engines of two targets may capture in two threads."""
+    return RLock()
 
 
 def on(device: torch.device) -> AbstractContextManager:

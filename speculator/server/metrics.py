@@ -92,7 +92,7 @@ class Traffic:
         self.answers += request.finish_reason is not None
         self.tokens += new
         # The prefill's token is no step: with it, the request has no other tokens yet.
-        if len(request.tokens) > new:
+        if request.num_new > new:
             self.steps += 1
             self.accepted += new
 

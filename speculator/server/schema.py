@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from speculator.chat import check_template_variables, clean_messages, clean_tools
+from speculator.decoding.request import next_seed
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
 from speculator.prompts import Prompt
@@ -116,11 +117,10 @@ class GenerationRequest(BaseModel):
 
     def samplings(self, count: int) -> list[Sampling]:
         """Return the sampling settings of `count` answers: answer i uses seed + i; the default seed is random."""
-        # Below 2^62, so that seed + n stays within 64 bits.
         first = secrets.randbits(62) if self.seed is None else self.seed
         temperature = 1.0 if self.temperature is None else self.temperature
         settings = temperature, max(self.top_k or 0, 0), self.top_p or 1.0, self.min_p or 0.0
-        return [Sampling(*settings, seed=first + number) for number in range(count)]
+        return [Sampling(*settings, seed=next_seed(first, number)) for number in range(count)]
 
     def check(self) -> None:
         """Raise an APIError for fields that are unknown, not supported or contradict each other."""

@@ -72,7 +72,7 @@ class Job:
 
     def waits(self, waiting: Container[Request]) -> bool:
         """Return whether all unfinished requests are in `waiting`, those without a slot, and none has tokens yet."""
-        return all(each in waiting and not each.tokens for each in self.requests if each.finish_reason is None)
+        return all(each in waiting and not each.num_new for each in self.requests if each.finish_reason is None)
 
     @property
     def unfinished(self) -> int:
@@ -180,6 +180,9 @@ class Worker:
         self._traffic.count(request, len(tokens))
         if request.finish_reason == "memory":
             self._outputs.append((job, APIError(_TOO_LARGE, code="out_of_memory")))
+            return
+        if request.failure:
+            self._outputs.append((job, APIError(request.failure, status=500)))
             return
         logprobs = request.token_logprobs[-len(tokens) :] if request.token_logprobs else []
         self._outputs.append(

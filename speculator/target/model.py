@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculator.errors import UserError
+from speculator.target.attention.attention import WINDOWS
 from speculator.target.attention.tree import TokenTree
 from speculator.target.cache.cross_memory import CrossMemory
 from speculator.target.cache.kv_cache import KVCache, forms
@@ -112,6 +114,28 @@ class Target(InProcessTarget):
         attention, recurrent, cross = self._forms[form]
         memory = CrossMemory(self.encoder, cross, rows, self.device) if self.encoder else None
         return KVCache(attention, rows, capacity, self.device, recurrent, memory)
+
+    def scratch_per_token(self, cache: KVCache, read: int) -> int:
+        """Return bytes per token of a prefill pass for what grows with its tokens: masks and recurrences.
+
+        `read` is the number of positions that attention reads per row. Scores that exist one block at a time, and what
+        all layers need (some multiples of the hidden size), don't count.
+        """
+        size, heads = self.dtype.itemsize, getattr(self.config, "num_attention_heads", None) or 1
+        # One mask per window, and one of a draft head, for the query heads of a key head each; see `mask`.
+        masks = 1 + self._num_masks
+        groups = -(-(heads if isinstance(heads, int) else max(heads)) // cache.key_heads)
+        scan = 0
+        for layer in cache.recurrent.values():
+            if len(layer.states) > 1 and layer.states[1].ndim == 4:  # [B, heads, a, b]: scanned in chunks
+                # Counted on the functions of transformers 5.23: 3.7 to 4 times this sum in float32 for Mamba 2 in
+                # chunks of 256, and 3.3 times for the delta rule, whose chunks have 64 tokens.
+                scan = max(scan, 4 * 4 * layer.states[1].shape[1] * (256 + sum(layer.states[1].shape[2:])))
+        return max(1, scan + (read * (1 + size + masks * groups * size) if cache.stacks else 0))
+
+    @cached_property
+    def _num_masks(self) -> int:
+        return len({WINDOWS[layer] for layer in self.model.modules() if layer in WINDOWS}) or 1
 
     @torch.no_grad()
     def extend(

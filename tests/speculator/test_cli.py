@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from speculator import Candidates, Chain, Engine, Sampling, Tree
 from speculator.__main__ import main
 from speculator.cli import generate as command
+from speculator.decoding import streaming
 from speculator.decoding.request import StopStrings
 from speculator.decoding.rows import Rows
 from speculator.decoding.streaming import Detokenizer, TextStream, decode
@@ -217,7 +218,10 @@ def test_a_stop_string_is_found_in_a_run_of_byte_tokens():
     for count in range(12):
         new = tokenizer("日" * count + "本", add_special_tokens=False)["input_ids"]
         stop = StopStrings(["本"], tokenizer)
-        assert [stop.ends(new[:end]) for end in range(1, len(new) + 1)] == [False] * (len(new) - 1) + [True]
+        ends = [stop.end(new[:end], 0, 1) for end in range(1, len(new) + 1)]
+        assert ends == [None] * (len(new) - 1) + [len(new)]
+        for length in range(1, len(new)):  # a step of several tokens, and one after it
+            assert StopStrings(["本"], tokenizer).end([*new, *new], 0, len(new) + length) == len(new)
 
 
 def test_the_space_before_the_first_new_word_is_kept():
@@ -226,8 +230,29 @@ def test_the_space_before_the_first_new_word_is_kept():
     assert [decode(tokenizer, [word]), decode(tokenizer, [word], [a])] == ["a", " a"]
     assert AnswerText(tokenizer, [], [a]).push([word, word], ended=True) == " a a"
     assert AnswerText(tokenizer, []).push([word, word], ended=True) == "a a"
-    assert StopStrings([" a"], tokenizer).ends([word], prompt=[a])
-    assert not StopStrings([" a"], tokenizer).ends([word], min_tokens=1, prompt=[a])
+    assert StopStrings([" a"], tokenizer).end([a, word], 1, 1) == 2
+    assert StopStrings([" a"], tokenizer).end([a, word], 1, 1, min_tokens=1) is None
+
+
+def test_a_stream_without_an_end_to_wait_for_is_shown_in_parts(monkeypatch):
+    """Characters that stay broken, and runs of byte tokens: work and delay don't grow with the text."""
+    read: list[int] = []
+    real = streaming.decoded
+    monkeypatch.setattr(
+        streaming, "decoded", lambda one, tokens, special: read.append(len(tokens)) or real(one, tokens, special)
+    )
+    for tokenizer, text in ((tiny_tokenizer(), "\ufffd"), (tiny_tokenizer(), None), (llama_like_tokenizer(), "日")):
+        cycle = [tokenizer(b"\xff".decode("latin-1"))["input_ids"][0]] if text is None else tokenizer(text)["input_ids"]
+        tokens = cycle * 300
+        detokenizer, pieces = Detokenizer(tokenizer), []
+        read.clear()
+        for token in tokens:
+            pieces.append(detokenizer.push(token))
+        assert max(read) <= 2 * 20
+        assert len("".join(pieces[:32])) >= 5
+        shown = "".join(pieces) + detokenizer.finish()
+        if text:
+            assert shown == text * 300
 
 
 class Terminal(io.StringIO):
@@ -317,7 +342,7 @@ def test_chat_with_a_prompt_is_one_user_message(chat_folder, tmp_path, capsys):
 def test_a_text_that_memory_has_no_room_for_is_an_error(chat_folder, tmp_path, monkeypatch, capsys, how):
     def no_room(self, waiting):
         for request in [*waiting, *(slot.request for slot in self.scheduler.slots if slot.request)]:
-            request.fail()
+            request.fail("memory", "too little memory for a prompt of 1 token")
         self.scheduler.release()
 
     monkeypatch.setattr(Rows, "grow", no_room)

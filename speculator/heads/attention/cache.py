@@ -72,6 +72,11 @@ class HeadCache:
             x[:, list(destination), :, :longest] = x[:, list(source), :, :longest]
         self.lengths[list(destination)] = self.lengths[list(source)]
 
+    def erase(self, row: int) -> None:
+        """Set keys and values of a row to 0, and its length."""
+        self.lengths[row] = 0
+        self.keys[:, row] = self.values[:, row] = 0
+
     def grow(self, capacity: int) -> None:
         """Enlarge every row to at least `capacity` positions."""
         # Pads from the last dimension on: d stays, and positions are added at the end. Rows that were selected before

@@ -48,5 +48,8 @@ class CachedSource(LogitsSource):
         # The buffers are new tensors, and a CUDA graph still reads the old ones.
         self.version += 1
 
+    def erase(self, row: int) -> None:
+        self.cache.erase(row)
+
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         self.cache.move(source, destination, longest)

@@ -22,6 +22,9 @@ from speculator.target.attention.write import CacheWrite, current
 ATTENTION, VARLEN = "speculator", "speculator_varlen"
 WINDOWS: weakref.WeakKeyDictionary[nn.Module, int | None] = weakref.WeakKeyDictionary()
 """Sliding window of each attention layer in tokens, None if it has none; not all families pass it to `attention`."""
+_SCORES = 2**26
+"""Scores that `_explicit` holds at a time. With their copies they take below 1 GB, and a kernel's launch takes a small
+part of the time. All scores of 8,192 tokens with 64 heads would take 52 GB."""
 
 
 def avoid_cudnn(device: torch.device) -> None:
@@ -245,19 +248,29 @@ def _explicit(
     sinks: Tensor | None,  # [Hq] a logit in the softmax of each query head, without a value
     groups: int,  # query heads per key head, stacked along the queries' T
 ) -> Tensor:  # [B, H, groups * T, Dh]
-    """Compute attention that the fused function lacks: soft-capped scores (Gemma 2) and attention sinks (gpt-oss)."""
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if sinks is None:
-        return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-    rows, heads, stacked, _ = scores.shape
-    # Head h of key head k is at index k * groups + g, the order in which `attention` stacked the queries.
-    sink = sinks.view(1, heads, groups, 1).expand(rows, -1, -1, stacked // groups).reshape(rows, heads, stacked, 1)
-    # A sink takes part in the softmax and has no value: its column is dropped after the normalisation.
-    return torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
+    """Compute attention that the fused function lacks: soft-capped scores (Gemma 2) and attention sinks (gpt-oss).
+
+    At most `_SCORES` scores exist at a time, so queries are computed in blocks.
+    """
+    rows, heads, stacked, _ = query.shape
+    sink = None
+    if sinks is not None:
+        # Head h of key head k is at index k * groups + g, the order in which `attention` stacked the queries.
+        sink = sinks.view(1, heads, groups, 1).expand(rows, -1, -1, stacked // groups).reshape(rows, heads, stacked, 1)
+    size = max(1, _SCORES // (rows * heads * key.shape[2]))
+    blocks = []
+    for first in range(0, stacked, size):
+        own = slice(first, first + size)
+        scores = query[:, :, own] @ key.transpose(2, 3) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias[..., own, :]
+        if sink is not None:
+            # A sink takes part in the softmax and has no value: its column is dropped after the normalisation.
+            scores = torch.cat([scores, sink[:, :, own]], -1)
+        blocks.append(scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype) @ value)
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
 
 # transformers calls it with these arguments by name, so they stay as they are

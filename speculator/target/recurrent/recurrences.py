@@ -70,12 +70,13 @@ def delta_rule(
     `args` are query, key and value [B, T, H, d]. `kwargs` hold g and beta [B, T, H] (Kimi's g: [B, T, H, d]).
     S <- exp(g) S, then S <- S + beta k (v - S^T k)^T. Identity step: g = beta = 0.
     """
+    # torch pads the last chunk: whole chunks of 64 would make a verification of 5 tokens cost as much as one of 64.
     query, key, value = map(how.unrolled, args)
     for name in ("g", "beta"):
         kwargs[name] = how.unrolled(kwargs[name])
         if how.keep is not None:
             kwargs[name] = torch.where(like(how.keep, kwargs[name]), kwargs[name], 0.0)
-    kwargs |= {"initial_state": how.state, "chunk_size": _chunk(query, 64)}
+    kwargs |= {"initial_state": how.state, "chunk_size": min(64, query.shape[1])}
     output, state = function(query, key, value, **kwargs)
     return how.rolled(output), state
 
@@ -92,7 +93,7 @@ def state_space(
 ) -> tuple[Tensor, Tensor]:
     """Run Mamba 2 in chunks by transformers' `function`; return outputs and last state.
 
-    S <- exp(dt A) S + dt x B^T. Identity step: dt = 0, which is the softplus of -inf.
+    S <- exp(dt A) S + dt x B^T. Identity step: dt = 0, which is the softplus of -inf. Chunks are as in `delta_rule`.
 
     transformers limits dt when it reads a prompt, but not for single tokens, so verification doesn't either.
     """
@@ -103,7 +104,7 @@ def state_space(
         kwargs |= {"dt_bias": None, "dt_softplus": False}  # the limit 0 remains, so -inf is an identity step here too
     if how.keep is not None:
         dt = torch.where(like(how.keep, dt), dt, -torch.inf)
-    kwargs |= {"initial_states": how.state, "chunk_size": _chunk(x, kwargs["chunk_size"])}
+    kwargs |= {"initial_states": how.state, "chunk_size": min(kwargs["chunk_size"], x.shape[1])}
     output, state = function(x, dt, A, B, C, **kwargs)
     return how.rolled(output), state
 
@@ -209,8 +210,3 @@ def like(mask: Tensor, other: Tensor) -> Tensor:
     """Return the mask with dimensions of size 1 appended, so that it broadcasts to another tensor."""
     # [B, T] and [B, T, H, d] give [B, T, 1, 1]; broadcasting by itself would align the last dimensions.
     return mask.view(*mask.shape, *[1] * (other.ndim - mask.ndim))
-
-
-def _chunk(x: Tensor, size: int) -> int:
-    """Return the tokens per chunk of x [B, T, ...], `size` or on a CPU at most T, because torch pads the last chunk."""
-    return min(size, x.shape[1]) if x.device.type == "cpu" else size

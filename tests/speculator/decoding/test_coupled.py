@@ -12,7 +12,17 @@ from speculator import Candidates, Chain, FixedTree, Sampling, Target, Tree, gen
 from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import LogitsSource
 from speculator.decoding.memory import LookupPaths
-from speculator.decoding.sampling import Noise, RowSampling, _gumbel_of, gumbel, uniforms
+from speculator.decoding.sampling import (
+    _GAMMA,
+    _GUMBEL,
+    Noise,
+    RowSampling,
+    _gumbel_of,
+    _mix,
+    gumbel,
+    random_bits,
+    uniforms,
+)
 from speculator.decoding.verify import match
 from speculator.drafters.hybrid import Hybrid
 
@@ -62,6 +72,53 @@ def test_rare_tokens_are_as_frequent_as_they_should_be(rows):
     for p, seen in zip((1e-4, 1e-5, 1e-6, 1e-7), counts[1:].view(4, 200).sum(1).tolist(), strict=True):
         expected = 200 * p * rows
         assert abs(seen - expected) < 4 * expected**0.5, p
+
+
+def hashed(x: int, second: int, bits: int) -> int:
+    """The hash of `random_bits`, in Python's integers of any even number of bits."""
+    half, size = bits // 2, 1 << bits
+    x = ((x ^ x >> half) * 2146121005 + second) % size
+    x = (x ^ x >> half - 1) * -2073254261 % size
+    x = (x ^ x >> half) * 739982445 % size
+    return (x ^ (x - size * (2 * x >= size)) >> half - 1) % (size // 2)  # this shift copies the sign bit
+
+
+@pytest.mark.parametrize("bits", [6, 8, 10])
+def test_over_all_keys_every_number_is_equally_likely(bits):
+    for second in range(0, 1 << bits, 7):
+        counts = Counter(hashed(first, second, bits) for first in range(1 << bits))
+        assert set(counts.values()) == {2}
+        assert len(counts) == 1 << bits - 1
+
+
+def test_the_noise_is_this_hash_in_32_bits():
+    """The two keys of a row are the halves of its 64-bit hash."""
+    seeds, positions = torch.tensor([0, 1, -5, 2**62]), torch.tensor([3, 0, 77, 2**20])
+    keys = _mix(_mix(seeds + _GUMBEL) + positions * _GAMMA).tolist()
+    expected = [
+        [hashed((key - 1640531527 * token) % 2**32, (key >> 32) % 2**32, 32) for token in range(100)] for key in keys
+    ]
+    assert random_bits(seeds, positions, 100).tolist() == expected
+
+
+def test_numbers_of_different_rows_are_equal_as_often_as_by_chance():
+    """4,096 pairs of 2^22 numbers of 31 bits. Rounds that are two to one gave 9,534."""
+    bits = random_bits(torch.arange(64), torch.arange(64), 2**16)
+    counts = bits.flatten().unique(return_counts=True)[1]
+    assert abs((counts * (counts - 1) // 2).sum() - 4096) < 5 * 4096**0.5
+
+
+@pytest.mark.soak
+def test_all_numbers_below_a_probability_of_a_millionth_occur():
+    """Rounds that are two to one left out 47.7% of them."""
+    cells, rows, size = 2147, 2**12, 2**17
+    counts = torch.zeros(cells, dtype=torch.long)
+    for start in range(0, rows, 8):
+        bits = random_bits(torch.arange(start, start + 8), torch.full((8,), 5), size)
+        counts += bits[bits < cells].bincount(minlength=cells)
+    expected = rows * size / 2**31
+    statistic = (counts - expected).square().sum().item() / expected
+    assert abs(statistic / cells - 1) < 5 * ((2 + 1 / expected) / cells) ** 0.5
 
 
 def test_the_noise_is_finite_at_both_ends():

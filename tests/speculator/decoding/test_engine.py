@@ -1,11 +1,13 @@
 """The decoding loop: where rows end, what they stream, which statistics they keep, and how slots are reused."""
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, Oracle, tiny_head, tiny_model
+from conftest import RECURRENT_RUNS, VOCAB, Oracle, tiny_head, tiny_model
 from drafters import make_drafter
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +27,8 @@ from speculator import (
 )
 from speculator.decoding import engine as engine_module
 from speculator.decoding import scheduler as scheduler_module
+from speculator.decoding import streaming
+from speculator.decoding.draft import Draft
 from speculator.decoding.request import Request
 from speculator.decoding.scheduler import PREFILLING, WAITING_FOR_PREFIX, Scheduler
 from speculator.target.cache import kv_cache
@@ -55,11 +59,136 @@ def test_one_logit_that_is_not_finite_ends_the_decoding_under_every_rule(target,
         return made
 
     engine = Engine(target, HeadDrafter(head, Candidates((2, 1)) if rule == "multi_candidate" else 2), rule=rule)
-    engine.submit([3, 3], Sampling(1.0), max_new_tokens=30)
+    request = engine.submit([3, 3], Sampling(1.0), max_new_tokens=30)
     engine.step()
     monkeypatch.setattr(target, "logits", broken)
+    engine.run()
+    assert request.finish_reason == "not_finite"
     with pytest.raises(UserError, match="not finite"):
-        engine.run()
+        request.check()
+
+
+def absent(texts: list[list[int]]) -> int:
+    """A token that is in none of these texts."""
+    return next(token for token in range(VOCAB) if not any(token in text for text in texts))
+
+
+@pytest.mark.parametrize("name", ["none", "head-tree", "attention-chain", "model-chain"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=RECURRENT_RUNS)])
+def test_a_row_whose_logits_are_not_finite_fails_alone(name, family):
+    """In the prompt, and later. Neither its neighbours nor the next text in its row notice."""
+    target = Target(tiny_model(family), None)
+    expected = generate(target, None, PROMPTS, max_new_tokens=12, eos_token_ids=()).tokens
+    bad = absent([*PROMPTS, *expected])
+    target.model.get_input_embeddings().weight.data[bad] = torch.nan
+    engine = Engine(target, make_drafter(name, target), slots=2)
+    options = {"max_new_tokens": 12, "eos_token_ids": ()}
+    made = engine.generate([PROMPTS[0], [1, bad, *range(12)], PROMPTS[1], PROMPTS[2]], **options)
+    assert made.tokens == [expected[0], [], *expected[1:]]
+    assert made.finish_reasons == ["length", "not_finite", "length", "length"]
+    with pytest.raises(UserError, match="not finite"):
+        made.check()
+    assert engine.generate(PROMPTS, **options).check().tokens == expected
+
+
+class Poisoned(Oracle):
+    """Drafts a token whose states are not finite: three of it once, then one right token a step."""
+
+    def propose(self, pending, noise, texts):
+        draft = super().propose(pending, noise, texts)
+        if self.steps:
+            return Draft(draft.tokens[:, :1], torch.ones_like(pending))
+        self.steps = 1
+        return Draft(torch.full_like(draft.tokens, self.bad), draft.lengths)
+
+
+@pytest.mark.parametrize("bucket", [1, 16])
+def test_rejected_tokens_whose_states_are_not_finite_leave_nothing(target, bucket, monkeypatch):
+    """Their keys are masked, but NaN + -inf is NaN, for their own row and for the next text in it."""
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", bucket)
+    expected = generate(target, None, PROMPTS, max_new_tokens=12, eos_token_ids=()).tokens
+    drafter = Poisoned(expected, prompts=PROMPTS)
+    drafter.steps = 0
+    drafter.bad = absent([*PROMPTS, *expected])
+    target.model.get_input_embeddings().weight.data[drafter.bad] = torch.nan
+    made = Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12, eos_token_ids=())
+    assert (made.tokens, made.finish_reasons) == (expected, ["length"] * 3)
+
+
+def test_texts_that_were_made_are_returned_if_there_is_no_memory_for_another(target, monkeypatch, caplog):
+    expected = generate(target, None, PROMPTS, max_new_tokens=8, eos_token_ids=()).tokens
+    engine = Engine(target, slots=2)
+    engine.generate(PROMPTS[:1], max_new_tokens=8)
+    grow = engine.cache.grow
+
+    def limited(capacity):
+        if capacity > 60:
+            raise MemoryError
+        return grow(capacity)
+
+    monkeypatch.setattr(engine.cache, "grow", limited)
+    made = engine.generate([*PROMPTS, [1] * 90], max_new_tokens=8, eos_token_ids=())
+    assert made.tokens == [*expected, []]
+    assert made.finish_reasons == ["length"] * 3 + ["memory"]
+    assert "1 of 4 texts" in caplog.text
+    with pytest.raises(UserError, match="too little memory for a prompt of 90 tokens"):
+        engine.generate([[1] * 90], max_new_tokens=8)
+
+
+def test_a_cache_grows_to_what_is_needed_if_there_is_no_memory_for_more(target, monkeypatch):
+    """Half more than there is was asked for again, and the request failed."""
+    engine = Engine(target, slots=1, capacity=80)
+    engine.generate(PROMPTS[:1], max_new_tokens=8)
+    grow = engine.cache.grow
+
+    def limited(capacity):
+        if capacity > 100:
+            raise MemoryError
+        return grow(capacity)
+
+    monkeypatch.setattr(engine.cache, "grow", limited)
+    made = engine.generate([[1] * 70], max_new_tokens=20, eos_token_ids=())
+    assert (made.finish_reasons, len(made.tokens[0])) == (["length"], 20)
+
+
+def test_finished_requests_are_not_kept(target):
+    """Of 300 prompts through two slots 96 were, with texts and log-probabilities."""
+    engine, alive = Engine(target, slots=2), []
+    for number in range(100):
+        engine.submit([number % VOCAB, number // VOCAB, *range(30)] + [3] * 8, max_new_tokens=1)
+        alive.append(weakref.ref(engine.waiting[-1]))
+    engine.run()
+    gc.collect()
+    assert sum(each() is not None for each in alive) <= 2
+    assert not engine.scheduler._prefixes
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100])
+def test_a_common_prefix_ends_at_the_first_difference(length):
+    for more in ([], [1], [1] * 30):
+        for other in ([], [2], [2] * 7):
+            assert scheduler_module.common_prefix([5] * length + more, [5] * length + other) == length
+
+
+def test_seeds_go_on_after_the_largest(target):
+    """Row 1 asked for a seed beyond 64 bits, which nobody gave."""
+    most = 2**63 - 1
+    rows = generate(target, None, PROMPTS[:1] * 2, Sampling(1.0, seed=most), max_new_tokens=8).tokens
+    assert rows[1] == generate(target, None, PROMPTS[:1], Sampling(1.0, seed=-most - 1), max_new_tokens=8).tokens[0]
+
+
+def test_stop_strings_decode_a_step_once(target_folder, monkeypatch):
+    """And never the first tokens alone, unless they may not end the completion."""
+    target = Target.load(target_folder)
+    plain = generate(target, None, PROMPTS[:1], max_new_tokens=30, eos_token_ids=()).tokens
+    calls: list[int] = []
+    real = streaming.decoded
+    monkeypatch.setattr(streaming, "decoded", lambda *given: calls.append(1) or real(*given))
+    engine = Engine(target, Oracle(plain))
+    request = engine.submit(PROMPTS[0], max_new_tokens=30, eos_token_ids=(), stop_strings=["not there", "nor this"])
+    engine.run()
+    assert request.tokens == plain[0]
+    assert len(calls) <= 2 + len(request.steps)  # the prompt's last tokens, and those of the prefill
 
 
 def test_stop_tokens_beyond_the_vocabulary_hold_nothing_back(target):
@@ -290,7 +419,7 @@ def test_invalid_rules_and_settings_are_rejected(target, head):
     with pytest.raises(UserError, match="sampling"):
         generate(target, None, [[1]], [Sampling(), Sampling()])
     with pytest.raises(UserError, match="seed"):
-        generate(target, None, [[1]] * 3, Sampling(1.0, seed=2**63 - 2))
+        Sampling(1.0, seed=2**63)
     with pytest.raises(UserError, match="slots"):
         Engine(target, slots=0)
     with pytest.raises(UserError, match="chunk"):

@@ -368,7 +368,7 @@ def test_a_row_does_not_depend_on_its_batch_mates(target, name):
 def plainly_drawn():
     """A target, and the settings and texts of plain decoding after each prompt."""
     target = Target(tiny_model().double(), tokenizer=None)
-    settings = [replace(own, seed=own.seed + 20) for own in (*WARPERS, Sampling())]
+    settings = [replace(own, seed=own.seed + 22) for own in (*WARPERS, Sampling())]
     texts = [
         generate(target, None, [prompt], [own], max_new_tokens=18).tokens[0]
         for prompt, own in zip(PROMPTS, settings, strict=True)

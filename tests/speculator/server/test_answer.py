@@ -53,7 +53,7 @@ def test_a_stop_string_may_not_end_among_the_first_tokens():
             assert answer.text == ("ab ab ab" if place < 0 else "ab ab ab"[:place])
             assert answer.stopped == (place >= 0)
             stop = StopStrings(["ab"], tokenizer)
-            ends = [n for n in range(1, len(tokens) + 1) if stop.ends(tokens[:n], count)]
+            ends = [n for n in range(1, len(tokens) + 1) if stop.end(tokens[:n], 0, 1, count)]
             assert bool(ends) == (place >= 0)
 
 

@@ -14,6 +14,7 @@ from conftest import alternating_drafter
 from serving_here import serving, tiny_head_for, until
 
 from speculator import Engine, HeadDrafter, Sampling, UserError, generate
+from speculator.decoding import prefill
 from speculator.target.cache.kv_cache import KVCache
 
 LONG = {"prompt": [9], "max_tokens": 240, "temperature": 1.0, "seed": 1, "stream": True}
@@ -315,6 +316,30 @@ def test_a_request_too_large_for_memory_fails_alone(chat_target, monkeypatch, fi
         assert answer.json()["choices"][0]["token_ids"] == own
 
 
+def test_a_request_whose_logits_are_not_finite_fails_alone(chat_target, monkeypatch):
+    real = prefill.first_tokens
+
+    def broken(target, requests, hidden):
+        first, _, logprobs = real(target, requests, hidden)
+        return first, [request.prompt[0] != 17 for request in requests], logprobs
+
+    expected = generate(chat_target, None, [[3, 4]], max_new_tokens=30).tokens[0]
+    monkeypatch.setattr(prefill, "first_tokens", broken)
+    with serving(chat_target) as (url, worker):
+        engine = worker.engine
+
+        def ask(prompt):
+            body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+        with ThreadPoolExecutor(2) as threads:
+            answer, failed = threads.map(ask, [[3, 4], [17]])
+        assert worker.engine is engine, "the engine was not created again"
+        assert 'speculator_answers_total{finish_reason="not_finite"} 1.0' in httpx.get(f"{url}/metrics").text
+    assert answer.json()["choices"][0]["token_ids"] == expected
+    assert (failed.status_code, "not finite" in failed.json()["error"]["message"]) == (500, True)
+
+
 def test_generating_without_enough_memory_is_an_error(target, monkeypatch):
 
     def refuse(*_):
@@ -324,5 +349,5 @@ def test_generating_without_enough_memory_is_an_error(target, monkeypatch):
     engine = Engine(target, slots=2, capacity=32)
     engine.generate([[1, 2, 3]], max_new_tokens=8)
     with pytest.raises(UserError, match="60 tokens"):
-        engine.generate([[1, 2, 3], [4] * 60], max_new_tokens=8)
+        engine.generate([[4] * 60], max_new_tokens=8)
     assert not engine.busy
