@@ -38,7 +38,12 @@ def run(arguments: argparse.Namespace) -> None:
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
     if next(found, None):
         log(f"there are more rows: --rows {2 * arguments.rows} shows twice as many")
-    refuse((name is None, f"{arguments.source}: no rows in it" + (f": {tally.first[0]}" if tally.first else "")))
+    refuse(
+        (
+            name is None,
+            f"{arguments.source}: no rows in it" + "".join(f": {each}" for each in [*tally.first, *tally.skipped][:1]),
+        )
+    )
     tally.warn(arguments.source)
 
 

@@ -34,7 +34,7 @@ CONTENTS = [
     {"text": "a text"},
     {"prompt": "a", "completion": "b"},
     {"messages": CHAT},
-    {"messages": CALL},
+    {"messages": [CALL[0], {"role": "assistant", "tool_calls": [{"name": "search", "arguments": {}}]}]},
     {"messages": CHAT, "tools": [{"name": "search"}]},
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]},
     {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]},
@@ -267,7 +267,7 @@ def test_a_wrong_weight_is_an_error_that_names_its_source(sources, message):
         ("rows.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2"),
         ("rows.jsonl", '{"text": "\\ud800"}\n', "rows.jsonl:1: .*surrogate"),
         ("rows.jsonl", '{"prompt": "a"}\n', "rows.jsonl:1: not a row"),
-        ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is not a text'),
+        ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is no text and no'),
         ("rows.jsonl", '{"messages": []}\n', "rows.jsonl:1: a chat without messages"),
         ("rows.jsonl", '{"messages": [{"content": "a"}]}\n', 'rows.jsonl:1: the "role" of message 1'),
         (
