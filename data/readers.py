@@ -123,11 +123,15 @@ def _visible_files(path: Path) -> list[Path]:
 
 
 def _readable_files(path: Path) -> list[Path]:
-    """Return the files of a location in a format that we read, sorted, without a dataset's cards next to its rows."""
+    """Return the files of a location in a format that we read, sorted, of a folder without the cards of datasets."""
+    if not path.is_dir():
+        return [path] if _suffix(path) in _SUFFIXES else []
     files = [file for file in _visible_files(path) if _suffix(file) in _SUFFIXES | _UNTYPED]
-    # The card and the description of a dataset lie beside its rows.
-    rows = path.is_dir() and any(_suffix(file) not in _TEXT_SUFFIXES and not _is_card(file) for file in files)
-    return [file for file in files if _suffix(file) in _SUFFIXES and not (rows and _is_card(file))]
+    texts = {file for file in files if _suffix(file) in _TEXT_SUFFIXES}
+    cards = {file for file in files if _is_card(file)}
+    # A text may be named like a card where there are no rows.
+    left_out = cards if set(files) - texts - cards else cards - texts
+    return [file for file in files if _suffix(file) in _SUFFIXES and file not in left_out]
 
 
 def _is_card(file: Path) -> bool:
@@ -232,7 +236,7 @@ def _is_one_value(file: Path) -> bool:
     """Return whether a .json file is one list or one indented object, not a JSON object per line."""
     with open_binary(file) as stream:
         start = stream.read(_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-    return start.startswith(b"[") or start.partition(b"\n")[0].rstrip()[-1:] in (b"{", b"[", b",")
+    return start.startswith(b"[") or start.partition(b"\n")[0].rstrip()[-1:] in (b"{", b"[", b",", b":")
 
 
 def _list_of(file: Path) -> list[Any]:
@@ -291,7 +295,8 @@ def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
 
 
 def _is_datasets_folder(path: Path) -> bool:
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    names = ("state.json", "dataset_info.json")
+    return all((path / name).is_file() for name in names) or (path / "dataset_dict.json").is_file()
 
 
 def _datasets_folder(path: Path) -> Iterator[Document]:
