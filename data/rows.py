@@ -149,8 +149,8 @@ def _content(row: Any, where: str) -> Content:
             found = known.read(given, where)
             if not wanted:
                 _drop_loss(found, where)
-            if names := {*unread, *found.get("unread", ())}:
-                found["unread"] = sorted(names)
+            if every := {*unread, *found.get("unread", ())}:
+                found["unread"] = sorted(every)
             return found
     *names, last = (known.name for known in reversed(FORMATS))
     needs = f"not a row in a supported format: it needs {', '.join(names)}, or {last}"
@@ -312,12 +312,13 @@ def _answered(asked: list[Any], given: dict[str, Json], where: str, key: str = "
     An answer that begins with a question or a system message repeats the turns. One beside turns that end with an
     answer is not read.
     """
-    answer = _turns(given[key], where, key, "assistant") if key in given else []
+    answer = _turns(given[key], where, key, "assistant") if isinstance(given.get(key), str | list | dict) else []
     if answer and _speaker(answer[0]) in ("system", "user"):
-        return _chat(answer, given, where)
-    if answer and asked and _speaker(asked[-1]) == "assistant":
-        return {**_chat(asked, given, where), "unread": ["a second answer beside that of the chat"]}
-    return _chat([*asked, *answer], given, where)
+        asked, answer = answer, []
+    if not answer or not asked or _speaker(asked[-1]) != "assistant":
+        return _chat([*asked, *answer], given, where)
+    found = _chat(asked, given, where)
+    return {**found, "unread": [*found.get("unread", ()), "a second answer beside that of the chat"]}
 
 
 def _messages(given: dict[str, Json], where: str) -> Content:

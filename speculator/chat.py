@@ -249,7 +249,7 @@ def _clean_calls(calls: Any, name: str) -> list[ToolCall]:
     return calls
 
 
-def arguments_of(function: Function) -> Json:
+def arguments_of(function: Any) -> Json:
     """Return the arguments of a call, an object or text: an empty object for none, a blank text or null."""
     arguments = function.get("arguments")
     empty = not arguments or (isinstance(arguments, str) and arguments.strip() in ("", "null"))

@@ -91,6 +91,7 @@ def test_marks_whose_other_value_says_no():
         ({"messages": [asked(), said("good")], "history": [["a", "b"]]}, ['"history"']),
         ({"messages": [asked(), said("good")], "completion": "other"}, ["a second answer beside that of the chat"]),
         ({"messages": [asked(), said("good")], "history": [], "images": [], "label": None, "maskot": 1}, []),
+        ({"messages": [asked(), said("good")], "chosen": True}, []),
         ({"messages": [asked(), said("good")], "rejected": "bad", "rejected_response": "bad", "score": 0}, []),
     ],
 )

@@ -436,7 +436,7 @@ def test_hidden_files_and_cards_of_a_folder_are_no_rows(tmp_path, capsys):
     assert fingerprint(str(folder)) != before
     folder = folder.rename(tmp_path / "with cards")
     before = fingerprint(str(folder))
-    for name in ("README_zh.md", "readme.txt", "LICENSE.txt", "LICENSE-2.0.md", "CHANGELOG.rst", "NOTICE"):
+    for name in ("README_zh.md", "readme.txt", "LICENSE.txt", "LICENSE-2.0.md", "CHANGELOG.rst"):
         (folder / name).write_text("a card")
     for name in ("dataset_info.json", "more/state.json", "package.json", "config.json"):
         (folder / name).write_text(json.dumps({"name": "x"}, indent=1))
@@ -445,7 +445,7 @@ def test_hidden_files_and_cards_of_a_folder_are_no_rows(tmp_path, capsys):
     assert contents(str(folder)) == [{"messages": CHAT}]
     assert fingerprint(str(folder)) == before
     said = capsys.readouterr().err
-    assert "not read: 1 without a suffix, 1 .png, 1 config.json, 1 dataset_info.json, 1 package.json\n" in said
+    assert "not read: 1 .png, 1 config.json, 1 dataset_info.json, 1 state.json, 1 package.json\n" in said
     assert contents(str(folder / "README_zh.md")) == [{"text": "a card"}], "named by the user"
 
 
