@@ -447,40 +447,21 @@ class Format(NamedTuple):
     read: Callable[[dict[str, Json], str], Content]
 
 
+def _has(*keys: str) -> Callable[[dict[str, Json]], bool]:
+    return lambda given: all(key in given for key in keys)
+
+
+_BESIDE_TOKENS = ("labels", "attention_mask", "position_ids", "special_tokens_mask")
 _CHAT = ("completion", "tools", "system", *_MARKS)
+_ALPACA = ("instruction", "input", "output", "history")
 FORMATS = [
-    Format(
-        name='"input_ids"',
-        keys=(*_TOKENS, *_MASKS, "labels", "attention_mask", "position_ids", "special_tokens_mask", *_WEIGHTS),
-        fits=lambda given: "input_ids" in given,
-        read=_tokens,
-    ),
-    Format(name='"messages"', keys=("messages", *_CHAT), fits=lambda given: "messages" in given, read=_messages),
-    Format(
-        name='"conversations"',
-        keys=("conversations", *_CHAT),
-        fits=lambda given: "conversations" in given,
-        read=_messages,
-    ),
-    Format(
-        name='"completion" as messages',
-        keys=("prompt", "history", *_CHAT),
-        fits=_is_chat_pair,
-        read=_from_chat_pair,
-    ),
-    Format(
-        name='"instruction" and "output"',
-        keys=("instruction", "input", "output", "history", *_CHAT),
-        fits=_is_alpaca,
-        read=_from_alpaca,
-    ),
-    Format(
-        name='"prompt" and "completion"',
-        keys=("prompt", "completion", "history", *_MARKS),
-        fits=lambda given: "prompt" in given and "completion" in given,
-        read=_from_pair,
-    ),
-    Format(name='"text"', keys=("text", *_WEIGHTS), fits=lambda given: "text" in given, read=_from_text),
+    Format('"input_ids"', (*_TOKENS, *_MASKS, *_BESIDE_TOKENS, *_WEIGHTS), _has("input_ids"), _tokens),
+    Format('"messages"', ("messages", *_CHAT), _has("messages"), _messages),
+    Format('"conversations"', ("conversations", *_CHAT), _has("conversations"), _messages),
+    Format('"completion" as messages', ("prompt", "history", *_CHAT), _is_chat_pair, _from_chat_pair),
+    Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, _from_alpaca),
+    Format('"prompt" and "completion"', ("prompt", "history", *_CHAT), _has("prompt", "completion"), _from_pair),
+    Format('"text"', ("text", *_WEIGHTS), _has("text"), _from_text),
 ]
 """The formats, in the order in which they are tried."""
 KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))
