@@ -22,7 +22,7 @@ from data.onpolicy import record_of
 from data.rendering import text_tokens
 from data.tally import log
 from data.writing import Writing
-from speculator.chat import end_token
+from speculator.chat import decoded, end_token
 from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
 from speculator.clients.hidden_states import discard
 from speculator.decoding.sampling import Sampling
@@ -267,6 +267,7 @@ class _TextServer(Connection):
         longest: largest length of a prompt that leaves room for a completion, once `probe` has asked the server.
         answered: time of the latest answer, of `time.monotonic`; None before the first.
         away_since: time of the first failure after it; None: there was none.
+        agrees: whether the tokenizer gave an answer's token ids the server's text; None: no answer had both.
     """
 
     def __init__(self, base: str, target: str, tokenizer: PreTrainedTokenizerBase, writing: Writing):
@@ -282,7 +283,8 @@ class _TextServer(Connection):
         self.away_since: float | None = None
         self._gives_text = False  # without token ids
         self.model, self.tokenizer, self.writing = _listed((), target)[0], tokenizer, writing
-        self._target = target
+        self._target, self._vocabulary = target, len(tokenizer)
+        self.agrees: bool | None = None
         self.longest, self.tells_context = sys.maxsize, False
 
     def describe(self, error: Exception) -> str:
@@ -303,6 +305,8 @@ class _TextServer(Connection):
             self.longest, self.tells_context = context - self.writing.max_new_tokens, context < sys.maxsize
             if len(models) > 1:
                 log(f"{self.url}: {self.model} answers, of the models {', '.join(each.id for each in models)}")
+            elif Path(self.model).name != Path(self._target).name:
+                log(f"{self.url}: {self.model} answers, the server's only model, for {self._target}")
         except (openai.APIStatusError, AttributeError, TypeError):
             pass  # some servers do not list their models
         rows, seed = len(prompts), self.writing.seed
@@ -314,6 +318,11 @@ class _TextServer(Connection):
             prompt = Conversation(text_tokens([f"Page {row + 1}"], self.tokenizer)[0])
             free = [Sampling(1.0, seed=each) for each in (seed + 2 * row, seed + 2 * row + 1)]
             texts = [await self.complete(row, prompt.ids, prompt, each, _PROBE_TOKENS) for each in free]
+            if self.agrees is False:
+                raise UserError(
+                    f"{self.url}: the texts of {self.model} are not what the tokenizer of {self._target} makes of its "
+                    "token ids: it serves another model"
+                )
             if texts[0] != texts[1]:
                 return
         if warm:
@@ -362,6 +371,8 @@ class _TextServer(Connection):
                 # A text without its special tokens, as those around a tool call, is not what the target wrote.
                 self._gives_text = True
                 return await self.complete(row, ids, prompt, sampling, max_tokens)
+            if tokens:
+                self._check(tokens, choice.text)
             tokens = tokens or self._tokenize(ids, choice.text, ended, prompt.ends)
         except UNAVAILABLE:
             raise
@@ -374,6 +385,20 @@ class _TextServer(Connection):
         if not tokens:
             raise UserError(f"{self.url}: prompt {row + 1}: an empty completion")
         return list(tokens)[:max_tokens], ended
+
+    def _check(self, tokens: list[int], text: str) -> None:
+        """Raise a UserError for a token id that the tokenizer lacks, and set `agrees` by the answer's text."""
+        if max(tokens) >= self._vocabulary:
+            raise UserError(
+                f"{self.url}: {self.model} answers with token {max(tokens)}, but the tokenizer of {self._target} has "
+                f"{self._vocabulary}: it serves another model"
+            )
+        # The server's text may lack a half character and stop strings at its end, and any special token.
+        own, theirs = (
+            "".join(each.replace("\ufffd", "").split()) for each in (decoded(self.tokenizer, tokens, False), text)
+        )
+        if theirs:
+            self.agrees = bool(self.agrees) or own.startswith(theirs)
 
     def _tokenize(self, prompt: list[int], text: str, ended: bool, chat: bool) -> list[int]:
         """Return the tokens of a completion's text, as they follow the prompt's tokens.

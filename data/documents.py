@@ -28,6 +28,7 @@ class Content(TypedDict, total=False):
         document_ids: for each token of a packed row, the number of its document.
         rejected: for each token whether it replaced a rejected draft token.
         source_ids: tokens that an encoder reads.
+        unread: names of its keys that look like marks, and that we do not follow.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Content(TypedDict, total=False):
     document_ids: list[int]
     rejected: list[int]
     source_ids: list[int]
+    unread: list[str]
 
 
 class Document(Content, total=False):

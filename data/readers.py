@@ -26,7 +26,7 @@ from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_dis
 from data import python_sources
 from data.documents import Document, digest_of
 from data.mixture import PYTHON_SOURCES, SourceError
-from data.rows import KEYS, RowError, content
+from data.rows import KEYS, RowError, content, is_read
 from speculator.chat import from_json
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json
@@ -39,8 +39,14 @@ _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _SUFFIXES = {".jsonl", ".json", ".parquet", *_TEXT_SUFFIXES}
 _UNTYPED = {".csv", ".tsv"}
 """Tables that are not read: their cells are texts, so a list or `false` can't be told from its spelling."""
+_CARDS = re.compile(
+    r"(readme|licen[cs]e|notice|copying|changelog|contributing|citation|code_of_conduct)\b.*\.(txt|md|rst)$"
+    r"|readme_.*\.(txt|md|rst)$|(config|dataset_infos?|dataset_dict|state|package(-lock)?)\.json$"
+)
+"""Matches the names, in lower case, of files that describe a dataset; those in JSON are what `datasets` leaves out."""
 _PIECE_BYTES = 10_000
 _LINE_BYTES = 100_000
+_ROWS_AT_ONCE = 128  # which may have images
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(?P<split>[^/]+))?")
 
 
@@ -67,7 +73,7 @@ def read(location: str) -> Iterator[Document]:
 
 
 def fingerprint(location: str) -> str:
-    """Return a hash that changes with a source: of names, sizes and modification times of its files.
+    """Return a hash that changes with a source: of names, sizes and modification times of the files that are read.
 
     A hub dataset has the fingerprint of `datasets`.
     """
@@ -75,7 +81,7 @@ def fingerprint(location: str) -> str:
     if location == PYTHON_SOURCES:
         files = python_sources.files()
     elif path.exists():
-        files = {p.as_posix(): p for p in _files_in(_rows_folder(path))}
+        files = {p.as_posix(): p for p in source_files(path)}
     else:
         return hub_dataset(*hub_id(location))._fingerprint
     stats = ((name, path.stat()) for name, path in sorted(files.items()))
@@ -83,6 +89,12 @@ def fingerprint(location: str) -> str:
     if location == PYTHON_SOURCES:
         facts.append(("limit", python_sources.MAX_PACKAGE_BYTES, 0))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def source_files(path: Path) -> list[Path]:
+    """Return the files of a local source that are read, sorted; of a folder that `datasets` saved, all."""
+    folder = _rows_folder(path)
+    return _visible_files(folder) if _is_datasets_folder(folder) else _readable_files(folder)
 
 
 def _rows_folder(path: Path) -> Path:
@@ -94,18 +106,37 @@ def _rows_folder(path: Path) -> Path:
 # Local files
 
 
-def _files_in(path: Path) -> list[Path]:
-    """Return all files in a folder and its subfolders, sorted; [path] for a file."""
-    return sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+def _visible_files(path: Path) -> list[Path]:
+    """Return all files in a folder and its subfolders, sorted; [path] for a file.
+
+    As in `datasets`, names that begin with a dot and folders that begin with "__" are left out.
+    """
+    if not path.is_dir():
+        return [path]
+    inside = ((file, file.relative_to(path).parts) for file in path.rglob("*"))
+    hidden = (".", "__")
+    return sorted(
+        file
+        for file, parts in inside
+        if not parts[-1].startswith(".") and not any(part.startswith(hidden) for part in parts[:-1]) and file.is_file()
+    )
 
 
 def _readable_files(path: Path) -> list[Path]:
-    """Return the files of a location in a format that we read, sorted, without a README next to files of rows."""
-    files = [file for file in _files_in(path) if _suffix(file) in _SUFFIXES | _UNTYPED]
-    # The card of a dataset's repository lies beside its rows.
-    rows = path.is_dir() and any(_suffix(file) not in _TEXT_SUFFIXES for file in files)
-    files = [file for file in files if _suffix(file) in _SUFFIXES]
-    return [file for file in files if not (rows and file.stem.lower() == "readme")]
+    """Return the files of a location in a format that we read, sorted, of a folder without the cards of datasets."""
+    if not path.is_dir():
+        return [path] if _suffix(path) in _SUFFIXES else []
+    files = [file for file in _visible_files(path) if _suffix(file) in _SUFFIXES | _UNTYPED]
+    texts = {file for file in files if _suffix(file) in _TEXT_SUFFIXES}
+    cards = {file for file in files if _is_card(file)}
+    # A text may be named like a card where there are no rows.
+    left_out = cards if set(files) - texts - cards else cards - texts
+    return [file for file in files if _suffix(file) in _SUFFIXES and file not in left_out]
+
+
+def _is_card(file: Path) -> bool:
+    """Return whether a file's name is that of a card, a licence or a description of a dataset or a package."""
+    return _CARDS.match(file.name.lower()) is not None
 
 
 def is_recorded(path: Path) -> bool:
@@ -143,7 +174,9 @@ def local_files(path: Path) -> Iterator[Document]:
         _log_unread(path)
     if not files:
         fault = "holds no readable file" if path.is_dir() else "is not a readable file"
-        table = next((f"; write {file.name} as .jsonl" for file in _files_in(path) if _suffix(file) in _UNTYPED), "")
+        table = next(
+            (f"; write {file.name} as .jsonl" for file in _visible_files(path) if _suffix(file) in _UNTYPED), ""
+        )
         raise SourceError(f"{path} {fault}: .jsonl, .json, .parquet or .txt; all but .parquet also as .gz{table}")
     for file in files:
         name = file.relative_to(path).as_posix() if path.is_dir() else file.name
@@ -156,12 +189,13 @@ def local_files(path: Path) -> Iterator[Document]:
 
 @cache  # the splits are read one by one
 def _log_unread(folder: Path) -> None:
-    """Print how many files of a folder are not read, by suffix, but for hidden files and cards."""
-    files = [file for file in _files_in(folder) if file.stem.lower() != "readme"]
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    unread = Counter(_suffix(file) or "without a suffix" for file in files if _suffix(file) not in _SUFFIXES)
-    if unread:
-        log(f"{folder}: not read: {', '.join(f'{count} {suffix}' for suffix, count in unread.most_common(5))}")
+    """Print how many files of a folder are not read, by suffix, but for hidden files and cards of text."""
+    files = [file for file in _visible_files(folder) if not (_is_card(file) and _suffix(file) in _TEXT_SUFFIXES)]
+    left_out = Counter(file.name if _is_card(file) else _suffix(file) or "without a suffix" for file in files)
+    for file in _readable_files(folder):
+        del left_out[file.name if _is_card(file) else _suffix(file)]
+    if left_out:
+        log(f"{folder}: not read: {', '.join(f'{count} {suffix}' for suffix, count in left_out.most_common(5))}")
 
 
 def _local_file(file: Path, name: str) -> Iterator[Document]:
@@ -169,7 +203,7 @@ def _local_file(file: Path, name: str) -> Iterator[Document]:
     suffix = _suffix(file)
     if suffix == ".parquet":
         yield from _documents(_enumerate(_parquet(file)), name, str(file))
-    elif suffix == ".jsonl" or (suffix == ".json" and not _holds_a_list(file)):
+    elif suffix == ".jsonl" or (suffix == ".json" and not _is_one_value(file)):
         yield from _documents(parse_rows(file), name, str(file))
     elif suffix == ".json":
         yield from _documents(_enumerate(_list_of(file)), name, str(file))
@@ -198,19 +232,21 @@ def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: st
             yield {"id": f"{name}:{number}", "where": where, "fault": fault}
 
 
-def _holds_a_list(file: Path) -> bool:
-    """Return whether a .json file is one list, not a JSON object per line."""
+def _is_one_value(file: Path) -> bool:
+    """Return whether a .json file is one list or one indented object, not a JSON object per line."""
     with open_binary(file) as stream:
-        return stream.read(_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        start = stream.read(_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    return start.startswith(b"[") or start.partition(b"\n")[0].rstrip()[-1:] in (b"{", b"[", b",", b":")
 
 
-def _list_of(file: Path) -> Any:
-    """Return the content of a JSON file; a SourceError is raised if it is not JSON."""
+def _list_of(file: Path) -> list[Any]:
+    """Return the rows of a JSON file, a list or one row; a SourceError is raised if it is not JSON."""
     with open_binary(file) as stream:
         try:
-            return json.load(stream)
+            rows = json.load(stream)
         except (ValueError, RecursionError) as error:
             raise SourceError(f"{file}: not JSON: {first_line(error)}") from None
+    return rows if isinstance(rows, list) else [rows]
 
 
 def _parquet(file: Path) -> Iterator[Any]:
@@ -221,8 +257,7 @@ def _parquet(file: Path) -> Iterator[Any]:
         features = Features.from_arrow_schema(pyarrow.schema([table.schema_arrow.field(name) for name in columns]))
     except (ValueError, TypeError, NotImplementedError) as error:  # such as Spark's maps
         raise SourceError(f"{file}: a column among {', '.join(columns)} can't be read: {first_line(error)}") from None
-    batches = table.iter_batches(columns=columns, batch_size=1024)
-    return (_without_nulls(row, features) for batch in batches for row in batch.to_pylist())
+    return _rows_of(table.iter_batches(columns=columns, batch_size=_ROWS_AT_ONCE), features)
 
 
 def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
@@ -260,7 +295,8 @@ def _pieces(stream: IO[bytes], name: str, where: str) -> Iterator[Document]:
 
 
 def _is_datasets_folder(path: Path) -> bool:
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    names = ("state.json", "dataset_info.json")
+    return all((path / name).is_file() for name in names) or (path / "dataset_dict.json").is_file()
 
 
 def _datasets_folder(path: Path) -> Iterator[Document]:
@@ -294,8 +330,13 @@ def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
 
 
 def _objects(rows: Dataset) -> Iterator[Any]:
-    """Yield the rows of a dataset as they were before Arrow stored them, see `_without_nulls`."""
-    return (_without_nulls(row, rows.features) for row in rows)
+    """Yield the rows of a dataset as they were before Arrow stored them; images and sounds are not decoded."""
+    return _rows_of(rows.with_format("arrow").iter(_ROWS_AT_ONCE), rows.features)
+
+
+def _rows_of(batches: Iterable[Any], features: Features) -> Iterator[Any]:
+    """Yield the rows of Arrow's batches, see `_without_nulls`."""
+    return (_without_nulls(row, features) for batch in batches for row in batch.to_pylist())
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
@@ -315,8 +356,8 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 def _readable(columns: list[str], place: str) -> list[str]:
     """Return the columns that we read; a SourceError that names `place` is raised if there are none."""
-    readable = [name for name in columns if name in KEYS]
-    if not readable:
+    readable = [name for name in columns if is_read(name)]
+    if not any(name in KEYS for name in readable):
         raise SourceError(f"{place}: none of its columns can be read: {', '.join(columns)[:200] or 'there are none'}")
     return readable
 

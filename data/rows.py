@@ -5,33 +5,62 @@
                                             "source_ids" are what an encoder reads
 {"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template, "system" comes first
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format; also "conversation", as in WildChat
-{"prompt": "...", "completion": "..."}      texts; or two lists of messages, TRL's conversational form of a chat
+{"prompt": "...", "completion": "..."}      texts; or messages, TRL's conversational form of a chat
 {"prompt", "chosen", "rejected"}            preferences, texts or messages: "chosen" is the completion
-{"instruction", "input", "output"}          a chat in Alpaca's format; "input" and "system" may be missing. Dolly calls
-                                            them "context" and "response"; a list as "input" is messages
+{"instruction", "input", "output"}          a chat in Alpaca's format; "input", "history" and "system" may be missing.
+                                            Dolly calls them "context" and "response"; a list as "input" is messages
 {"text": "..."}
 
-A message with "weight": 0 or "train": false, and a completion with "label": false, is context and has no loss.
+A "completion" also answers "messages", "conversations" and "instruction" that end with a question. Answers that a mark
+(`_MARKS`) of the row, of the message or of a part of it calls unwanted are context and have no loss.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
 from data.documents import Content
 from data.mixture import SourceError
-from speculator.chat import THOUGHTS, Message, clean_messages, clean_tools, from_json, with_system
+from speculator.chat import (
+    THOUGHTS,
+    Message,
+    clean_messages,
+    clean_tools,
+    from_json,
+    media_of,
+    with_history,
+    with_system,
+)
 from speculator.errors import UserError, check_text, first_line
 from speculator.files import Json
 
 _TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
-_SYNONYMS = {"conversation": "conversations", "chosen": "completion", "context": "input", "response": "output"}
+_SYNONYMS = {
+    "conversation": "conversations",
+    "chosen_messages": "messages",
+    "chosen": "completion",
+    "chosen_response": "completion",
+    "context": "input",
+    "query": "instruction",
+    "response": "output",
+}
 """Other names of keys, by which some public datasets call them; a row's own key counts first."""
-_ALPACA = ("system", "instruction", "input", "output")
+_WEIGHTS = ("weight", "train", "training", "loss", "loss_weight", "loss_scale")
+_MARKS = (*_WEIGHTS, "label", "kto_tag", "loss_mask", "step_loss_mask", "masked", "rejected", "mask")
+"""Keys of a row, a message or a part of a message that say whether it is trained on: false and numbers up to 0 say no;
+of "masked" and "rejected" true does. NeMo's "mask" names the role without loss."""
+_LIKE_MARKS = re.compile(
+    r"(?<![a-z])(loss|mask(ed)?|train(ing)?|weights?|labels?|tag|images?|audios?|videos?|history|attention)(?![a-z])",
+    re.IGNORECASE,
+)
+"""Matches keys by which a trainer may choose what is trained on, or what else a model sees."""
+_MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns of tokens that mark those with loss; TRL writes the last two."""
 _NO_LOSS = -100
 """The label of transformers for a token without loss."""
 
@@ -43,6 +72,7 @@ _ROLES = {
     "chatgpt": "assistant",
     "assistant": "assistant",
     "model": "assistant",
+    "function_call": "assistant",
     "tool": "tool",
     "observation": "tool",
 }
@@ -51,8 +81,6 @@ _ROLES = {
 MAX_CHARACTERS = 2_000_000
 """Largest length of a row; its tokens need about a hundred times the memory."""
 _MAX_MESSAGES = 1000
-_MARKS = ("weight", "train")
-"""Keys of a message that say whether it is trained on."""
 
 
 class RowError(SourceError):
@@ -113,10 +141,17 @@ def content(row: Any, where: str) -> Content:
 def _content(row: Any, where: str) -> Content:
     """Do the work of `content`, whose unforeseen errors are not RowErrors here."""
     own = {key: value for key, value in row.items() if value is not None} if isinstance(row, dict) else {}
-    given = {_SYNONYMS[key]: value for key, value in own.items() if key in _SYNONYMS} | own
+    named = {_SYNONYMS[key]: value for key, value in own.items() if key in _SYNONYMS}
+    given = named | {key: value for key, value in own.items() if key not in _SYNONYMS}
     for known in FORMATS:
         if known.fits(given):
-            return known.read(given, where)
+            wanted, unread = _marks(given, known.keys, "")
+            found = known.read(given, where)
+            if not wanted:
+                _drop_loss(found, where)
+            if every := {*unread, *found.get("unread", ())}:
+                found["unread"] = sorted(every)
+            return found
     *names, last = (known.name for known in reversed(FORMATS))
     needs = f"not a row in a supported format: it needs {', '.join(names)}, or {last}"
     near = [(key, *get_close_matches(str(key).lower(), KEYS, n=1)) for key in own if key not in KEYS]
@@ -126,8 +161,49 @@ def _content(row: Any, where: str) -> Content:
 
 
 def has_loss(message: Message) -> bool:
-    """Return whether an assistant's message is trained on: OpenAI's "weight" is not 0, and "train" is not false."""
-    return message.get("weight") != 0 and message.get("train") is not False
+    """Return whether an assistant's message, from `content`, is trained on."""
+    return message.get("weight") != 0
+
+
+def is_read(key: str) -> bool:
+    """Return whether a row's key is read, or named because it looks like a mark."""
+    return key in KEYS or _LIKE_MARKS.search(key) is not None
+
+
+def _marks(holder: dict[str, Json], read: Sequence[str], of: str) -> tuple[bool, list[str]]:
+    """Return whether a row, a message or a part is trained on, and the names of its marks that we do not follow.
+
+    Args:
+        read: the keys that are read.
+        of: what has the keys, such as " of a message", for the names.
+    """
+    wanted, unread = True, []
+    for key, value in holder.items():
+        name = f'"{key}"{of}'
+        if value in (None, "", [], {}):
+            continue
+        if key not in read:
+            unread += [name] if _LIKE_MARKS.search(str(key)) else []
+        elif key == "mask" and isinstance(value, str):
+            wanted &= _ROLES.get(value.lower()) != "assistant"
+        elif key in _MARKS and key != "mask" and isinstance(value, int | float):
+            wanted &= not value if key in ("masked", "rejected") else value > 0
+            unread += [f"{name} other than 0 and 1"] if value not in (0, 1) else []
+        elif key in _MARKS and key != "rejected" and "input_ids" not in holder:
+            unread.append(name)
+    return wanted, unread
+
+
+def _drop_loss(found: Content, where: str) -> None:
+    """Mark the answers of a row as not to be trained on; a text or a row of tokens raises a NothingToLearnError."""
+    if "messages" in found:
+        for message in found["messages"]:
+            if message["role"] == "assistant":
+                message["weight"] = 0
+    elif "completion" in found:
+        found["label"] = False
+    else:
+        raise NothingToLearnError(where, "rows that are marked as not to be learnt")
 
 
 def _text(value: Any, where: str, what: str) -> str:
@@ -148,16 +224,24 @@ def _check_size(where: str, characters: int) -> None:
         raise RowError(where, f"{characters:,} characters, {kind}", kind)
 
 
-def _chat(messages: Any, given: dict[str, Json], where: str) -> Content:
+def _chat(turns: list[Any], given: dict[str, Json], where: str) -> Content:
     """Return a checked chat from its first message that is not the assistant's; "dropped" counts those before it.
 
-    `messages` may be JSON text. The row, `given`, gives "tools", and the "system" message of a chat that has none.
+    The row, `given`, gives "tools", and the "system" message of a chat that has none.
+
+    Args:
+        turns: messages in OpenAI's keys, or in ShareGPT's.
     """
-    messages, tools = with_system(from_json(messages), given.get("system")), given.get("tools")
-    if isinstance(messages, list) and len(messages) > _MAX_MESSAGES:
-        raise RowError(where, f"a chat of {len(messages)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
+    if media := media_of(given):
+        raise RowError(where, f'"{media}" beside the text; only text is supported')
+    if len(turns) > _MAX_MESSAGES:
+        raise RowError(where, f"a chat of {len(turns)} messages", f"a chat of more than {_MAX_MESSAGES} messages")
+    turns = [from_json(turn) for turn in turns]
     try:
-        chat, tools = clean_messages(messages), clean_tools(tools)
+        messages: Any = with_system([_message(turn, where) for turn in turns], given.get("system"))
+        chat, tools = clean_messages(messages), clean_tools(given.get("tools"))
+    except RowError:
+        raise
     except UserError as error:
         raise RowError(where, str(error), re.sub(r"message \d+", "a message", str(error))) from None
     texts = [
@@ -167,6 +251,17 @@ def _chat(messages: Any, given: dict[str, Json], where: str) -> Content:
         if key in ("role", "content", *THOUGHTS)
     ]
     _check_size(where, sum(map(len, texts)))
+    unread: list[str] = []
+    for turn, message in zip(turns, chat[-len(turns) :], strict=True):
+        if message["role"] != "assistant":
+            continue
+        lists = (turn.get(key) for key in ("content", "value", "train_detail"))
+        parts = (part for each in lists if isinstance(each, list) for part in each if isinstance(part, dict))
+        judged = [_marks(turn, (*_MARKS, "train_detail"), " of a message")]
+        judged += [_marks(part, _MARKS, " of a part") for part in parts]
+        unread += chain.from_iterable(names for _, names in judged)
+        if not all(wanted for wanted, _ in judged):
+            message["weight"] = 0
     # An assistant that speaks first, as in a greeting, wrote that in no context of its own.
     dropped = next((number for number, message in enumerate(chat) if message["role"] != "assistant"), len(chat))
     if dropped == len(chat):
@@ -175,55 +270,83 @@ def _chat(messages: Any, given: dict[str, Json], where: str) -> Content:
         "messages": chat[dropped:],
         **({"tools": tools} if tools else {}),
         **({"dropped": dropped} if dropped else {}),
+        **({"unread": unread} if unread else {}),
     }
 
 
+def _message(turn: Any, where: str) -> Any:
+    """Return a turn in OpenAI's keys; one with the keys of ShareGPT becomes a new message."""
+    if not isinstance(turn, dict) or "from" not in turn or "role" in turn:
+        return turn
+    speaker = turn["from"]
+    role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+    if role is None:
+        kind = f"not one of {', '.join(_ROLES)}"
+        raise RowError(where, f'"from" is {speaker!r:.40}, {kind}', f'"from" is {kind}')
+    if speaker.lower() == "function_call":  # LLaMA-Factory's: one call or a list of them
+        calls = from_json(turn.get("value"))
+        calls = calls if isinstance(calls, list) else [calls]
+        return {"role": role, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return {"role": role, "content": turn.get("value")}
+
+
+def _turns(value: Json, where: str, key: str, role: str = "user") -> list[Any]:
+    """Return the messages of a row's `key`: a text, which `role` says, one message or a list of messages."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    turns: Any = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(isinstance(from_json(turn), dict) for turn in turns):
+        raise RowError(where, f'"{key}" is no text and no list of objects')
+    return turns
+
+
+def _speaker(turn: Any) -> Any:
+    """Return who speaks a turn, by OpenAI's name of the role if we know it."""
+    name = (turn.get("role") or turn.get("from")) if isinstance(turn, dict) else None
+    return _ROLES.get(name.lower(), name) if isinstance(name, str) else None
+
+
+def _answered(asked: list[Any], given: dict[str, Json], where: str, key: str = "completion") -> Content:
+    """Return the chat of some turns and the row's answer to them, `key`, if it has one.
+
+    An answer that begins with a question or a system message repeats the turns. One beside turns that end with an
+    answer is not read.
+    """
+    answer = _turns(given[key], where, key, "assistant") if isinstance(given.get(key), str | list | dict) else []
+    if answer and _speaker(answer[0]) in ("system", "user"):
+        asked, answer = answer, []
+    if not answer or not asked or _speaker(asked[-1]) != "assistant":
+        return _chat([*asked, *answer], given, where)
+    found = _chat(asked, given, where)
+    return {**found, "unread": [*found.get("unread", ()), "a second answer beside that of the chat"]}
+
+
 def _messages(given: dict[str, Json], where: str) -> Content:
-    return _chat(given["messages"], given, where)
+    """Return the chat of "messages" or "conversations", in OpenAI's or ShareGPT's keys, and maybe of a "completion"."""
+    key = "messages" if "messages" in given else "conversations"
+    turns: Any = from_json(given[key])
+    if turns == []:
+        raise RowError(where, "a chat without messages")
+    if not isinstance(turns, list) or not all(isinstance(from_json(turn), dict) for turn in turns):
+        raise RowError(where, f'"{key}" is not a list of objects')
+    return _answered(turns, given, where)
 
 
-def _from_sharegpt(given: dict[str, Json], where: str) -> Content:
-    """Return the chat of "conversations", with the keys "from" and "value" (ShareGPT), or those of "messages"."""
-    conversations = from_json(given["conversations"])
-    if not isinstance(conversations, list) or not all(isinstance(turn, dict) for turn in conversations):
-        raise RowError(where, '"conversations" is not a list of objects')
-    for turn in conversations:
-        speaker = turn.get("from")
-        if "role" not in turn and (not isinstance(speaker, str) or speaker not in _ROLES):
-            kind = f"not one of {', '.join(_ROLES)}"
-            raise RowError(where, f'"from" is {speaker!r:.40}, {kind}', f'"from" is {kind}')
-    # Some datasets use this key with the keys of "messages".
-    messages = [
-        turn
-        if "role" in turn
-        else {"role": _ROLES[turn["from"]], "content": turn.get("value"), **{k: turn[k] for k in _MARKS if k in turn}}
-        for turn in conversations
-    ]
-    return _chat(messages, given, where)
-
-
-def _has_chat_completion(given: dict[str, Json]) -> bool:
-    """Return whether the "completion" consists of messages."""
-    completion = given.get("completion")
-    return isinstance(completion, list) and all(isinstance(each, dict) for each in completion)
+def _is_chat_pair(given: dict[str, Json]) -> bool:
+    """Return whether a completion answers a chat: one of its messages, a history or a prompt of messages."""
+    whole = isinstance(given.get("prompt"), list) or bool("prompt" in given and given.get("history"))
+    return isinstance(given.get("completion"), list | dict) or ("completion" in given and whole)
 
 
 def _from_chat_pair(given: dict[str, Json], where: str) -> Content:
-    """Return the chat of a prompt, messages or text, and its completion in messages, which may repeat the prompt."""
-    prompt: Any = given.get("prompt") or []
-    completion: Any = given["completion"]
-    if completion and completion[0].get("role") in ("system", "user"):
-        prompt = []
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list):
-        raise RowError(where, '"prompt" is no text and no list of objects')
-    marks = {"weight": 0} if given.get("label") is False else {}
-    return _chat([*prompt, *({**each, **marks} for each in completion)], given, where)
+    """Return the chat of a prompt, messages or text, and its completion, which may repeat the prompt."""
+    asked = _turns(given.get("prompt") or [], where, "prompt")
+    return _answered(_after_history(asked, given, where), given, where)
 
 
 def _is_alpaca(given: dict[str, Json]) -> bool:
-    return "output" in given and ("instruction" in given or isinstance(given.get("input"), list))
+    asked = "instruction" in given or isinstance(given.get("input"), list)
+    return asked and ("output" in given or ("completion" in given and "prompt" not in given))
 
 
 def _from_alpaca(given: dict[str, Json], where: str) -> Content:
@@ -231,19 +354,29 @@ def _from_alpaca(given: dict[str, Json], where: str) -> Content:
 
     Raises a RowError with the place `where` for a malformed row.
     """
+    key = "output" if "output" in given else "completion"
     if isinstance(asked := given.get("input"), list):
-        output = given["output"]
-        answer = output if isinstance(output, list) else [{"role": "assistant", "content": output}]
-        return _chat([*asked, *answer], given, where)
-    _, instruction, context, output = (_text(given.get(key, ""), where, f'"{key}"') for key in _ALPACA)
-    user = "\n\n".join(filter(None, (instruction, context)))
-    return _chat([{"role": "user", "content": user}, {"role": "assistant", "content": output}], given, where)
+        return _answered(asked, given, where, key)
+    instruction, context = (_text(given.get(name, ""), where, f'"{name}"') for name in ("instruction", "input"))
+    if not isinstance(given[key], list | dict):
+        _text(given[key], where, f'"{key}"')
+    asked = [{"role": "user", "content": "\n\n".join(filter(None, (instruction, context)))}]
+    return _answered(_after_history(asked, given, where), given, where, key)
+
+
+def _after_history(turns: list[Any], given: dict[str, Json], where: str) -> list[Any]:
+    """Return turns after those of the row's "history"."""
+    try:
+        return with_history(given.get("history"), turns)
+    except UserError as error:
+        raise RowError(where, str(error)) from None
 
 
 def _from_pair(given: dict[str, Json], where: str) -> Content:
     prompt, completion = _texts(given, where, "prompt", "completion")
-    pair: Content = {"prompt": prompt, "completion": completion}
-    return {**pair, "label": False} if given.get("label") is False else pair
+    if media := media_of(given):
+        raise RowError(where, f'"{media}" beside the text; only text is supported')
+    return {"prompt": prompt, "completion": completion}
 
 
 def _from_text(given: dict[str, Json], where: str) -> Content:
@@ -261,16 +394,16 @@ def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
 
 
 def _tokens(given: dict[str, Json], where: str) -> Content:
-    """Return the columns of a row of tokens after checks.
+    """Return the columns of a row of tokens after checks, without its padding.
 
-    Without "loss_mask" the tokens have loss whose "labels" are not -100, or all without "labels".
+    A token has loss by each of `_MASKS`, and if its label is not -100.
     """
     ids: Any = given["input_ids"]
+    columns: Any = {
+        name: given[name] for name in (*_TOKENS, *_MASKS, "attention_mask", "position_ids") if name in given
+    }
     if isinstance(labels := given.get("labels"), list):
-        mask: Any = {"loss_mask": [int(label != _NO_LOSS) for label in labels]}
-    else:
-        mask = {"loss_mask": [1] * len(ids) if isinstance(ids, list) else None}
-    columns: Any = {name: (mask | given)[name] for name in _TOKENS if name in mask | given}
+        columns["labels"] = [int(label != _NO_LOSS) for label in labels]
     for name, column in columns.items():
         invalid = not isinstance(column, list) or not all(isinstance(value, int) and value >= 0 for value in column)
         if invalid or (name == "input_ids" and any(isinstance(value, bool) for value in column)):
@@ -278,10 +411,23 @@ def _tokens(given: dict[str, Json], where: str) -> Content:
         if (len(column) != len(ids) and name != "source_ids") or not column:
             many = f'values of "{name}" for'
             raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"another number of {many} the tokens")
-    for name in ("loss_mask", "rejected"):
+    for name in (*_MASKS, "rejected"):
         if not set(columns.get(name, [])) <= {0, 1}:
             raise RowError(where, f'"{name}" must contain only 0 and 1')
-    read: Any = {name: [int(value) for value in column] for name, column in columns.items()}
+    masks = [columns[name] for name in (*_MASKS, "labels") if name in columns]
+    columns["loss_mask"] = [min(values) for values in zip([1] * len(ids), *masks, strict=True)]
+    # Packers number the documents in the attention mask, or begin each at position 0.
+    seen = columns.get("attention_mask", [1] * len(ids))
+    numbers = seen if max(seen) > 1 else [*accumulate(int(place == 0) for place in columns.get("position_ids", ()))]
+    several = sorted({number for number, one in zip(numbers, seen, strict=False) if one})
+    if len(several) > 1 and "document_ids" not in columns:
+        columns["document_ids"] = [max(0, number - several[0]) for number in numbers]
+    read: Any = {}
+    for name in (name for name in _TOKENS if name in columns):
+        kept = columns[name] if name == "source_ids" else compress(columns[name], seen)
+        read[name] = [int(value) for value in kept]
+    if not read["input_ids"]:
+        raise RowError(where, "padding alone")
     return read
 
 
@@ -301,32 +447,22 @@ class Format(NamedTuple):
     read: Callable[[dict[str, Json], str], Content]
 
 
+def _has(*keys: str) -> Callable[[dict[str, Json]], bool]:
+    return lambda given: all(key in given for key in keys)
+
+
+_BESIDE_TOKENS = ("labels", "attention_mask", "position_ids", "special_tokens_mask")
+_CHAT = ("completion", "tools", "system", *_MARKS)
+_ALPACA = ("instruction", "input", "output", "history")
 FORMATS = [
-    Format(name='"input_ids"', keys=(*_TOKENS, "labels"), fits=lambda given: "input_ids" in given, read=_tokens),
-    Format(
-        name='"messages"', keys=("messages", "tools", "system"), fits=lambda given: "messages" in given, read=_messages
-    ),
-    Format(
-        name='"conversations"',
-        keys=("conversations", "tools", "system"),
-        fits=lambda given: "conversations" in given,
-        read=_from_sharegpt,
-    ),
-    Format(
-        name='"completion" as messages',
-        keys=("prompt", "completion", "label", "tools", "system"),
-        fits=_has_chat_completion,
-        read=_from_chat_pair,
-    ),
-    Format(name='"instruction" and "output"', keys=(*_ALPACA, "tools"), fits=_is_alpaca, read=_from_alpaca),
-    Format(
-        name='"prompt" and "completion"',
-        keys=("prompt", "completion", "label"),
-        fits=lambda given: "prompt" in given and "completion" in given,
-        read=_from_pair,
-    ),
-    Format(name='"text"', keys=("text",), fits=lambda given: "text" in given, read=_from_text),
+    Format('"input_ids"', (*_TOKENS, *_MASKS, *_BESIDE_TOKENS, *_WEIGHTS), _has("input_ids"), _tokens),
+    Format('"messages"', ("messages", *_CHAT), _has("messages"), _messages),
+    Format('"conversations"', ("conversations", *_CHAT), _has("conversations"), _messages),
+    Format('"completion" as messages', ("prompt", "history", *_CHAT), _is_chat_pair, _from_chat_pair),
+    Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, _from_alpaca),
+    Format('"prompt" and "completion"', ("prompt", "history", *_CHAT), _has("prompt", "completion"), _from_pair),
+    Format('"text"', ("text", *_WEIGHTS), _has("text"), _from_text),
 ]
 """The formats, in the order in which they are tried."""
 KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))
-"""All keys that are read; other keys are ignored."""
+"""All keys that are read; of the others, those that look like marks are named and the rest are ignored."""

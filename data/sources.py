@@ -90,6 +90,7 @@ def documents(
             continue
         seen.add(digest)
         if in_split:
+            tally.unread.update(row.get("unread", ()))
             yield row
 
 

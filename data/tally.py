@@ -37,6 +37,7 @@ class Tally:
         thoughtless: number of the assistant's turns that have loss without their thoughts.
         completions: number of chats that are a prompt with its completion.
         greetings: number of the assistant's turns that began a chat, and were dropped.
+        unread: number of rows with each key that looks like a mark, and that we do not follow.
     """
 
     max_share: float = 0.0
@@ -54,11 +55,12 @@ class Tally:
     thoughtless: int = 0
     completions: int = 0
     greetings: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
         """Return a tally with the counts that `record()` returned."""
-        counts = {name: Counter(record[name]) for name in ("skipped", "kinds", "left_out")}
+        counts = {name: Counter(record[name]) for name in ("skipped", "kinds", "left_out", "unread")}
         return cls(**{**record, **counts, "max_share": max_share})
 
     def record(self) -> JsonObject:
@@ -149,6 +151,8 @@ class Tally:
             )
             line += f"; {self.greetings:,} answers before the first question are dropped" if self.greetings else ""
             log(line)
+        if self.unread:
+            log(f"{name}: keys that look like marks and are not followed: {self._kinds(self.unread)}")
         if self.completions:
             log(
                 f"{name}: {self.completions:,} prompts with completions are rendered as chats; --raw, in a run "

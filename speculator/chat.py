@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
@@ -70,6 +71,26 @@ class Message(TypedDict, total=False):
     name: str
     weight: float
     train: bool
+
+
+_MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
+
+
+def media_of(row: dict[str, Json]) -> str:
+    """Return the key of a row's images, sounds or videos, without which its texts say little; "" if it has none."""
+    return next((key for key, value in row.items() if key in _MEDIA and value), "")
+
+
+def with_history(history: Json, messages: list[Any]) -> list[Any]:
+    """Return messages after the turns of a row's "history", pairs of a question and its answer.
+
+    Raises a UserError if it is something else.
+    """
+    pairs: Any = history or []
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise UserError('"history" is not a list of pairs')
+    turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs]
+    return [*chain.from_iterable(turns), *messages]
 
 
 def with_system(messages: Json, system: Json) -> Json:
@@ -222,10 +243,17 @@ def _clean_calls(calls: Any, name: str) -> list[ToolCall]:
     calls = [_call(call) for call in calls]
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
-        function = function if isinstance(function, dict) else {}
-        if not isinstance(function.get("name"), str) or not isinstance(function.get("arguments") or "", str | dict):
+        if not isinstance(function, dict) or not _is_call(function):
             raise UserError(f'a tool call of {name} has no text as "name", or no object or text as "arguments"')
+        function["arguments"] = arguments_of(function)
     return calls
+
+
+def arguments_of(function: Any) -> Json:
+    """Return the arguments of a call, an object or text: an empty object for none, a blank text or null."""
+    arguments = function.get("arguments")
+    empty = not arguments or (isinstance(arguments, str) and arguments.strip() in ("", "null"))
+    return {} if empty else arguments
 
 
 def clean_tools(tools: Any) -> list[Tool] | None:
@@ -244,9 +272,14 @@ def clean_tools(tools: Any) -> list[Tool] | None:
 
 
 def _call(call: Any) -> Any:
-    """Return a tool call or a tool, itself and its `function` parsed if they are JSON text."""
+    """Return a copy of a tool call or a tool, itself and its `function` parsed if they are JSON text."""
     call = from_json(call)
-    return call | {"function": from_json(call["function"])} if isinstance(call, dict) and "function" in call else call
+    if not isinstance(call, dict):
+        return call
+    function = from_json(call.get("function"))
+    return call | (
+        {"function": dict(function) if isinstance(function, dict) else function} if "function" in call else {}
+    )
 
 
 def from_json(value: Any) -> Any:
@@ -256,6 +289,10 @@ def from_json(value: Any) -> Any:
     return value
 
 
+_TEXT_OF_PART = ("text", "value", "content")
+"""Names that datasets have for the text of a part of a message's content."""
+
+
 def _content_text(content: Any, name: str) -> Any:
     """Return the text of content that is a list of parts in OpenAI's format, joined by line ends, as vLLM does.
 
@@ -263,11 +300,16 @@ def _content_text(content: Any, name: str) -> Any:
     """
     if not isinstance(content, list):
         return content
+    texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind != "text":
             raise UserError(f"{name} has a part of type {kind!r:.40} in its content; only text is supported")
-    return "\n".join(part["text"] for part in content)
+        text = next((part[key] for key in _TEXT_OF_PART if part.get(key) is not None), None)
+        if not isinstance(text, str):
+            raise UserError(f"{name} has a part of type 'text' without a text as \"text\"")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 _MARK = "MARKofMESSAGE"
@@ -442,6 +484,8 @@ def answer_message(
         with suppress(Exception):  # an answer that was cut off, or whose call is malformed, need not follow the format
             parsed = tokenizer.parse_response(list(answer), prefix=list(prompt), tools=list(tools or ()) or None)
             if all(_is_call(call["function"]) for call in parsed.get("tool_calls") or ()):
+                for call in parsed.get("tool_calls") or ():
+                    call["function"]["arguments"] = arguments_of(call["function"])
                 return {"role": "assistant", "content": "", **parsed}
     template = str(tokenizer.chat_template)
     message: Message = {"role": "assistant"}
@@ -460,19 +504,21 @@ def answer_message(
             with suppress(ValueError, KeyError, TypeError):
                 called = list(map(json.loads, _CALL.findall(text)))
                 if called and all(map(_is_call, called)):
-                    found = [{"name": call["name"], "arguments": call["arguments"]} for call in called]
+                    found = [{"name": call["name"], "arguments": call.get("arguments")} for call in called]
                     text = _CALL.sub("", text).rstrip()
     message["content"] = text
     if thought:
         message["thinking" if "message.thinking" in template else "reasoning_content"] = thought
     if found:
-        message["tool_calls"] = [{"type": "function", "function": call} for call in found]
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call["name"], "arguments": arguments_of(call)}} for call in found
+        ]
     return message
 
 
 def _is_call(function: Any) -> bool:
-    """Return whether a parsed call has a name, and arguments in JSON's text or as an object."""
-    return isinstance(function["name"], str) and isinstance(function["arguments"], str | dict)
+    """Return whether a parsed call has a name, and no arguments, or some in JSON's text or as an object."""
+    return isinstance(function.get("name"), str) and isinstance(function.get("arguments") or "", str | dict)
 
 
 def has_channels(tokenizer: PreTrainedTokenizerBase) -> bool:

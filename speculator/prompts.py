@@ -25,6 +25,8 @@ from speculator.chat import (
     clean_messages,
     clean_tools,
     from_json,
+    media_of,
+    with_history,
     with_system,
     writes_calls,
 )
@@ -154,13 +156,20 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     if key is None:
         needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in keys)
         raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
+    media = media_of(row)
+    refuse((media, f'{where}: "{media}" beside the text; only text is supported'))
     value, category = row[key], row.get("category")
     category = str(category) if isinstance(category, str | int | float) else ""  # any other value groups nothing
     if key == "prompt" and isinstance(value, list):  # TRL's conversational form
         key = "messages"
+    if isinstance(value, str) and row.get("history"):
+        key, value = "messages", [_user(value)]
     if key == "messages":
         try:
-            messages = clean_messages(with_system(from_json(value), row.get("system")))
+            messages = from_json(value)
+            if isinstance(messages, list):
+                messages = with_system(with_history(row.get("history"), messages), row.get("system"))
+            messages = clean_messages(messages)
             return Prompt(messages, chat=True, tools=clean_tools(row.get("tools")), category=category, where=where)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None

@@ -35,7 +35,7 @@ import httpx
 import speculator
 from data.documents import digest_of
 from data.mixture import SELF
-from data.readers import local_files
+from data.readers import local_files, source_files
 from speculator.__main__ import build_parser
 from speculator.checkpoints import head_folder, layout_of, load_any
 from speculator.checkpoints.files import read_config
@@ -163,8 +163,9 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
 
 def _shards(record: Path) -> list[Path]:
     """Return the files of recorded answers in a folder, the oldest first (by name)."""
-    folder = record / "rows" if (record / "rows").is_dir() else record
-    return sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
+    names = (".jsonl", ".jsonl.gz")
+    files = (file for file in source_files(record) if file.parent in (record, record / "rows"))
+    return [file for file in files if file.name.lower().endswith(names)]
 
 
 def _answer_tokens(shard: Path) -> int:

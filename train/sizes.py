@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from data.conversations import split_at_answers
 from data.documents import Document
 from data.mixture import PYTHON_SOURCES, SELF
+from data.readers import source_files
 from data.sources import documents
 from data.tally import Tally
 from speculator.checkpoints import head_folder
@@ -137,7 +138,7 @@ def expected_rows(run: Run, length: int) -> int | None:
             tokens += own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
         elif os.path.exists(source.location):
             # 90% of a source train; a token has four bytes, as in English text.
-            tokens += 0.9 * _bytes_of_text(Path(source.location)) / 4
+            tokens += 0.9 * sum(map(_bytes_of_text, source_files(Path(source.location)))) / 4
         elif most is None:
             return None
         else:
@@ -146,9 +147,7 @@ def expected_rows(run: Run, length: int) -> int | None:
 
 
 def _bytes_of_text(place: Path) -> int:
-    """Return the size of a file's text, or of all files in a folder, as it is when it is unpacked."""
-    if place.is_dir():
-        return sum(_bytes_of_text(file) for file in place.rglob("*") if file.is_file())
+    """Return the size of a file's text as it is when it is unpacked."""
     with suppress(OSError, ValueError, pyarrow.ArrowException, struct.error):  # a run reports what it can't read
         if place.suffix == ".gz":
             with place.open("rb") as file:

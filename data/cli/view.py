@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
         print("\n-\n".join(_marked(part, tokenizer, marks) for part in parts))
     if next(found, None):
         log(f"there are more rows: --rows {2 * arguments.rows} shows twice as many")
-    refuse((name is None, f"{arguments.source}: no rows in it" + (f": {tally.first[0]}" if tally.first else "")))
+    reason = [*tally.first, *tally.skipped][:1]
+    refuse((name is None, ": ".join([f"{arguments.source}: no rows in it", *reason])))
     tally.warn(arguments.source)
 
 

@@ -34,7 +34,7 @@ CONTENTS = [
     {"text": "a text"},
     {"prompt": "a", "completion": "b"},
     {"messages": CHAT},
-    {"messages": CALL},
+    {"messages": [CALL[0], {"role": "assistant", "tool_calls": [{"name": "search", "arguments": {}}]}]},
     {"messages": CHAT, "tools": [{"name": "search"}]},
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]},
     {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]},
@@ -267,7 +267,7 @@ def test_a_wrong_weight_is_an_error_that_names_its_source(sources, message):
         ("rows.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "rows.jsonl:2"),
         ("rows.jsonl", '{"text": "\\ud800"}\n', "rows.jsonl:1: .*surrogate"),
         ("rows.jsonl", '{"prompt": "a"}\n', "rows.jsonl:1: not a row"),
-        ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is not a text'),
+        ("rows.jsonl", '{"prompt": "a", "completion": ["b"]}\n', 'rows.jsonl:1: "completion" is no text and no'),
         ("rows.jsonl", '{"messages": []}\n', "rows.jsonl:1: a chat without messages"),
         ("rows.jsonl", '{"messages": [{"content": "a"}]}\n', 'rows.jsonl:1: the "role" of message 1'),
         (
@@ -415,6 +415,48 @@ def test_names_in_capitals_are_read_and_the_card_of_a_dataset_is_not(tmp_path):
     for source in (tmp_path, tmp_path / "chats.csv"):
         with pytest.raises(SourceError, match=r"readable file.*; write chats.csv as .jsonl"):
             contents(str(source))
+
+
+def test_hidden_files_and_cards_of_a_folder_are_no_rows(tmp_path, capsys):
+    """As in `datasets`: no file of an editor, of a Mac's archive or of an environment is trained on."""
+    folder = tmp_path / "f"
+    for name in ("more/.ipynb_checkpoints", "__MACOSX", ".venv/lib", "__pycache__", ".git"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "old.jsonl").write_text('{"text": "old"}\n')
+    (folder / "._new.jsonl").write_bytes(b"\0\5\x16\7")
+    (folder / ".DS_Store").write_text("x")
+    write(folder / "more" / "new.jsonl", [{"messages": CHAT}])
+    (folder / "__init__.py").write_text("x = 1\n")
+    found = contents(str(folder))
+    assert [row for row in found if "messages" in row] == [{"messages": CHAT}]
+    assert [row for row in found if "text" in row] == [{"text": "x = 1\n"}]
+    before, files = fingerprint(str(folder)), readers.source_files(folder)
+    assert [file.name for file in files] == ["__init__.py", "new.jsonl"]
+    (folder / "__init__.py").unlink()
+    assert fingerprint(str(folder)) != before
+    folder = folder.rename(tmp_path / "with cards")
+    before = fingerprint(str(folder))
+    for name in ("README_zh.md", "readme.txt", "LICENSE.txt", "LICENSE-2.0.md", "CHANGELOG.rst"):
+        (folder / name).write_text("a card")
+    for name in ("dataset_info.json", "more/state.json", "package.json", "config.json"):
+        (folder / name).write_text(json.dumps({"name": "x"}, indent=1))
+    (folder / ".DS_Store").write_text("changed")
+    (folder / "1.png").write_text("x")
+    assert contents(str(folder)) == [{"messages": CHAT}]
+    assert fingerprint(str(folder)) == before
+    said = capsys.readouterr().err
+    assert "not read: 1 .png, 1 config.json, 1 dataset_info.json, 1 state.json, 1 package.json\n" in said
+    assert contents(str(folder / "README_zh.md")) == [{"text": "a card"}], "named by the user"
+
+
+def test_one_indented_chat_is_one_row(tmp_path):
+    for name, text in (
+        ("chat.json", json.dumps({"messages": CHAT}, indent=1)),
+        ("other.json", '{ "messages":\n' + json.dumps(CHAT) + "\n}\n"),
+        ("open.json", '{"messages": [\n' + json.dumps(CHAT)[1:] + "}\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert contents(str(tmp_path / name)) == [{"messages": CHAT}], name
 
 
 def test_a_column_of_maps_is_one_line(tmp_path):

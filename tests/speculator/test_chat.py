@@ -4,7 +4,15 @@ import pytest
 from chat_templates import CHATML, QWEN3, chat_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from speculator.chat import RefusedError, answer_message, chat_text, end_token, set_template_variables
+from speculator.chat import (
+    RefusedError,
+    answer_message,
+    chat_text,
+    clean_messages,
+    end_token,
+    set_template_variables,
+)
+from speculator.errors import UserError
 from speculator.server.responses import ChatWriter
 from speculator.server.schema import ChatRequest
 from speculator.server.worker import StepOutput
@@ -185,16 +193,43 @@ def test_a_tokenizers_response_template_parses_the_answer():
 
 
 @PARSES
-@pytest.mark.parametrize("call", ['{"name": "f"}', "5", '{"name": "f", "arguments": 7}'])
-def test_a_malformed_call_stays_text(call):
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "f", "arguments": {}}', {}),
+        ('{"name": "f"}', {}),
+        ('{"name": "f", "arguments": null}', {}),
+        ('{"arguments": {}}', None),
+        ("5", None),
+        ('{"name": "f", "arguments": 7}', None),
+    ],
+)
+def test_an_answers_call_needs_a_name_and_a_malformed_one_stays_text(call, arguments):
     wanted = {"type": "function", "function": "{content}"}
     calls = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True, "transform": wanted}
-    tokenizer = parsing_tokenizer(tool_calls=calls)
-    right, _ = as_history(tokenizer, '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>')
-    assert right["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
-    for each in (tokenizer, tokenizer_with(CHATML + "{# tool_calls #}")):
+    for each in (parsing_tokenizer(tool_calls=calls), tokenizer_with(CHATML + "{# tool_calls #}")):
         message, _ = as_history(each, f"<tool_call>{call}</tool_call><|im_end|>")
-        assert message == {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
+        if arguments is None:
+            assert message == {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
+        else:
+            function = {"name": "f", "arguments": arguments}
+            assert message["tool_calls"] == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("given", [{"arguments": each} for each in ("", "  ", None, "null", {})] + [{}])
+def test_a_call_without_arguments_has_an_empty_object(given):
+    for call in ({"function": {"name": "now", **given}}, {"name": "now", **given}):
+        message = {"role": "assistant", "tool_calls": [call]}
+        (cleaned,) = clean_messages([message])[0]["tool_calls"]
+        assert cleaned.get("function", cleaned) == {"name": "now", "arguments": {}}
+        assert message["tool_calls"][0].get("function", call) == {"name": "now", **given}, "the row is unchanged"
+
+
+def test_parts_may_have_their_text_as_value():
+    parts = [{"type": "text", "value": "a"}, {"type": "text", "text": "b"}]
+    assert clean_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": "a\nb"}]
+    with pytest.raises(UserError, match="message 1 has a part of type 'text' without a text"):
+        clean_messages([{"role": "user", "content": [{"type": "text", "value": 3}]}])
 
 
 @PARSES

@@ -454,3 +454,11 @@ def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_
     assert f"out began with {loop.folder / 'head'}; choose another --output" in capsys.readouterr().err
     assert (loop.folder / "out" / "speculator").resolve() == in_use
     assert [name for name, _ in loop.calls] == ["train", "gate"]
+
+
+def test_hidden_files_and_cards_are_no_logs(tmp_path):
+    for name in ("._a.jsonl", "b.JSONL", "README.md", "dataset_info.json", "a.jsonl.gz", "more/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert [file.name for file in adapt._shards(tmp_path)] == ["a.jsonl.gz", "b.JSONL"]
+    assert adapt._shards(tmp_path / "not yet") == []

@@ -138,6 +138,9 @@ def rows_of(run) -> int | None:
 
 
 def test_the_size_of_local_data_is_estimated(tmp_path):
+    (tmp_path / ".venv").mkdir()
+    for name in (".a.jsonl.swp", "1.png", "README.md", "dataset_info.json", ".venv/a.py"):
+        (tmp_path / name).write_text("not read" * 10_000)
     (tmp_path / "a.jsonl").write_text("x" * 40_960)
     config = parse(["--data.sources", f"[{tmp_path}]", "--data.seq_length", "1024"])
     assert rows_of(settled(replace(config, data=replace(config.data, max_tokens=None)))) == 9
