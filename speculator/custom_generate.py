@@ -28,6 +28,7 @@ from transformers.generation import (
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import bind, load_head
 from speculator.decoding.engine import generate
+from speculator.decoding.request import StopStrings
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
@@ -104,7 +105,7 @@ def speculative(
                 sampling,
                 rule=rule,
                 max_new_tokens=max(1, max_length - input_ids.shape[1]),
-                stop_strings=stop_strings,
+                stop_strings=StopStrings(stop_strings, tokenizer, from_prompt=True) if stop_strings else (),
                 eos_token_ids=eos,
             )
         return _padded(input_ids, generation.tokens, _pad_id(generation_config, stopping_criteria))

@@ -68,6 +68,13 @@ def safe(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 
+def as_text(typed: str) -> str:
+    """Return an argument or a line of stdin as text: in the POSIX locale Python leaves its UTF-8 as surrogates."""
+    with suppress(UnicodeError):
+        return os.fsencode(typed).decode()
+    return typed
+
+
 def check_text(where: str, text: str) -> None:
     """Raise a UserError, which begins with `where`, for an unpaired surrogate in a text.
 
@@ -85,7 +92,7 @@ def start() -> None:
     Ctrl-C then ends the process at once with exit code 130. Characters that stdout or stderr can't encode are escaped.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 _INSTALLED = Path(__file__).with_name("_workshop")
@@ -14,3 +15,9 @@ def make_importable() -> None:
     """Put these packages first in the import path, so that a folder of the user's called `data` does not hide ours."""
     if str(ROOT) not in sys.path[:1]:
         sys.path.insert(0, str(ROOT))
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; a folder of its name, which Python would import as empty, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None

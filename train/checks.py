@@ -17,7 +17,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.heads.rnn import RNNHead
 from speculator.target.base import TrainingTarget
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 from speculator.target.sharding import SHARDED
 from speculator.terminal import log
 from train.config import HeadOptions, RunConfig, StageConfig
@@ -181,7 +181,7 @@ def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
 
 def fits_config(run: Run) -> None:
     """Raise a UserError if a configured length exceeds the context in the target's config, if that states one."""
-    context = stated_context(run.text)
+    context = usable_context(run.text)
     if context:
         # see `ServerTarget.context_length`
         _fits_context(run, run.config.target.name_or_path, context - bool(run.config.target.server))

@@ -17,10 +17,10 @@ from typing import Any
 
 import datasets
 import yaml
-from filelock import FileLock
 
+from speculator import files
 from speculator.errors import UserError
-from speculator.files import acquire, is_partial, make_folder, read_text, write_text
+from speculator.files import is_partial, make_folder, read_text, write_text
 from speculator.heads import ARCHITECTURES
 from speculator.report import RunRecord
 from speculator.terminal import log
@@ -105,12 +105,9 @@ def _is_temporary(path: Path) -> bool:
 def locked(folder: Path) -> Iterator[None]:
     """Create a run's folder and lock it for the block; raise a UserError if another process has locked it."""
     make_folder(folder)
-    lock = FileLock(folder / _LOCK)
-    acquire(lock, f"{folder}: another process is running this; wait for it, or choose another --output_dir")
-    try:
+    busy = f"{folder}: another process is running this; wait for it, or choose another --output_dir"
+    with files.locked(folder / _LOCK, busy):
         yield
-    finally:
-        lock.release()
 
 
 def _read(record: Path) -> RunRecord:

@@ -23,7 +23,7 @@ from data.tally import Tally
 from speculator.checkpoints.loading import load_drafter
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.files import acquire, cache_folder, make_folder
+from speculator.files import acquire, cache_folder, make_cache_folder
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
@@ -101,7 +101,7 @@ def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
     own, main = run.config.data.self_source, PartialState().is_main_process
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():
-        make_folder(folder.parent)
+        make_cache_folder()
         acquire(lock, f"{folder}: another run is writing these chats; start again when it has")
         log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
     PartialState().wait_for_everyone()

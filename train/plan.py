@@ -26,7 +26,7 @@ from speculator.tables import gigabytes, markdown_table
 from speculator.target.cache.kv_cache import BUCKETS
 from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class, drop_vision_tower
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 from speculator.target.sharding import divided
 from train.checks import check_is_decoder
 from train.config import StageConfig
@@ -92,7 +92,7 @@ def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> 
         prompts: sizes of the prompts of stage 2, known or estimated; None: unknown, so each has
             `stage2.generate.prompt_tokens` tokens and one answer.
     """
-    config, context = run.config, stated_context(run.text)
+    config, context = run.config, usable_context(run.text)
     found, own, generate = {}, config.data.self_source, config.stage2.generate
     chat = own.max_prompt_tokens + own.max_new_tokens
 

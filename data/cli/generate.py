@@ -31,7 +31,7 @@ from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
 from speculator.target.gguf.file import read_config
 from speculator.target.model import Target
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import quiet_libraries
 
@@ -164,7 +164,7 @@ def _context_length(arguments: argparse.Namespace) -> int:
     """Return the context length in the target's config, or `sys.maxsize` without one; a server's may be shorter."""
     try:
         config = read_config(arguments.target, arguments.trust_remote_code, revision=arguments.revision)
-        return stated_context(config.get_text_config()) or sys.maxsize
+        return usable_context(config.get_text_config()) or sys.maxsize
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return sys.maxsize
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from speculator.tables import gigabytes
 from speculator.target.fingerprint import similar_target
 from speculator.target.model import Target
 from speculator.terminal import log
+from speculator.workshop import is_installed
 
 KEY_VARIABLE = "SPECULATOR_API_KEY"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -149,7 +149,7 @@ def _check(arguments: argparse.Namespace) -> str:
 
     Sets `arguments.target` if the target was given as TARGET.
     """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    missing = [name for name in _PACKAGES if not is_installed(name)]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
     named = bool(arguments.model) + bool(arguments.target)
     refuse((named != 1, "name one target: speculator serve TARGET, or --target TARGET"))

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import sys
 from importlib.util import find_spec
 from unittest.mock import MagicMock
 
@@ -118,8 +119,12 @@ def test_a_training_goes_on_if_wandb_does_not_answer(tmp_path, monkeypatch):
     tracking.at_step(5)
 
 
-def test_a_missing_package_raises_at_once(monkeypatch):
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+def test_a_missing_package_raises_at_once(monkeypatch, tmp_path):
+    for name in ("wandb", "mlflow"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # folders of these names, which trackers leave, are no packages
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("wandb", "mlflow")]:
+        monkeypatch.delitem(sys.modules, name)
     tracking.check("none")
     for name in ("wandb", "mlflow"):
         with pytest.raises(UserError, match=f"pip install {name}"):
