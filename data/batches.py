@@ -28,7 +28,7 @@ from speculator.files import (
     write_manifest,
     write_text,
 )
-from speculator.terminal import Progress
+from speculator.terminal import Progress, log
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +40,8 @@ _FEATURES = {
     "source_ids": Sequence(Value("int32")),
 }
 _POLL_SECONDS = 0.2
+_CUT_SHARE = 0.1
+"""Largest share of answers that may reach their limit without a warning."""
 
 
 class Clocks(TypedDict, total=False):
@@ -56,6 +58,7 @@ class BatchFacts(Clocks, total=False):
         steps: [number of decoding steps, number of tokens that the steps gave].
         seconds: time for the whole batch.
         answers: number of answers.
+        cut: number of answers that reached their limit, see `Answering`.
         servers: number of answers by the URL of the server.
         models: names of the models that the servers were asked for.
         skipped: number of prompts without a row.
@@ -64,6 +67,7 @@ class BatchFacts(Clocks, total=False):
     steps: list[int]
     seconds: float
     answers: int
+    cut: int
     servers: dict[str, int]
     models: list[str]
     skipped: int
@@ -276,6 +280,17 @@ class Batches:
 
     def _file(self, batch: int) -> Path:
         return self._work / f"{batch:06d}.json"
+
+
+def warn_of_cut_answers(folder: Path, setting: str) -> None:
+    """Print a warning if more than a tenth of the answers in a finished folder reached their limit, the `setting`."""
+    manifest: Any = read_json(folder / "manifest.json")
+    cut, answers = manifest.get("cut", 0), manifest.get("answers", 0)
+    if cut > _CUT_SHARE * answers:
+        log(
+            f"warning: {cut:,} of {answers:,} answers reached {setting} {manifest['max_new_tokens']}: a head that "
+            "trains on them learns how answers begin; raise the limit"
+        )
 
 
 def _wait_for(file: Path) -> None:

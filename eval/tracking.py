@@ -49,11 +49,12 @@ def send(report: Report, folder: Path, report_to: str) -> None:
 def start(folder: Path, **facts: Any) -> None:
     """Start a wandb run whose files are in a folder. Nothing is uploaded, unless WANDB_MODE is online.
 
-    `facts` are arguments of `wandb.init`; the variables WANDB_MODE and WANDB_PROJECT take precedence.
+    `facts` are arguments of `wandb.init`; the variables WANDB_MODE, WANDB_DISABLED and WANDB_PROJECT take precedence.
     """
     import wandb
 
-    mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks it
+    off = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
+    mode: Any = "disabled" if off else os.environ.get("WANDB_MODE", "offline")  # wandb checks it
     project = os.environ.get("WANDB_PROJECT", PROJECT)
     try:
         wandb.init(project=project, dir=str(folder), mode=mode, settings=wandb.Settings(silent=True), **facts)

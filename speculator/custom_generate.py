@@ -18,6 +18,7 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -228,6 +229,8 @@ def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Samp
         if type(processor) not in _WARPERS:
             raise UserError(
                 f"speculative decoding supports temperature, top_k, top_p and min_p, not {type(processor).__name__}"
+                + "; the model's generation_config may ask for it: pass repetition_penalty=1.0"
+                * isinstance(processor, RepetitionPenaltyLogitsProcessor)
             )
         if getattr(processor, "min_tokens_to_keep", 1) != 1 or getattr(processor, "filter_value", -torch.inf) > -1e30:
             raise UserError(f"{type(processor).__name__}: min_tokens_to_keep and filter_value must be the defaults")

@@ -6,11 +6,13 @@ import os
 import platform
 import re
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from speculator.errors import UserError
+from speculator.terminal import log
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -78,6 +80,8 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """
     if device is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator and accelerator.type == "mps":
+            _log_mps()
         return accelerator if accelerator and accelerator.type != "mps" else torch.device("cpu")
     try:
         found = torch.device(device)
@@ -88,6 +92,12 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     if found.type == "mps":
         raise UserError(f"device {device!r}: sampling needs 64-bit floating point numbers, which it lacks; use cpu")
     return found
+
+
+@cache
+def _log_mps() -> None:
+    """Print once that a Mac's GPU is idle."""
+    log("Apple's GPU lacks the 64-bit numbers that sampling needs: all runs on the CPU; llama.cpp uses this GPU")
 
 
 def is_out_of_memory(error: Exception) -> bool:

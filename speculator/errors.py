@@ -143,7 +143,7 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest has no reader
         return 141
     except Exception as error:
-        line = _line(error)
+        line = line_of(error)
         if line is None:
             raise
         with suppress(OSError):
@@ -154,7 +154,7 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
             signal.signal(signal.SIGINT, _leave)
 
 
-def _line(error: Exception) -> str | None:
+def line_of(error: Exception) -> str | None:
     """Return the line for the user; None for a defect, which keeps its traceback."""
     if isinstance(error, UserError):
         return str(error)

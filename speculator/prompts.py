@@ -156,8 +156,8 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
         raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
     value, category = row[key], row.get("category")
     category = str(category) if isinstance(category, str | int | float) else ""  # any other value groups nothing
-    if key == "prompt" and isinstance(value, list):  # TRL's conversational form
-        key = "messages"
+    if key == "prompt" and isinstance(value, list):  # MT-Bench's user turns, or TRL's messages
+        key = "turns" if value and all(isinstance(text, str) for text in value) else "messages"
     if key == "messages":
         try:
             messages = clean_messages(with_system(from_json(value), row.get("system")))

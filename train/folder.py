@@ -62,7 +62,8 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     if not (has_text(folder) or any((folder / name).exists() for name in ("stage2", "speculator"))):
         free.append("stage2")
     before |= {name: now[name] for name in free}
-    # Older versions had fewer options.
+    # Older versions had fewer options, and one seed for training and text.
+    before["data"].setdefault("seed", before.get("seed"))
     options = ARCHITECTURES[now["speculator"]["architecture"]].config_class
     for name in now["speculator"]["options"]:
         before["speculator"]["options"].setdefault(name, getattr(options, name, None))

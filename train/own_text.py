@@ -13,6 +13,7 @@ import datasets
 from accelerate import PartialState
 from filelock import FileLock
 
+from data.batches import warn_of_cut_answers
 from data.conversations import Conversation
 from data.magpie import self_rows, summary
 from data.mixture import SELF, Mixture, Source, SourceError
@@ -59,12 +60,12 @@ def with_self_written(run: Run, target: TrainingTarget) -> Mixture:
 def folder_of(run: Run, target: TrainingTarget) -> Path:
     """Return the cache folder of the chats that the source `self` stands for; it may not exist yet.
 
-    Its name is a hash of all that the chats depend on, so runs with the same target, settings and seed share them.
+    Its name is a hash of all that the chats depend on: runs with the same target, settings and `data.seed` share them.
     """
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
     if target.digest:  # a fine-tune has the fingerprint of its original
         who.append(target.digest)
-    key = json.dumps([*who, dataclasses.asdict(run.config.data.self_source), run.config.seed])
+    key = json.dumps([*who, dataclasses.asdict(run.config.data.self_source), run.config.data.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
@@ -85,6 +86,7 @@ def fresh_rows(run: Run, target: TrainingTarget, drafter: Drafter | None, folder
         previous=folder_of(run, target),
     )
     log(f"{SELF}: {summary(folder)}")
+    warn_of_cut_answers(folder, "stage2.generate.max_new_tokens")
     return made
 
 
@@ -110,6 +112,7 @@ def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
     finally:
         lock.release()
     log(f"{SELF}: {summary(folder)}")
+    warn_of_cut_answers(folder, "data.self_source.max_new_tokens")
 
 
 def generate_own_text(
@@ -132,7 +135,9 @@ def generate_own_text(
             return fresh_rows(run, target, None, folder)
         servers = target.urls, target.name, target.tokenizer
         many = max(CONCURRENCY, settings.batch_size)
-        return fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
+        made = fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
+        warn_of_cut_answers(folder, "stage2.generate.max_new_tokens")
+        return made
     assert isinstance(target, Target)  # see `checks.check_writes_no_text`
     drafter = load_drafter(
         head_folder,
@@ -143,7 +148,7 @@ def generate_own_text(
     )
     if own_prompts is None:
         return fresh_rows(run, target, drafter, folder)
-    return generate_rows(
+    made = generate_rows(
         target,
         drafter,
         own_prompts,
@@ -152,6 +157,8 @@ def generate_own_text(
         max_prompt_tokens=longest_prompt,
         batch_size=settings.batch_size,
     )
+    warn_of_cut_answers(folder, "stage2.generate.max_new_tokens")
+    return made
 
 
 def packed(run: Run, rows: datasets.Dataset, length: int) -> datasets.Dataset:

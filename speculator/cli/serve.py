@@ -21,6 +21,7 @@ from speculator.checkpoints.files import read_config
 from speculator.cli import model_flags
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
+from speculator.device import dtype_name
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, check_secret, refuse, refuse_below
 from speculator.files import check_output_folder
@@ -138,7 +139,11 @@ def _memory(target: Target, slots: int) -> str:
     size = slots * cache.bytes_per_token * longest
     if cache.cross and target.encoder:
         size += slots * cache.cross.bytes_per_token * target.encoder.longest
-    line = f"{slots} slots of {longest:,} tokens, KV cache up to {gigabytes(size)} GB"
+    weights = sum(weight.nbytes for weight in target.model.parameters())
+    line = f"weights of {gigabytes(weights)} GB in {dtype_name(target.dtype)}"
+    if target.dtype == torch.float32 and target.device.type == "cpu":
+        line += " (--dtype bfloat16 takes half)"
+    line += f", {slots} slots of {longest:,} tokens, KV cache up to {gigabytes(size)} GB"
     if target.device.type == "cuda" and size > (free := torch.cuda.mem_get_info(target.device)[0]):
         line += f"; only {gigabytes(free)} GB are free: lower --max_model_len or --max_num_seqs"
     return line
