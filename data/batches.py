@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -17,7 +19,7 @@ from filelock import FileLock
 
 from data.documents import Columns
 from speculator.device import has_accelerator
-from speculator.errors import UserError
+from speculator.errors import UserError, first_line
 from speculator.files import (
     JsonObject,
     acquire,
@@ -28,7 +30,7 @@ from speculator.files import (
     write_manifest,
     write_text,
 )
-from speculator.terminal import Progress, log
+from speculator.terminal import Progress, log, working
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,9 +75,19 @@ class BatchFacts(Clocks, total=False):
     skipped: int
 
 
-def state() -> PartialState:
-    """Return accelerate's state of this process: `process_index`, `num_processes`; 0 and 1 without a launcher."""
-    return PartialState(cpu=not has_accelerator())
+def state(**settings: Any) -> PartialState:
+    """Return accelerate's state of this process: `process_index`, `num_processes`; 0 and 1 without a launcher.
+
+    The first call, which takes the `settings` of `PartialState`, waits for the other processes.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        with working(f"waiting for {count} processes") if count > 1 else nullcontext():
+            return PartialState(cpu=not has_accelerator(), **settings)
+    except ValueError as error:
+        raise UserError(
+            f"WORLD_SIZE is {count}, but {first_line(error)}; unset RANK and WORLD_SIZE if no launcher has set them"
+        ) from None
 
 
 def stored_record(folder: Path) -> JsonObject | None:

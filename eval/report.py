@@ -268,6 +268,6 @@ def warnings(rows: Sequence[ReportRow]) -> list[str]:
             if (cut := row.get("cut", 0)) > 0.1 * row["turns"]:
                 lines.append(
                     f"{row['name']}, temperature {row['temperature']:g}: {cut} of {row['turns']} answers reached "
-                    f"--max_new_tokens {row['max_new_tokens']}; what follows in longer answers is not measured"
+                    f"max_new_tokens {row['max_new_tokens']}; what follows in longer answers is not measured"
                 )
     return list(dict.fromkeys(lines))

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from data.mixture import PYTHON_SOURCES
 from eval import in_server, tracking
@@ -32,7 +33,7 @@ from speculator.device import dtype_name, hardware
 from speculator.drafters.price import fastest_shape
 from speculator.drafters.tuning import adaptive_drafter, choices_of, read_tuning
 from speculator.errors import refuse
-from speculator.files import check_output_folder, locked, make_folder, write_json, write_text
+from speculator.files import acquire, check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.report import Report, ReportRow
 from speculator.tables import BASELINES
@@ -171,49 +172,52 @@ def evaluate(
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
     make_folder(output)
-    with locked(output / ".lock", f"--output {output}: another process is writing this report"):
-        rows: list[ReportRow] = []
-        traces: list[Trace] = []
-        not_run: dict[str, str] = {}
-        content = partial(_content, target, head, measuring, compared, speculator_name)
-        for batch_size in batch_sizes:
-            engines: Engines = {}
-            if server == "ours":
-                fixed, reasons = decoders(
-                    target, head, chains, draft_model, compared.baselines, batch_size, engines, rule, compared.hybrid
-                )
-                not_run |= reasons
-            else:
-                fixed = server_decoders(target, head, chains, engines, rule)
-            tables = dict.fromkeys(temperatures, fixed)
-            if compared.tuned_in and not compared.lengths and server == "ours":
-                tables = _tuned_tables(fixed, target, head, compared.tuned_in, temperatures, batch_size, engines, rule)
-            if target.device.type == "cpu":  # on a GPU the first steps capture graphs
-                needed = _time_needed(target, suites, tables, batch_size, max_new_tokens * measuring.repeats)
-                log(needed if training else f"{needed}; --max_prompts changes it")  # a run's settings are fixed by now
-            for suite, temperature in product(suites, temperatures):
-                table, sampling = tables[temperature], Sampling(temperature, seed=measuring.seed)
-                measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, measuring.repeats)
-                not_run |= measured.not_run
-                trained = head.config.trained_length
-                ours = [decoder for decoder in table if decoder.ours]
-                made = [row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained) for d in ours]
-                if server != "ours":
-                    for decoder, own in zip(ours[1:], made[1:], strict=True):
-                        own["server_log"] = server_log(measured.timed[decoder.key], own["num_speculative_tokens"])
-                rows += made
-                write_json(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
-                if batch_size == batch_sizes[0]:
-                    traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
-            engines.clear()  # their caches and graphs would stay while the next batch size is measured
-        report = content(rows, not_run)
-        if training:
-            report["training"] = training
-        write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
-        render(report, traces, output)
-        for line in report["warnings"]:
-            log(f"warning: {line}")
-        return report
+    lock = FileLock(output / ".lock")
+    acquire(lock, f"--output {output}: another process is writing this report")
+    rows: list[ReportRow] = []
+    traces: list[Trace] = []
+    not_run: dict[str, str] = {}
+    content = partial(_content, target, head, measuring, compared, speculator_name)
+    for batch_size in batch_sizes:
+        engines: Engines = {}
+        if server == "ours":
+            fixed, reasons = decoders(
+                target, head, chains, draft_model, compared.baselines, batch_size, engines, rule, compared.hybrid
+            )
+            not_run |= reasons
+        else:
+            fixed = server_decoders(target, head, chains, engines, rule)
+        tables = dict.fromkeys(temperatures, fixed)
+        if compared.tuned_in and not compared.lengths and server == "ours":
+            tables = _tuned_tables(fixed, target, head, compared.tuned_in, temperatures, batch_size, engines, rule)
+        if target.device.type == "cpu":  # on a GPU the first steps capture graphs
+            needed = _time_needed(target, suites, tables, batch_size, max_new_tokens * measuring.repeats)
+            log(needed if training else f"{needed}; --max_prompts changes it")  # a run's settings are fixed by now
+        for suite, temperature in product(suites, temperatures):
+            table, sampling = tables[temperature], Sampling(temperature, seed=measuring.seed)
+            measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, measuring.repeats)
+            not_run |= measured.not_run
+            trained = head.config.trained_length
+            ours = [decoder for decoder in table if decoder.ours]
+            made = [row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained) for d in ours]
+            if server != "ours":
+                for decoder, own in zip(ours[1:], made[1:], strict=True):
+                    own["server_log"] = server_log(measured.timed[decoder.key], own["num_speculative_tokens"])
+            rows += made
+            write_json(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
+            if batch_size == batch_sizes[0]:
+                traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
+        engines.clear()  # their caches and graphs would stay while the next batch size is measured
+    report = content(rows, not_run)
+    if training:
+        report["training"] = training
+    write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
+    render(report, traces, output)
+    for line in report["warnings"]:
+        log(f"warning: {line}")
+    (output / ".lock").unlink()
+    lock.release()
+    return report
 
 
 def _content(

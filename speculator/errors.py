@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import logging
 import os
 import re
 import signal
@@ -94,6 +95,7 @@ def start() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home folder that it can't write to
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 

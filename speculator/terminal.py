@@ -103,8 +103,9 @@ class _Heartbeat(threading.Thread):
 
 def is_first() -> bool:
     """Return whether this process prints: it is alone, or the first of a distributed launch."""
-    # A shell or a cluster may leave a RANK over; a launcher sets WORLD_SIZE as well.
-    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+    # A shell or a cluster may leave a RANK over; a launcher sets WORLD_SIZE and MASTER_ADDR as well.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
+    return alone or os.environ.get("RANK", "0") == "0"
 
 
 def _write(line: str) -> None:

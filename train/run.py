@@ -26,7 +26,7 @@ from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
 from speculator.device import is_out_of_memory
 from speculator.errors import UserError, line_of, run_command
-from speculator.files import read_json
+from speculator.files import make_cache_folder, read_json
 from speculator.heads import Speculator
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
@@ -149,6 +149,7 @@ def run(asked: RunConfig) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if settled.plan is not None:
         settled.plan.refuse_too_large()
+    make_cache_folder()  # a machine without one is refused before the target is loaded
     announce(config, _LOAD)
     target = load_target(settled)
     with closing(target) if isinstance(target, ServerTarget) else nullcontext():

@@ -95,8 +95,8 @@ def run(arguments: argparse.Namespace) -> None:
             prompts = _prompts(arguments, target.tokenizer, limits)
             generate_rows(target, drafter, prompts, arguments.output, writing, batch_size=batch_size)
     if processes.is_main_process:
-        print(printable(_line(arguments.output)), file=sys.stderr)
         warn_of_cut_answers(arguments.output, "--max_new_tokens")
+        print(printable(_line(arguments.output)), file=sys.stderr)
 
 
 def _writing(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> Writing:

@@ -140,8 +140,8 @@ def warn_if_untied(model: Any, name: str) -> None:
     ties = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None) and not is_gguf(name)
     if ties and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         log(
-            f"warning: {name}: its config ties the output matrix to the embedding, but its files hold two matrices, both "
-            "used here; vLLM uses the embedding alone, unless config.json has tie_word_embeddings false"
+            f"warning: {name}: its config ties the output matrix to the embedding, but its files hold two matrices, "
+            "both used here; vLLM uses the embedding alone, unless config.json has tie_word_embeddings false"
         )
 
 

@@ -17,8 +17,8 @@ from kills import killed_at
 from safetensors.torch import load_file, save_file
 
 from data import magpie
-from data.prepare import cache_folder
 from speculator.errors import UserError
+from speculator.files import cache_folder
 from speculator.target.fingerprint import digest_of_files
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
