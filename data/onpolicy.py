@@ -157,15 +157,7 @@ def generate_rows(
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
             rows = [[row.columns(writing.mark_rejected) for row in each.rows] for each in answering]
             cut = sum(each.cut for each in answering)
-            work.write(
-                piece,
-                rows,
-                steps=steps,
-                seconds=seconds,
-                answers=len(made),
-                cut=cut,
-                **clocks,
-            )
+            work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), cut=cut, **clocks)
         return work.finish(_summary)
 
 

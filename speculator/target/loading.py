@@ -138,7 +138,8 @@ def warn_if_untied(model: Any, name: str) -> None:
     transformers follows the files, and so do we; vLLM follows the config.
     """
     ties = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None) and not is_gguf(name)
-    if ties and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+    output = getattr(model.get_output_embeddings(), "weight", None)
+    if ties and output is not None and not output.is_meta and output is not model.get_input_embeddings().weight:
         log(
             f"warning: {name}: its config ties the output matrix to the embedding, but its files hold two matrices, "
             "both used here; vLLM uses the embedding alone, unless config.json has tie_word_embeddings false"

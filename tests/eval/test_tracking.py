@@ -141,9 +141,10 @@ def test_nothing_is_uploaded_unless_asked(tmp_path, monkeypatch, capsys):
     assert f"wandb sync {run}" in line
     given = {}
     monkeypatch.setattr(wandb, "init", lambda **facts: given.update(facts))
-    monkeypatch.setenv("WANDB_MODE", "online")
-    tracking.start(tmp_path)
-    assert given["mode"] == "online"
+    for name, value, mode in (("WANDB_MODE", "online", "online"), ("WANDB_DISABLED", "true", "disabled")):
+        monkeypatch.setenv(name, value)
+        tracking.start(tmp_path)
+        assert given["mode"] == mode
 
 
 def test_a_server_that_does_not_answer_fails_in_one_line(tmp_path, monkeypatch):

@@ -261,7 +261,7 @@ def test_a_head_of_another_size_is_refused(size):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor; .* pass repetition_penalty=1.0"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
         ({"num_beams": 2}, "beam search"),
         ({"top_k": 4, "penalty_alpha": 0.6}, "contrastive search"),
