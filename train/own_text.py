@@ -86,7 +86,6 @@ def fresh_rows(run: Run, target: TrainingTarget, drafter: Drafter | None, folder
         previous=folder_of(run, target),
     )
     log(f"{SELF}: {summary(folder)}")
-    warn_of_cut_answers(folder, "stage2.generate.max_new_tokens")
     return made
 
 
@@ -135,9 +134,7 @@ def generate_own_text(
             return fresh_rows(run, target, None, folder)
         servers = target.urls, target.name, target.tokenizer
         many = max(CONCURRENCY, settings.batch_size)
-        made = fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
-        warn_of_cut_answers(folder, "stage2.generate.max_new_tokens")
-        return made
+        return fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
     assert isinstance(target, Target)  # see `checks.check_writes_no_text`
     drafter = load_drafter(
         head_folder,
@@ -148,7 +145,7 @@ def generate_own_text(
     )
     if own_prompts is None:
         return fresh_rows(run, target, drafter, folder)
-    made = generate_rows(
+    return generate_rows(
         target,
         drafter,
         own_prompts,
@@ -157,8 +154,6 @@ def generate_own_text(
         max_prompt_tokens=longest_prompt,
         batch_size=settings.batch_size,
     )
-    warn_of_cut_answers(folder, "stage2.generate.max_new_tokens")
-    return made
 
 
 def packed(run: Run, rows: datasets.Dataset, length: int) -> datasets.Dataset:

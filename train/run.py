@@ -19,6 +19,7 @@ import torch
 from accelerate import PartialState
 from transformers import set_seed
 
+from data.batches import warn_of_cut_answers
 from eval import tracking
 from eval.in_server import FORECAST_FILE
 from speculator.checkpoints import load_any
@@ -184,6 +185,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             announce(config, _GENERATE)
             with _fitting("stage2.generate.batch_size", config):
                 own_text = generate_own_text(run, target, best, inputs.own_prompts, inputs.length)
+            warn_of_cut_answers(folder / "generated", "stage2.generate.max_new_tokens")
             rows, held = held_out(run, own_text if target.encoder else packed(run, own_text, inputs.length))
             if state.is_main_process:
                 log_sizes(run, "stage2", rows, config.data.seq_length)
