@@ -224,10 +224,9 @@ async def _fetch(
             nonlocal written_at
             made, seconds = finished.pop(batch), time.monotonic() - written_at
             rows = [[each.columns(False) for each in made[row].rows] for row in batches[batch]]
-            cut = sum(each.cut for each in made.values())
-            facts: BatchFacts = {"skipped": sum(not each for each in rows), "cut": cut}
-            models = sorted({server.model for server in servers})
-            work.write(batch, rows, servers=dict(by_server.pop(batch)), models=models, seconds=seconds, **facts)
+            models, skipped = sorted({server.model for server in servers}), sum(not each for each in rows)
+            answered, cut = dict(by_server.pop(batch)), sum(each.cut for each in made.values())
+            work.write(batch, rows, servers=answered, models=models, skipped=skipped, cut=cut, seconds=seconds)
             written_at = time.monotonic()
 
     try:

@@ -170,8 +170,10 @@ class Engine:
         requested = as_count("max_new_tokens", max_new_tokens, least=1)
         limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
-        stop = stop_strings if isinstance(stop_strings, StopStrings) else None
-        if stop is None and stop_strings:
+        stop: StopStrings | None = None
+        if isinstance(stop_strings, StopStrings):
+            stop = stop_strings
+        elif stop_strings:
             stop = StopStrings(stop_strings, self.target.tokenizer)
         if stop is not None:  # decoded text does not contain special tokens such as <|im_end|>
             eos = {*eos, *stop.tokens}
