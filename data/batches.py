@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -17,7 +19,7 @@ from filelock import FileLock
 
 from data.documents import Columns
 from speculator.device import has_accelerator
-from speculator.errors import UserError
+from speculator.errors import UserError, first_line
 from speculator.files import (
     JsonObject,
     acquire,
@@ -28,7 +30,7 @@ from speculator.files import (
     write_manifest,
     write_text,
 )
-from speculator.terminal import Progress
+from speculator.terminal import Progress, log, working
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +42,8 @@ _FEATURES = {
     "source_ids": Sequence(Value("int32")),
 }
 _POLL_SECONDS = 0.2
+_CUT_SHARE = 0.1
+"""Largest share of answers that may reach their limit without a warning."""
 
 
 class Clocks(TypedDict, total=False):
@@ -56,6 +60,7 @@ class BatchFacts(Clocks, total=False):
         steps: [number of decoding steps, number of tokens that the steps gave].
         seconds: time for the whole batch.
         answers: number of answers.
+        cut: number of answers that reached their limit, see `Answering`.
         servers: number of answers by the URL of the server.
         models: names of the models that the servers were asked for.
         skipped: number of prompts without a row.
@@ -64,14 +69,25 @@ class BatchFacts(Clocks, total=False):
     steps: list[int]
     seconds: float
     answers: int
+    cut: int
     servers: dict[str, int]
     models: list[str]
     skipped: int
 
 
-def state() -> PartialState:
-    """Return accelerate's state of this process: `process_index`, `num_processes`; 0 and 1 without a launcher."""
-    return PartialState(cpu=not has_accelerator())
+def state(**settings: Any) -> PartialState:
+    """Return accelerate's state of this process: `process_index`, `num_processes`; 0 and 1 without a launcher.
+
+    The first call, which takes the `settings` of `PartialState`, waits for the other processes.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        with working(f"waiting for {count} processes") if count > 1 else nullcontext():
+            return PartialState(cpu=not has_accelerator(), **settings)
+    except ValueError as error:
+        raise UserError(
+            f"WORLD_SIZE is {count}, but {first_line(error)}; unset RANK and WORLD_SIZE if no launcher has set them"
+        ) from None
 
 
 def stored_record(folder: Path) -> JsonObject | None:
@@ -276,6 +292,17 @@ class Batches:
 
     def _file(self, batch: int) -> Path:
         return self._work / f"{batch:06d}.json"
+
+
+def warn_of_cut_answers(folder: Path, setting: str) -> None:
+    """Print a warning if more than a tenth of the answers in a finished folder reached their limit, the `setting`."""
+    manifest: Any = read_json(folder / "manifest.json")
+    cut, answers = manifest.get("cut", 0), manifest.get("answers", 0)
+    if cut > _CUT_SHARE * answers:
+        log(
+            f"warning: {cut:,} of {answers:,} answers reached {setting} {manifest['max_new_tokens']}: a head that "
+            "trains on them learns how answers begin; raise the limit"
+        )
 
 
 def _wait_for(file: Path) -> None:

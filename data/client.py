@@ -130,6 +130,7 @@ def _summary(batches: list[BatchFacts]) -> JsonObject:
         "servers": dict(by_server),
         "models": sorted({model for facts in batches for model in facts.get("models", ())}),
         "answers": by_server.total(),
+        "cut": sum(facts.get("cut", 0) for facts in batches),
         "skipped": sum(facts.get("skipped", 0) for facts in batches),
         "acceptance_length": None,
         "tokens_per_second": {"speculative": None, "plain": None},
@@ -224,7 +225,8 @@ async def _fetch(
             made, seconds = finished.pop(batch), time.monotonic() - written_at
             rows = [[each.columns(False) for each in made[row].rows] for row in batches[batch]]
             models, skipped = sorted({server.model for server in servers}), sum(not each for each in rows)
-            work.write(batch, rows, servers=dict(by_server.pop(batch)), models=models, skipped=skipped, seconds=seconds)
+            answered, cut = dict(by_server.pop(batch)), sum(each.cut for each in made.values())
+            work.write(batch, rows, servers=answered, models=models, skipped=skipped, cut=cut, seconds=seconds)
             written_at = time.monotonic()
 
     try:

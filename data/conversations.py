@@ -101,14 +101,15 @@ class Answering:
     Attributes:
         prompt: tokens before the next answer; None: the conversation has ended.
         answers: number of answers so far.
+        cut: number of answers that should have ended by themselves, and reached their limit.
         rows: rows so far.
     """
 
     def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase | None, longest: int):
         self._tokenizer, self._tools, self._longest = tokenizer, conversation.tools, longest
         self._messages = list(conversation.messages or [])
-        self._later = deque(conversation.later)
-        self.answers = 0
+        self._later, self._ends = deque(conversation.later), conversation.ends
+        self.answers = self.cut = 0
         self.prompt: list[int] | None = conversation.ids
         self.rows = [Row(source=source_of(conversation.ids))]
         self.rows[0].add(conversation.ids, 0)
@@ -122,6 +123,7 @@ class Answering:
         row = self.rows[-1]
         row.add(tokens, 1, rejected)
         self.answers += 1
+        self.cut += self._ends and not ended
         prompt, self.prompt = self.prompt or [], None
         if not ended or not self._later:
             return

@@ -30,6 +30,7 @@ ROWS = 4000
 """Default number of chats."""
 PROMPT_SAMPLING = Sampling(temperature=1.0, top_p=0.99)
 _PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds", "models")
+_ANSWER_FACTS = ("answers", "cut")
 _SEED_STRIDE = 1 << 40  # between passes: otherwise both would draw a row's first token alike
 _SEED_BITS = 20
 """All chats begin with the same prompt, and row r has seed + r: neighbouring seeds are this many bits apart."""
@@ -91,8 +92,8 @@ def self_rows(
 
     Returns:
         Rows {"input_ids", "loss_mask": 1 on the answers}, with `mark_rejected` also "rejected". manifest.json holds the
-        settings, "rows", "tokens" (of the answers), "dropped" (counts by reason), "seconds", and "passes": facts from
-        the manifest of each pass.
+        settings, "rows", "tokens" (of the answers), "answers", "cut" (see `generate_rows`), "dropped" (counts by
+        reason), "seconds", and "passes": facts from the manifest of each pass.
 
     Raises:
         UserError: no user turn can be used, or the folder was made with other settings.
@@ -135,6 +136,7 @@ def self_rows(
         return work.conclude(lambda: ([], {}))
     passes: list[JsonObject] = []
     seconds: list[float] = []
+    counts: Counter[str] = Counter()
 
     def generate(what: str, prompts: list[list[int]], how: Writing):
         """Let the target continue all prompts; return the new tokens of each, and marks of rejected draft tokens.
@@ -147,10 +149,10 @@ def self_rows(
         """
         output = work.begin() / f"{len(passes) + 1}-{what}"
         how = replace(how, seed=(how.seed << _SEED_BITS) + len(passes) * _SEED_STRIDE)
+        chats = [Conversation(each, ends=users.ends is not None) for each in prompts]
         if isinstance(target, ServerTarget):
             from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
 
-            chats = [Conversation(each, ends=users.ends is not None) for each in prompts]
             try:
                 generated = fetch_rows(
                     target.urls,
@@ -171,11 +173,13 @@ def self_rows(
         else:
             assert isinstance(target, Target)
             generated = generate_rows(
-                target, drafter, prompts, output, how, batch_size=batch_size, progress=progress, title=what
+                target, drafter, chats, output, how, batch_size=batch_size, progress=progress, title=what
             )
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         seconds.append(manifest["seconds"])
+        if what == "answers":
+            counts.update({name: manifest.get(name, 0) for name in _ANSWER_FACTS})
         # Each generated row repeats its prompt, which is cut off.
         pairs = list(zip(generated, map(len, prompts), strict=True))
         rejected = [row["rejected"][length:] if how.mark_rejected else [] for row, length in pairs]
@@ -205,6 +209,7 @@ def self_rows(
     facts: JsonObject = {
         "rows": len(written),
         "tokens": sum(sum(chat.mask) for chat in written),
+        **counts,
         "dropped": dict(dropped.most_common()),
         "seconds": sum(seconds),
         "passes": passes,
@@ -217,6 +222,8 @@ def summary(folder: Path) -> str:
     manifest = read_json(folder / "manifest.json")
     rows = f"{folder}: {manifest['rows']:,} rows, {manifest['tokens']:,} new tokens, {manifest['seconds']:,.0f} s"
     dropped = _listed(Counter(manifest["dropped"])) or "none"
+    if manifest.get("cut"):
+        rows += f", {manifest['cut']:,} of {manifest['answers']:,} answers cut at {manifest['max_new_tokens']} tokens"
     return f"{rows}; dropped of {manifest['begun']:,} prompts that the target wrote: {dropped}"
 
 

@@ -74,9 +74,9 @@ def generate_rows(
         on each token that replaced a rejected draft token. With an encoder the prompt is in "source_ids", and
         "input_ids" begin with the decoder's start tokens.
         manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones), "answers",
-        "acceptance_length", "tokens_per_second" ("speculative" and "plain", without prefill, timed one after the other
-        on the same few rows) and "seconds" (all rows and processes, with prefill). An adaptive drafter adds "costs",
-        see `decoding.json`.
+        "cut" (answers of chats that reached `max_new_tokens`), "acceptance_length", "tokens_per_second" ("speculative"
+        and "plain", without prefill, timed one after the other on the same few rows) and "seconds" (all rows and
+        processes, with prefill). An adaptive drafter adds "costs", see `decoding.json`.
 
     Raises:
         UserError: no prompt, an empty prompt, or one that fills the context; or a folder made with other settings.
@@ -156,7 +156,8 @@ def generate_rows(
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
             rows = [[row.columns(writing.mark_rejected) for row in each.rows] for each in answering]
-            work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), **clocks)
+            cut = sum(each.cut for each in answering)
+            work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), cut=cut, **clocks)
         return work.finish(_summary)
 
 
@@ -261,4 +262,5 @@ def _summary(batches: list[BatchFacts]) -> JsonObject:
         "tokens_per_second": {"speculative": rate("speculative"), "plain": rate("plain")},
         "seconds": sum(batch["seconds"] for batch in batches),
         "answers": sum(batch["answers"] for batch in batches),
+        "cut": sum(batch.get("cut", 0) for batch in batches),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from data.tally import Tally
 from data.workers import default_processes
 from speculator import chat
 from speculator.errors import UserError, first_line
-from speculator.files import cache_folder, make_folder, new_folder, read_json, write_text
+from speculator.files import make_cache_folder, new_folder, read_json, write_text
 from speculator.terminal import Progress, log
 
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
@@ -124,25 +123,24 @@ def save_rows(wanted: RowRequest, output: Path) -> dict[str, dict[str, int]]:
         raise SourceError(f"{output} already exists: choose another --output")
     rows: dict[str, Dataset] = {}
     counts: dict[str, dict[str, int]] = {}
-    for split in SPLITS:
-        request = replace(wanted, split=split)
-        try:
-            rows[split], counts[split] = _cached(request)
-        except TooLittleTextError:
-            if split == "train":
-                raise
-            log(f"{request.name} has no text, so it is left out")
-    with new_folder(output) as scratch:
+    with new_folder(output) as scratch:  # first: a second command of the same output ends at once
+        for split in SPLITS:
+            request = replace(wanted, split=split)
+            try:
+                rows[split], counts[split] = _cached(request)
+            except TooLittleTextError:
+                if split == "train":
+                    raise
+                log(f"{request.name} has no text, so it is left out")
         DatasetDict(rows).save_to_disk(str(scratch))
     return counts
 
 
 def _cached(request: RowRequest, report: bool = True) -> tuple[Dataset, dict[str, int]]:
     """Return the rows from the cache, and their counts (see `save_rows`); prepare the rows if they are missing."""
-    folder = cache_folder() / request.key()
+    folder = make_cache_folder() / request.key()
     manifest = folder / _MANIFEST
     if not manifest.exists():
-        make_folder(folder.parent)
         with _locked(Path(f"{folder}.lock")):
             # Again, under the lock: another process may have prepared the rows while this one waited.
             if not manifest.exists():
@@ -158,9 +156,6 @@ def _cached(request: RowRequest, report: bool = True) -> tuple[Dataset, dict[str
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
     """Hold a lock file; warn once while another process holds it."""
-    hint = "set SPECULATOR_CACHE to a writable folder"
-    if not os.access(file.parent, os.W_OK):
-        raise UserError(f"can't write to the cache folder {file.parent}: {hint}")
     lock = FileLock(file)
     try:
         try:
@@ -169,7 +164,7 @@ def _locked(file: Path) -> Iterator[None]:
             log(f"waiting for another process that prepares the same rows; it holds {file}")
             lock.acquire()
     except OSError as error:
-        raise UserError(f"can't lock {file}: {first_line(error)}; {hint}") from None
+        raise UserError(f"can't lock {file}: {first_line(error)}; set SPECULATOR_CACHE to another folder") from None
     try:
         yield
     finally:

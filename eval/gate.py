@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         (arguments.guard == "", "--guard is empty: give a suite"),
         (arguments.guard_loss is not None and arguments.guard is None, "--guard_loss needs --guard"),
         (not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"),
+        (arguments.num_speculative_tokens and arguments.server == "ours", "--num_speculative_tokens needs --as"),
     )
     target, sampling = model_flags.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
     folders = head_folder(arguments.old, arguments.speculator_revision), head_folder(arguments.new)
@@ -46,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.server == "ours":
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]
     else:
-        lengths = [[*default_lengths(arguments.server, head), head.n_predict][0] for head in heads]
+        asked = [arguments.num_speculative_tokens] if arguments.num_speculative_tokens else []
+        lengths = [[*asked, *default_lengths(arguments.server, head), head.n_predict][0] for head in heads]
         drafters = [HeadDrafter(*row) for row in zip(heads, (Chain(n, sampled=False) for n in lengths), strict=True)]
     count = arguments.max_new_tokens
     result: Gate = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}

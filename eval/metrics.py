@@ -191,6 +191,7 @@ def row(
         "temperature": sampling.temperature,
         "batch_size": batch_size,
         "max_new_tokens": max_new_tokens,
+        "cut": sum(row[-1] not in target.eos_token_ids for row in timed.tokens) if suite.chat else 0,
         "drafter": decoder.key.split()[0],
         "num_speculative_tokens": drafter.num_speculative_tokens if drafter else 0,
         "nodes": drafter.nodes if drafter else 0,

@@ -236,7 +236,8 @@ def _categories(rows: list[ReportRow], lengths: set[int]) -> list[str]:
 def warnings(rows: Sequence[ReportRow]) -> list[str]:
     """Return warnings about the figures of rows, one line each.
 
-    They are about predicted speedups that are off, contexts beyond the head's training, and prompts that were left out.
+    They are about predicted speedups that are off, contexts beyond the head's training, prompts that were left out, and
+    answers that were cut.
     """
     lines = []
     for row in rows:
@@ -264,4 +265,9 @@ def warnings(rows: Sequence[ReportRow]) -> list[str]:
                 for what, count in row["left_out"].items()
                 if count
             ]
+            if (cut := row.get("cut", 0)) > 0.1 * row["turns"]:
+                lines.append(
+                    f"{row['name']}, temperature {row['temperature']:g}: {cut} of {row['turns']} answers reached "
+                    f"max_new_tokens {row['max_new_tokens']}; what follows in longer answers is not measured"
+                )
     return list(dict.fromkeys(lines))

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from data.mixture import PYTHON_SOURCES
 from eval import in_server, tracking
@@ -32,7 +33,7 @@ from speculator.device import dtype_name, hardware
 from speculator.drafters.price import fastest_shape
 from speculator.drafters.tuning import adaptive_drafter, choices_of, read_tuning
 from speculator.errors import refuse
-from speculator.files import check_output_folder, make_folder, write_json, write_text
+from speculator.files import acquire, check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.report import Report, ReportRow
 from speculator.tables import BASELINES
@@ -171,6 +172,8 @@ def evaluate(
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
     make_folder(output)
+    lock = FileLock(output / ".lock")
+    acquire(lock, f"--output {output}: another process is writing this report")
     rows: list[ReportRow] = []
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
@@ -212,6 +215,8 @@ def evaluate(
     render(report, traces, output)
     for line in report["warnings"]:
         log(f"warning: {line}")
+    (output / ".lock").unlink()
+    lock.release()
     return report
 
 

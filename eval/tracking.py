@@ -9,13 +9,13 @@ import os
 import re
 import sys
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from speculator import terminal
 from speculator.errors import UserError, first_line, refuse
 from speculator.report import Report, ReportRow
+from speculator.workshop import is_installed
 
 PROJECT = "speculator"  # of trackio, mlflow and, by default, wandb
 Tracker = Literal["wandb", "tensorboard", "trackio", "mlflow", "none"]
@@ -24,7 +24,7 @@ _FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in mlflow's names
 
 def check(report_to: str) -> None:
     """Raise a UserError before the measurements if the tracker's package is not installed."""
-    missing = report_to != "none" and find_spec(report_to) is None
+    missing = report_to != "none" and not is_installed(report_to)
     refuse((missing, f"--report_to {report_to}: {report_to} is not installed: pip install {report_to}"))
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would upload how it is used
 
@@ -49,11 +49,12 @@ def send(report: Report, folder: Path, report_to: str) -> None:
 def start(folder: Path, **facts: Any) -> None:
     """Start a wandb run whose files are in a folder. Nothing is uploaded, unless WANDB_MODE is online.
 
-    `facts` are arguments of `wandb.init`; the variables WANDB_MODE and WANDB_PROJECT take precedence.
+    `facts` are arguments of `wandb.init`; the variables WANDB_MODE, WANDB_DISABLED and WANDB_PROJECT take precedence.
     """
     import wandb
 
-    mode: Any = os.environ.get("WANDB_MODE", "offline")  # wandb checks it
+    off = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
+    mode: Any = "disabled" if off else os.environ.get("WANDB_MODE", "offline")  # wandb checks it
     project = os.environ.get("WANDB_PROJECT", PROJECT)
     try:
         wandb.init(project=project, dir=str(folder), mode=mode, settings=wandb.Settings(silent=True), **facts)

@@ -23,7 +23,7 @@ def version_line() -> str:
 
 def git_commit() -> str | None:
     """Return `git describe` of this checkout's commit ("-dirty" with changes); None in a wheel, or if git can't."""
-    if workshop.is_installed():  # what git would describe is a repository around site-packages
+    if workshop.is_wheel():  # what git would describe is a repository around site-packages
         return None
     return _printed("git", "-C", str(workshop.ROOT), "describe", "--always", "--dirty")
 

@@ -445,6 +445,17 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return _end_token(tokenizer, tokenizer.get_chat_template(None, None), len(tokenizer))
 
 
+def thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether answers may begin with thoughts: the chat template knows them, and does not close them itself."""
+    if not tokenizer.chat_template or not re.search("think|reasoning", str(tokenizer.chat_template), re.IGNORECASE):
+        return False
+    try:
+        asked = chat_text(tokenizer, [{"role": "user", "content": "a question"}], ask=True, today=DATA_DAY)
+    except RefusedError:  # a template with needs of its own
+        return True
+    return not asked.rstrip().endswith(THINK_END)  # as Qwen 3's with `enable_thinking` false
+
+
 @lru_cache(maxsize=32)
 def _end_token(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> int | None:
     """Do the work of `end_token` once for each template and number of tokens (`size`)."""

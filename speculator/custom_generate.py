@@ -18,6 +18,7 @@ from transformers.generation import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -28,6 +29,7 @@ from transformers.generation import (
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import bind, load_head
 from speculator.decoding.engine import generate
+from speculator.decoding.request import StopStrings
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
@@ -104,7 +106,7 @@ def speculative(
                 sampling,
                 rule=rule,
                 max_new_tokens=max(1, max_length - input_ids.shape[1]),
-                stop_strings=stop_strings,
+                stop_strings=StopStrings(stop_strings, tokenizer, from_prompt=True) if stop_strings else (),
                 eos_token_ids=eos,
             )
         return _padded(input_ids, generation.tokens, _pad_id(generation_config, stopping_criteria))
@@ -223,6 +225,8 @@ def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Samp
         if type(processor) not in _WARPERS:
             raise UserError(
                 f"speculative decoding supports temperature, top_k, top_p and min_p, not {type(processor).__name__}"
+                + "; the model's generation_config may ask for it: pass repetition_penalty=1.0"
+                * isinstance(processor, RepetitionPenaltyLogitsProcessor)
             )
         if getattr(processor, "min_tokens_to_keep", 1) != 1 or getattr(processor, "filter_value", -torch.inf) > -1e30:
             raise UserError(f"{type(processor).__name__}: min_tokens_to_keep and filter_value must be the defaults")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 
 from speculator.about import processor
 from speculator.errors import UserError
+from speculator.terminal import log
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -63,6 +65,8 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """
     if device is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if accelerator and accelerator.type == "mps":
+            _log_mps()
         return accelerator if accelerator and accelerator.type != "mps" else torch.device("cpu")
     try:
         found = torch.device(device)
@@ -73,6 +77,12 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     if found.type == "mps":
         raise UserError(f"device {device!r}: sampling needs 64-bit floating point numbers, which it lacks; use cpu")
     return found
+
+
+@cache
+def _log_mps() -> None:
+    """Print once that a Mac's GPU is idle."""
+    log("Apple's GPU lacks the 64-bit numbers that sampling needs: all runs on the CPU; llama.cpp uses this GPU")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import logging
 import os
 import re
 import signal
@@ -68,6 +69,13 @@ def safe(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 
+def as_text(typed: str) -> str:
+    """Return an argument or a line of stdin as text: in the POSIX locale Python leaves its UTF-8 as surrogates."""
+    with suppress(UnicodeError):
+        return os.fsencode(typed).decode()
+    return typed
+
+
 def check_text(where: str, text: str) -> None:
     """Raise a UserError, which begins with `where`, for an unpaired surrogate in a text.
 
@@ -85,8 +93,9 @@ def start() -> None:
     Ctrl-C then ends the process at once with exit code 130. Characters that stdout or stderr can't encode are escaped.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home folder that it can't write to
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -136,7 +145,7 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest has no reader
         return 141
     except Exception as error:
-        line = _line(error)
+        line = line_of(error)
         if line is None:
             raise
         with suppress(OSError):
@@ -147,7 +156,7 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
             signal.signal(signal.SIGINT, _leave)
 
 
-def _line(error: Exception) -> str | None:
+def line_of(error: Exception) -> str | None:
     """Return the line for the user; None for a defect, which keeps its traceback."""
     if isinstance(error, UserError):
         return str(error)

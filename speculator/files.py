@@ -18,7 +18,7 @@ from typing import IO, Any, TypeAlias
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from speculator.errors import UserError, first_line
+from speculator.errors import UserError, first_line, refuse
 
 MANIFEST = "checksums.json"
 """Name of the file with a folder's checksums, see `write_manifest`."""
@@ -28,6 +28,7 @@ JsonObject: TypeAlias = dict[str, Json]
 """An object of JSON, such as a config.json to write."""
 _PARTIAL = ".partial"
 _CACHE_LOCK_SECONDS = 60
+_OTHER_CACHE = "set SPECULATOR_CACHE to a writable folder"
 
 
 def check_input(path: str | Path) -> Path:
@@ -196,27 +197,31 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield a scratch folder that is flushed to disk and renamed to `path` at the end, or removed after an error.
 
     An existing empty folder is kept, and the files are moved into it, config.json last: it may be the current folder,
-    or a mount point. Raises a UserError if it is no longer empty at the end.
+    or a mount point. Raises a UserError if it is no longer empty at the end, or if another process is writing it.
     """
     final = Path(os.path.realpath(path))
     filled = final.is_dir()
-    scratch = (final if filled else final.parent) / f"{final.name}{_PARTIAL}"
-    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
-    make_folder(scratch)
-    try:
-        yield scratch
-        # The content must be on the disk before the name is: a folder under its final name is complete.
-        for file in scratch.rglob("*"):
-            _sync(file)
-        with _writing(path):
-            if filled:
-                check_new_folder(final)
-                for each in sorted(scratch.iterdir(), key=lambda each: each.name == "config.json"):
-                    each.replace(final / each.name)
-            else:
-                scratch.replace(final)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    place = final if filled else final.parent
+    scratch = place / f"{final.name}{_PARTIAL}"
+    make_folder(place)
+    with locked(place / f"{final.name}.lock{_PARTIAL}", f"another process is writing {path}"):
+        check_new_folder(final)
+        shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
+        make_folder(scratch)
+        try:
+            yield scratch
+            # The content must be on the disk before the name is: a folder under its final name is complete.
+            for file in scratch.rglob("*"):
+                _sync(file)
+            with _writing(path):
+                if filled:
+                    check_new_folder(final)
+                    for each in sorted(scratch.iterdir(), key=lambda each: each.name == "config.json"):
+                        each.replace(final / each.name)
+                else:
+                    scratch.replace(final)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def is_partial(path: Path) -> bool:
@@ -246,6 +251,19 @@ def acquire(lock: BaseFileLock, busy: str) -> None:
         lock.acquire(blocking=False)
     except Timeout:
         raise UserError(busy) from None
+
+
+@contextmanager
+def locked(file: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file for the block, then remove it; raise a UserError with the message `busy` if another holds it."""
+    lock = FileLock(file)
+    with _writing(file):
+        acquire(lock, busy)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is held, so that it is not another process's
+        lock.release()
 
 
 def sha256(path: Path) -> str:
@@ -287,9 +305,23 @@ def manifest_error(folder: Path) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return $SPECULATOR_CACHE, or `speculator` in the user's cache folder."""
+    """Return $SPECULATOR_CACHE, or `speculator` in the user's cache folder; raise a UserError if there is no home."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(os.environ.get("SPECULATOR_CACHE") or Path(home) / "speculator"))
+    folder = os.path.expanduser(os.environ.get("SPECULATOR_CACHE") or f"{home}/speculator")
+    # Containers run under users that the machine does not know: `expanduser` leaves the tilde, a folder of this name.
+    refuse((folder.startswith("~"), f"there is no home folder for {folder}: {_OTHER_CACHE}"))
+    return Path(folder)
+
+
+def make_cache_folder(below: str = "") -> Path:
+    """Create the cache folder, or one below it, and return it; raise a UserError if it can't be written to."""
+    folder = cache_folder() / below
+    try:
+        make_folder(folder)
+    except UserError as error:
+        raise UserError(f"{error}: {_OTHER_CACHE}") from None
+    refuse((not os.access(folder, os.W_OK), f"can't write to the cache folder {folder}: {_OTHER_CACHE}"))
+    return folder
 
 
 @contextmanager
@@ -299,15 +331,17 @@ def cached_object(kind: str, name: str) -> Iterator[dict[str, Any]]:
     Other processes wait for the file's lock, up to a minute. Without a readable file the dict is empty. Nothing is
     written after an exception, or if the cache can't be written to.
     """
-    file = cache_folder() / kind / (re.sub(r"[^\w.+]+", "-", name) + ".json")
     content: dict[str, Any] = {}
+    file: Path | None = None
     with ExitStack() as stack:
         with suppress(OSError, UserError):
-            make_folder(file.parent)
+            file = cache_folder() / kind / (re.sub(r"[^\w.+]+", "-", name) + ".json")
+            make_cache_folder(kind)
             stack.enter_context(FileLock(f"{file}.lock", timeout=_CACHE_LOCK_SECONDS))
         with suppress(UserError):
-            content |= read_json(file)
+            content |= read_json(file) if file else {}
         yield content
         # Still under the lock, so that no process that waits for it reads the old content.
         with suppress(UserError):
-            write_json(file, content)
+            if file:
+                write_json(file, content)

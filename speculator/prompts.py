@@ -160,8 +160,8 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Prompt
     refuse((media, f'{where}: "{media}" beside the text; only text is supported'))
     value, category = row[key], row.get("category")
     category = str(category) if isinstance(category, str | int | float) else ""  # any other value groups nothing
-    if key == "prompt" and isinstance(value, list):  # TRL's conversational form
-        key = "messages"
+    if key == "prompt" and isinstance(value, list):  # MT-Bench's user turns, or TRL's messages
+        key = "turns" if value and all(isinstance(text, str) for text in value) else "messages"
     if isinstance(value, str) and row.get("history"):
         key, value = "messages", [_user(value)]
     if key == "messages":

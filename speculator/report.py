@@ -110,6 +110,7 @@ class ReportRow(Figures, total=False):
         left_out: number of prompts and turns that did not fit the context.
         chat: whether answers end at EOS.
         max_new_tokens: limit of an answer.
+        cut: number of answers of chats that reached it.
         drafter: "none" for plain decoding, or a key of `speculator.tables.DRAFTERS`.
         num_speculative_tokens: depth of the draft.
         nodes: tokens of the draft.
@@ -128,6 +129,7 @@ class ReportRow(Figures, total=False):
     temperature: float
     batch_size: int
     max_new_tokens: int
+    cut: int
     drafter: str
     num_speculative_tokens: int
     nodes: int

@@ -28,13 +28,13 @@ def colours(stream: IO[str]) -> bool:
 
 def log(line: str) -> None:
     """Print a line on stderr, above the progress bars; only in the first process of a distributed launch."""
-    if _is_first():
+    if is_first():
         _write(printable(line.replace("\n", " ")))
 
 
 def phase(number: int, count: int, title: str) -> None:
     """Print the header of a phase, such as "2/6 preparing data"; `title` then names the work in later lines."""
-    if _is_first():
+    if is_first():
         header = printable(f"{number}/{count} {title}")
         _write(f"{BOLD}{header}{PLAIN}" if colours(sys.stderr) else header)
         if _Heartbeat.work and isinstance(work := _Heartbeat.work[0], _Named):
@@ -77,7 +77,7 @@ class _Heartbeat(threading.Thread):
     @classmethod
     def begin(cls, work: Any) -> None:
         """Add the innermost work; in other processes than the first of a launch nothing happens."""
-        if _is_first():
+        if is_first():
             if not cls.work:
                 cls.written = time.monotonic()
             cls.work.append(work)
@@ -101,9 +101,11 @@ class _Heartbeat(threading.Thread):
                     self.work[-1].beat()
 
 
-def _is_first() -> bool:
-    """Return whether this is the first process of a distributed launch, which alone prints."""
-    return os.environ.get("RANK", "0") == "0"
+def is_first() -> bool:
+    """Return whether this process prints: it is alone, or the first of a distributed launch."""
+    # A shell or a cluster may leave a RANK over; a launcher sets WORLD_SIZE and MASTER_ADDR as well.
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ
+    return alone or os.environ.get("RANK", "0") == "0"
 
 
 def _write(line: str) -> None:
@@ -142,7 +144,7 @@ class Progress(tqdm):
             items,
             desc=title if len(title) <= _TITLE else f"...{title[3 - _TITLE :]}",
             unit=unit,
-            disable=disable or not _is_first(),
+            disable=disable or not is_first(),
             file=sys.stderr,
             dynamic_ncols=True,
             position=0 if self.plain else None,  # bars below each other would move the cursor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 _INSTALLED = Path(__file__).with_name("_workshop")
@@ -10,7 +11,7 @@ ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1]
 """Folder of these packages and of the recipes; a wheel keeps them off the top of site-packages."""
 
 
-def is_installed() -> bool:
+def is_wheel() -> bool:
     """Return whether this is a wheel's copy, and not a checkout."""
     return ROOT == _INSTALLED
 
@@ -19,3 +20,9 @@ def make_importable() -> None:
     """Put these packages first in the import path, so that a folder of the user's called `data` does not hide ours."""
     if str(ROOT) not in sys.path[:1]:
         sys.path.insert(0, str(ROOT))
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; a folder of its name, which Python would import as empty, is none."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None

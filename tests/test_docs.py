@@ -31,7 +31,9 @@ FILES = [
     *ROOT.glob("examples/*/README.md"),
     *ROOT.glob("integrations/*/*.md"),
 ]
-OTHER_PROGRAMS = set("cd curl docker git head hf llama-server sbatch sglang shuf tail vllm".split())
+OTHER_PROGRAMS = {
+    *("cd", "curl", "docker", "git", "head", "hf", "llama-server", "sbatch", "sglang", "shuf", "tail", "vllm"),
+}
 OTHER_FLAGS = {
     *("--num_processes", "--config_file", "--machine_rank", "--main_process_ip", "--quiet"),  # accelerate
     *("--enforce-eager", "--served-model-name", "--enable-auto-tool-choice", "--speculate"),  # vLLM, TGI

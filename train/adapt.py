@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import torch
 
 import speculator
 from data.documents import digest_of
@@ -85,6 +86,9 @@ def run(arguments: argparse.Namespace) -> None:
     refuse((" --" in arguments.target, f"{arguments.record} was recorded with {arguments.target}: give --target"))
     # So are settings that contradict the head.
     settle(parse(_training_flags(arguments, arguments.record, str(arguments.head))), processes=1, local_only=True)
+    if torch.cuda.device_count():  # asks the driver: this process takes no memory on the GPU
+        where = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]
+        log(f"rounds train on GPU {where}, in the memory that a server leaves; CUDA_VISIBLE_DEVICES names another GPU")
     make_folder(arguments.output)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with _alone(arguments.output) as lock:
@@ -192,7 +196,8 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     Args:
         last: content of the last round's round.json; None before the first round.
     """
-    log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}")
+    hint = f"; --every_minutes 0 takes fewer, of at least {_LEAST_ANSWERS} answers" * (arguments.every_minutes is None)
+    log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}{hint}")
     newest, read, since = "", 0, time.time()
     if last is not None:
         newest, read, since = last["newest"], last.get("newest_tokens", 0), last["finished"]

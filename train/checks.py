@@ -11,13 +11,15 @@ import torch
 from pyarrow import compute
 from transformers import PreTrainedConfig
 
+from data.cli.flags import THINKING_TOKENS
 from data.mixture import SELF
+from speculator.chat import thinks
 from speculator.checkpoints import head_folder, load_any, shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.heads.rnn import RNNHead
 from speculator.target.base import TrainingTarget
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 from speculator.target.sharding import SHARDED
 from speculator.terminal import log
 from train.config import HeadOptions, RunConfig, StageConfig
@@ -27,6 +29,7 @@ from train.muon import bytes_of_moments
 if TYPE_CHECKING:
     from train.settle import Run
 
+_THOUGHTS = 1024  # tokens; few thoughts are shorter
 _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token have to be among them
 
 
@@ -138,8 +141,8 @@ def check_writes_no_text(run: Run, why: str, instead: str = "") -> None:
     for what in (name for name, asked in wanted if asked):
         raise UserError(
             f"{why}: the target trains and writes no text, so there is no {what}; let a server that runs it, such as "
-            "vLLM, write the text beforehand (speculator data generate --server URL), name its folder in data.sources, "
-            f"and set --stage2.max_steps 0{instead}"
+            "vLLM, write the text beforehand (speculator data generate --server URL --max_new_tokens N, which has room "
+            f"for its thoughts), name its folder in data.sources, and set --stage2.max_steps 0{instead}"
         )
 
 
@@ -181,7 +184,7 @@ def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
 
 def fits_config(run: Run) -> None:
     """Raise a UserError if a configured length exceeds the context in the target's config, if that states one."""
-    context = stated_context(run.text)
+    context = usable_context(run.text)
     if context:
         # see `ServerTarget.context_length`
         _fits_context(run, run.config.target.name_or_path, context - bool(run.config.target.server))
@@ -206,8 +209,23 @@ def fits_target(run: Run, target: TrainingTarget) -> None:
             f"speculator.draft_vocab_size {drafted} is neither 0 nor in {least}..{target.vocab_size}: no fewer than "
             f"the tokens that end a text, no more than {target.name} has"
         )
+    _warn_of_thoughts(run, target)
     _fits_memory(run, target)
     _fits_context(run, target.name, target.context_length)
+
+
+def _warn_of_thoughts(run: Run, target: TrainingTarget) -> None:
+    """Print a warning for each limit of generated answers that most thoughts would reach."""
+    written = {
+        "data.self_source": run.mixture.names_self and run.config.data.self_source.max_new_tokens,
+        "stage2.generate": run.config.stage2.max_steps and run.config.stage2.generate.max_new_tokens,
+    }
+    low = [f"{name}.max_new_tokens {limit}" for name, limit in written.items() if 0 < limit < _THOUGHTS]
+    if low and thinks(target.tokenizer):
+        log(
+            f"warning: {target.name} may think before it answers, and {' and '.join(low)} cuts its thoughts: take "
+            f"{THINKING_TOKENS}, or set target.chat_template_kwargs so that it does not think"
+        )
 
 
 def _fits_context(run: Run, target: str, context: int) -> None:

@@ -111,14 +111,29 @@ def _section(name: str, value: str, form: str) -> str:
 
 
 def _check_sections(file: str) -> None:
-    """Exit with code 2 if a section of a YAML file is a value: the parser would open a file of this name, as YAML."""
+    """Exit with code 2 if a YAML file has a key twice, or a value as a section: the parser would open it as a file."""
     try:
-        read = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        if twice := _twice(yaml.compose(text, yaml.SafeLoader)):
+            _fail(f"{file}: {twice}")
+        read = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # the parser says it
         return
     for name, value in read.items() if isinstance(read, dict) else ():
         if name in _FIRST_KEYS and isinstance(value, str) and not value.endswith((".yaml", ".yml")):
             _fail(f"{file}: {_section(name, value, '{}: {}')}")
+
+
+def _twice(node: yaml.Node | None) -> str:
+    """Return which key a YAML node, or one below it, has twice, and on which line; "" if none."""
+    seen = set[str]()
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if str(key.value) in seen:
+            return f"line {key.start_mark.line + 1}: {key.value} comes a second time"
+        seen.add(str(key.value))
+        if below := _twice(value):
+            return below
+    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -114,6 +114,9 @@ class DataConfig:
     """Maximum share of unusable rows, which are left out and counted; a larger share is an error."""
     num_proc: PositiveInt | None = None
     """Number of tokenising processes (default: one per core, up to 8); it does not change the rows."""
+    seed: NonNegativeInt = 0
+    """Seed of the text that the target writes, for self and stage 2. Runs that differ in `seed` alone train on the same
+    text."""
     self_source: SelfSourceConfig = field(default_factory=SelfSourceConfig)
     """Settings of the source self."""
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import datasets
 import yaml
-from filelock import FileLock
 
+from speculator import files
 from speculator.about import git_commit
 from speculator.errors import UserError
-from speculator.files import acquire, is_partial, make_folder, read_text, write_text
+from speculator.files import is_partial, make_folder, read_text, write_text
 from speculator.heads import ARCHITECTURES
 from speculator.report import RunRecord
 from speculator.terminal import log
@@ -62,7 +62,8 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     if not (has_text(folder) or any((folder / name).exists() for name in ("stage2", "speculator"))):
         free.append("stage2")
     before |= {name: now[name] for name in free}
-    # Older versions had fewer options.
+    # Older versions had fewer options, and one seed for training and text.
+    before["data"].setdefault("seed", before.get("seed"))
     options = ARCHITECTURES[now["speculator"]["architecture"]].config_class
     for name in now["speculator"]["options"]:
         before["speculator"]["options"].setdefault(name, getattr(options, name, None))
@@ -105,12 +106,9 @@ def _is_temporary(path: Path) -> bool:
 def locked(folder: Path) -> Iterator[None]:
     """Create a run's folder and lock it for the block; raise a UserError if another process has locked it."""
     make_folder(folder)
-    lock = FileLock(folder / _LOCK)
-    acquire(lock, f"{folder}: another process is running this; wait for it, or choose another --output_dir")
-    try:
+    busy = f"{folder}: another process is running this; wait for it, or choose another --output_dir"
+    with files.locked(folder / _LOCK, busy):
         yield
-    finally:
-        lock.release()
 
 
 def _read(record: Path) -> RunRecord:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from speculator.errors import UserError
+from speculator.tables import gigabytes
 from train.config import HERE
 
 
@@ -36,6 +37,10 @@ GPUS = {
 }
 
 
+_CONTEXT = 2 * 10**9
+"""Bytes that CUDA itself may hold for this process."""
+
+
 @dataclass(frozen=True)
 class Place:
     """The processes of a run and their devices, one for each.
@@ -43,12 +48,24 @@ class Place:
     Attributes:
         memory: bytes of a device; None: unknown, as on a CPU.
         gpu: its maker's figures, if known.
+        taken: bytes of a device that other processes hold, which `memory` leaves out.
     """
 
     processes: int
     name: str = "CPU"
     memory: int | None = None
     gpu: Gpu | None = None
+    taken: int = 0
+
+    @property
+    def advice(self) -> str:
+        """What to do about other processes on the device; "" without them."""
+        if not self.taken:
+            return ""
+        return (
+            f". Other processes hold {gigabytes(self.taken)} GB of this GPU: name another one by CUDA_VISIBLE_DEVICES, "
+            "or let the server take less (--gpu-memory-utilization)"
+        )
 
 
 def gpu_named(name: str) -> str | None:
@@ -73,5 +90,8 @@ def place_of(wanted: str, processes: int) -> Place:
     if not torch.cuda.is_available():
         return Place(processes)
     own = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = gpu_named(own.name)
-    return Place(processes=processes, name=own.name, memory=own.total_memory, gpu=GPUS[known] if known else None)
+    known, (free, total) = gpu_named(own.name), torch.cuda.mem_get_info()
+    taken = total - free - torch.cuda.memory_reserved()
+    taken = taken if taken > _CONTEXT else 0
+    gpu = GPUS[known] if known else None
+    return Place(processes=processes, name=own.name, memory=own.total_memory - taken, gpu=gpu, taken=taken)

@@ -127,14 +127,24 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
         head.draft_tokens.copy_(most_frequent(counts, len(head.draft_tokens), target.eos_token_ids))
     if start is not None:
         copy_weights(head, start, options, where)
+        _reach(head.config)
     elif made.starts_from_target(options.initialise == "target"):
         head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
     return for_rows(head, target, rows) if target.encoder else bind(head, target)
 
 
+def _reach(head: SpeculatorConfig) -> None:
+    """Let a head's config state as long a context as it trains on: vLLM drafts no further, and others write 2,048."""
+    stated, rope = (getattr(head, name, None) for name in ("max_position_embeddings", "rope_parameters"))
+    # Other kinds of rope compute something else for another length.
+    if stated and (rope or {}).get("rope_type", "default") == "default":
+        head.max_position_embeddings = max(stated, head.trained_length or 0)  # type: ignore[attr-defined]
+
+
 def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:
     """Set a head's `trained_length` to cover these rows, give it the target's matrices that it lacks, and return it."""
     head.config.trained_length = max(head.config.trained_length or 0, longest(rows))
+    _reach(head.config)
     return bind(head, target)
 
 

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from speculator.terminal import is_first
+
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _temporary: list[Path] = []
 _last_words = ""
@@ -60,7 +62,7 @@ def _watch(reader: int) -> None:
 def print_when_interrupted(line: str) -> None:
     """Set the line that is printed when a signal ends the process; only the first process of a launch prints it."""
     global _last_words
-    _last_words = line if os.environ.get("RANK", "0") == "0" else ""
+    _last_words = line if is_first() else ""
 
 
 def _end_children() -> None:

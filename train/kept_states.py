@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data.packing import Columns
 from speculator.device import exact
 from speculator.errors import UserError
-from speculator.files import cache_folder, make_folder, write_bytes
+from speculator.files import make_cache_folder, write_bytes
 from speculator.kernels.compiled import Compiled
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import digest
@@ -68,8 +68,7 @@ class KeptStates:
     def __init__(self, target: InProcessTarget, aux_layers: Sequence[int], normalisers: bool):
         self.target, self.aux_layers, self.normalisers = target, tuple(aux_layers), normalisers
         identity = json.dumps([digest(target.model), str(target.dtype), self.aux_layers, normalisers])
-        self.folder = cache_folder() / "states" / hashlib.sha256(identity.encode()).hexdigest()[:16]
-        make_folder(self.folder)
+        self.folder = make_cache_folder(f"states/{hashlib.sha256(identity.encode()).hexdigest()[:16]}")
         # Compiled, it is one pass over the logits in place of three: six times as fast on a core with AVX-512.
         pays = compiling_pays(target.device, target.vocab_size)
         self.normaliser = Compiled(normaliser, "the normalisers") if pays else normaliser

@@ -13,6 +13,7 @@ import datasets
 from accelerate import PartialState
 from filelock import FileLock
 
+from data.batches import warn_of_cut_answers
 from data.conversations import Conversation
 from data.magpie import self_rows, summary
 from data.mixture import SELF, Mixture, Source, SourceError
@@ -23,7 +24,7 @@ from data.tally import Tally
 from speculator.checkpoints.loading import load_drafter
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.files import acquire, cache_folder, make_folder
+from speculator.files import acquire, cache_folder, make_cache_folder
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
@@ -59,12 +60,12 @@ def with_self_written(run: Run, target: TrainingTarget) -> Mixture:
 def folder_of(run: Run, target: TrainingTarget) -> Path:
     """Return the cache folder of the chats that the source `self` stands for; it may not exist yet.
 
-    Its name is a hash of all that the chats depend on, so runs with the same target, settings and seed share them.
+    Its name is a hash of all that the chats depend on: runs with the same target, settings and `data.seed` share them.
     """
     who = [target.name, target.fingerprint, dtype_name(target.dtype), target.tokenizer.chat_template]
     if target.digest:  # a fine-tune has the fingerprint of its original
         who.append(target.digest)
-    key = json.dumps([*who, dataclasses.asdict(run.config.data.self_source), run.config.seed])
+    key = json.dumps([*who, dataclasses.asdict(run.config.data.self_source), run.config.data.seed])
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
@@ -101,7 +102,7 @@ def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
     own, main = run.config.data.self_source, PartialState().is_main_process
     lock = FileLock(f"{folder}.lock")
     if main and not (folder / "manifest.json").exists():
-        make_folder(folder.parent)
+        make_cache_folder()
         acquire(lock, f"{folder}: another run is writing these chats; start again when it has")
         log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
     PartialState().wait_for_everyone()
@@ -110,6 +111,7 @@ def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
     finally:
         lock.release()
     log(f"{SELF}: {summary(folder)}")
+    warn_of_cut_answers(folder, "data.self_source.max_new_tokens")
 
 
 def generate_own_text(

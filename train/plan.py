@@ -21,12 +21,12 @@ from data.mixture import SELF
 from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
-from speculator.kernels.linear import packed_bytes
+from speculator.kernels.linear import dtype_on_cpu, packed_bytes
 from speculator.tables import gigabytes, markdown_table
 from speculator.target.cache.kv_cache import BUCKETS
 from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class, drop_vision_tower
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 from speculator.target.sharding import divided
 from train.checks import check_is_decoder
 from train.config import StageConfig
@@ -92,7 +92,7 @@ def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> 
         prompts: sizes of the prompts of stage 2, known or estimated; None: unknown, so each has
             `stage2.generate.prompt_tokens` tokens and one answer.
     """
-    config, context = run.config, stated_context(run.text)
+    config, context = run.config, usable_context(run.text)
     found, own, generate = {}, config.data.self_source, config.stage2.generate
     chat = own.max_prompt_tokens + own.max_new_tokens
 
@@ -213,9 +213,9 @@ class Plan:
 
     def _dtype(self, target: PreTrainedConfig) -> torch.dtype:
         """Return the dtype in which the target's weights are loaded."""
-        if self.config.target.dtype != "auto":
-            return getattr(torch, self.config.target.dtype)
         here = self.place.memory or self.served
+        if (asked := self.config.target.dtype) != "auto":
+            return getattr(torch, asked if here else dtype_on_cpu(asked))
         if here and is_gguf(self.config.target.name_or_path):
             return torch.bfloat16
         stored = self.text.dtype or target.dtype
@@ -322,7 +322,7 @@ class Plan:
                 raise UserError(
                     f"{name} needs {gigabytes(need)} GB in each process, and {self.place.name} has "
                     f"{gigabytes(self.place.memory)}; {gigabytes(size)} of it are the {largest}: "
-                    f"{advice or f'take a smaller {rows}'}"
+                    f"{advice or f'take a smaller {rows}'}{self.place.advice}"
                 )
 
     # ---- time

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from accelerate import PartialState
 
+from data import batches
 from speculator.device import cores, has_accelerator
 from speculator.errors import UserError, refuse
 from speculator.target.sharding import TIMEOUT
@@ -41,7 +42,7 @@ def join() -> PartialState:
         asked = os.environ.get(variable, "").lower() in ("1", "true")
         refuse((asked, f"accelerate is set to {what}: start with a file of configs/accelerate; {_INSTEAD}"))
     os.environ |= {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}
-    return PartialState(cpu=not has_accelerator(), timeout=TIMEOUT)
+    return batches.state(timeout=TIMEOUT)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,15 @@ import torch
 from accelerate import PartialState
 from transformers import set_seed
 
+from data.batches import warn_of_cut_answers
 from eval import tracking
 from eval.in_server import FORECAST_FILE
 from speculator.checkpoints import load_any
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.card import write_card
-from speculator.errors import UserError, run_command
-from speculator.files import read_json
+from speculator.device import is_out_of_memory
+from speculator.errors import UserError, line_of, run_command
+from speculator.files import make_cache_folder, read_json
 from speculator.heads import Speculator
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
@@ -99,6 +101,20 @@ def _naming(config: RunConfig) -> Iterator[None]:
         raise UserError(str(error).replace("the same command", config.same_command)) from None
 
 
+@contextmanager
+def _fitting(setting: str, config: RunConfig) -> Iterator[None]:
+    """Let an error of too little memory in the block name the setting that needs less."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        value = reduce(getattr, setting.split("."), config)
+        stage = setting.partition(".")[0]
+        more = f" ({stage}.gradient_accumulation_steps makes up for it)" * ("train" in setting)
+        raise UserError(f"{line_of(error)}; lower {setting}, which is {value}{more}") from None
+
+
 def run(asked: RunConfig) -> None:
     """Check a run's settings and inputs, then train, tune and measure its head; a finished run prints its summary.
 
@@ -134,6 +150,7 @@ def run(asked: RunConfig) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
     if settled.plan is not None:
         settled.plan.refuse_too_large()
+    make_cache_folder()  # a machine without one is refused before the target is loaded
     announce(config, _LOAD)
     target = load_target(settled)
     with closing(target) if isinstance(target, ServerTarget) else nullcontext():
@@ -161,18 +178,22 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
         announce(config, _STAGE1)
         # A stage that is finished returns its head at once, so a resumed run comes to where it was killed by the same
         # path.
-        best = train_stage("stage1", target, heads.pop, inputs, partial(duration.line, inputs, target))
+        with _fitting("stage1.per_device_train_batch_size", config):
+            best = train_stage("stage1", target, heads.pop, inputs, partial(duration.line, inputs, target))
         gc.collect()  # a trainer and its callbacks hold each other
         if config.stage2.max_steps:
             announce(config, _GENERATE)
-            own_text = generate_own_text(run, target, best, inputs.own_prompts, inputs.length)
+            with _fitting("stage2.generate.batch_size", config):
+                own_text = generate_own_text(run, target, best, inputs.own_prompts, inputs.length)
+            warn_of_cut_answers(folder / "generated", "stage2.generate.max_new_tokens")
             rows, held = held_out(run, own_text if target.encoder else packed(run, own_text, inputs.length))
             if state.is_main_process:
                 log_sizes(run, "stage2", rows, config.data.seq_length)
             checks.batch(run, "stage2", len(rows))
             announce(config, _STAGE2)
             inputs = replace(inputs, train_rows=rows, validation_rows=held or inputs.validation_rows)
-            best = train_stage("stage2", target, lambda: for_rows(load_any(best), target, own_text), inputs)
+            with _fitting("stage2.per_device_train_batch_size", config):
+                best = train_stage("stage2", target, lambda: for_rows(load_any(best), target, own_text), inputs)
         if state.is_main_process:
             expected = best / FORECAST_FILE
             publish(load_any(best), head_folder, read_json(expected) if expected.exists() else None)

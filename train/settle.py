@@ -79,12 +79,12 @@ class Run:
             self_writing=Writing(
                 samplings=checks.samplings("data.self_source", own.temperatures),
                 max_new_tokens=own.max_new_tokens,
-                seed=config.seed,
+                seed=config.data.seed,
             ),
             own_writing=Writing(
                 samplings=checks.samplings("stage2.generate", generate.temperatures, **filters),
                 max_new_tokens=generate.max_new_tokens,
-                seed=config.seed,
+                seed=config.data.seed,
                 mark_rejected=config.stage2.rejected_token_weight is not None,
             ),
         )

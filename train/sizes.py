@@ -25,7 +25,7 @@ from data.tally import Tally
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
 from speculator.errors import UserError
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 from speculator.target.remote.server_target import split
 from speculator.terminal import log
 from train.config import GenerateConfig, RunConfig, StageConfig
@@ -58,7 +58,7 @@ def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None, encod
         # As long as it was trained on. With an encoder that is the longest answer, and the prompts are longer.
         if head.warm_start and not encoder:
             most = read_config(head_folder(head.warm_start, head.warm_start_revision)).get("trained_length") or most
-        context = stated_context(text) or most
+        context = usable_context(text) or most
         # A server generates a token after each text, see `ServerTarget`.
         data = replace(data, seq_length=min(most, context - bool(config.target.server)))
     if head.draft_vocab_size >= getattr(text, "vocab_size", inf):

@@ -12,6 +12,8 @@ from speculator.errors import OneLineParser
 ALL = sys.maxsize
 """Value of `--turns all`."""
 MAX_BAD_ROWS = 0.05
+NEW_TOKENS, THINKING_TOKENS = 256, 4096
+"""Defaults of `--max_new_tokens`: for answers alone, and for thoughts and answers."""
 
 
 def prepare(parser: OneLineParser) -> None:
@@ -76,7 +78,8 @@ def generate(parser: OneLineParser) -> None:
     own.add_argument("--prompt_temperature", type=float, help="sampling temperature of the user turns (default: 1)")
     own.add_argument("--prompt_top_p", type=float, help="top-p of the user turns (default: 0.99)")
     parser.set_defaults(max_bad_rows=None)
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="maximum new tokens per row (default: 256)")
+    what = f"maximum new tokens per answer (default: {NEW_TOKENS}, {THINKING_TOKENS} if the target thinks first)"
+    parser.add_argument("--max_new_tokens", type=int, help=what)
     what = (
         "sampling temperature; 0 decodes greedily; each of several values gets an equal share of the rows (default: 1)"
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import state
-from data.cli.flags import ALL, MAX_BAD_ROWS
+from data.batches import state, warn_of_cut_answers
+from data.cli.flags import ALL, MAX_BAD_ROWS, NEW_TOKENS, THINKING_TOKENS
 from data.client import CONCURRENCY, fetch_rows
 from data.conversations import Conversation
 from data.magpie import ROWS, Asking, prompt_sampling_of, self_rows, summary
@@ -21,7 +21,7 @@ from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import tokenizer_of
 from data.tally import Tally
 from data.writing import Writing
-from speculator.chat import DATA_DAY, set_template_variables
+from speculator.chat import DATA_DAY, set_template_variables, thinks
 from speculator.checkpoints.loading import load_drafter
 from speculator.cli import model_flags
 from speculator.decoding.sampling import Sampling
@@ -31,9 +31,9 @@ from speculator.files import check_output_folder
 from speculator.prompts import read_prompts
 from speculator.target.gguf.file import read_config
 from speculator.target.model import Target
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 from speculator.target.remote.server_target import ServerTarget
-from speculator.terminal import quiet_libraries
+from speculator.terminal import log, quiet_libraries
 
 TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
 SELF_FLAGS = {"max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace) -> None:
     quiet_libraries()
     processes = state()  # assigns the devices, so it comes before loading the target
     is_self = arguments.mixture is not None and arguments.mixture.is_self
-    writing = Writing(samplings=_samplings(arguments), max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
     target: Target | ServerTarget
     if arguments.server is not None and is_self:
         where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
@@ -55,10 +54,12 @@ def run(arguments: argparse.Namespace) -> None:
         set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
         if arguments.raw:
             target.tokenizer.chat_template = None
+        writing = _writing(arguments, target.tokenizer, target.context_length)
         self_rows(target, None, arguments.output, _asking(arguments), writing, concurrency=arguments.batch_size)
     elif arguments.server is not None:
         tokenizer = tokenizer_of(arguments)
         context = _context_length(arguments)
+        writing = _writing(arguments, tokenizer, context)
         prompts = _prompts(arguments, tokenizer, PromptLimits(arguments.target, context, arguments.max_new_tokens))
         fetch_rows(
             arguments.server,
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         refuse((target.encoder and is_self, f"--sources {SELF}: {target.name} needs prompts"))
         if arguments.raw or target.encoder:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
+        writing = _writing(arguments, target.tokenizer, target.context_length)
         batch_size = arguments.batch_size or BATCH_SIZE
         drafter: HeadDrafter | None = None
         if arguments.speculator:
@@ -93,7 +95,18 @@ def run(arguments: argparse.Namespace) -> None:
             prompts = _prompts(arguments, target.tokenizer, limits)
             generate_rows(target, drafter, prompts, arguments.output, writing, batch_size=batch_size)
     if processes.is_main_process:
+        warn_of_cut_answers(arguments.output, "--max_new_tokens")
         print(printable(_line(arguments.output)), file=sys.stderr)
+
+
+def _writing(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, context: int) -> Writing:
+    """Return how the target writes, and set the default of `--max_new_tokens`: room for thoughts if it thinks."""
+    if arguments.max_new_tokens is None:
+        thinking = thinks(tokenizer)
+        arguments.max_new_tokens = min(THINKING_TOKENS, context // 2) if thinking else NEW_TOKENS
+        if thinking:
+            log(f"{arguments.target} thinks before it answers: --max_new_tokens {arguments.max_new_tokens}")
+    return Writing(samplings=_samplings(arguments), max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
 
 
 def _served(arguments: argparse.Namespace) -> str:
@@ -164,7 +177,7 @@ def _context_length(arguments: argparse.Namespace) -> int:
     """Return the context length in the target's config, or `sys.maxsize` without one; a server's may be shorter."""
     try:
         config = read_config(arguments.target, arguments.trust_remote_code, revision=arguments.revision)
-        return stated_context(config.get_text_config()) or sys.maxsize
+        return usable_context(config.get_text_config()) or sys.maxsize
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return sys.maxsize
 
@@ -215,6 +228,8 @@ def _line(folder: Path) -> str:
     line = f"{folder}: {rows} rows, {manifest['tokens']} new tokens"
     if manifest.get("answers", 0) > rows:
         line += f" in {manifest['answers']} answers"
+    if manifest.get("cut"):
+        line += f", {manifest['cut']} of {manifest['answers']} answers cut at {manifest['max_new_tokens']} tokens"
     if skipped:
         line += f", {skipped} prompts skipped"
     if "dropped" in manifest:

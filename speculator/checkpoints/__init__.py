@@ -103,6 +103,8 @@ def _layout_by_config(folder: Path) -> Layout:
             if not isinstance(found, list) and layout.name == "arctic":
                 raise UserError(f"{folder}: architectures is {found!r}; arctic-inference needs a list of one name")
             return layout
+    if names == ["LlamaForCausalLM"] and "draft_vocab_size" in config:  # a head in EAGLE's own form, not a model
+        return EAGLE3
     if is_model(config):
         return MTP
     known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in readable)

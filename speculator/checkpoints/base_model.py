@@ -88,13 +88,16 @@ def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
         return None
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
-    part = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
-    full = next(own for own, weight in model.named_parameters() if weight is part.weight)
-    # The prefix depends on who saved the files, and MTP layers have longer names of the same end.
-    last = "." + ".".join(full.split(".")[-2:])
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    # Of a tied model the files may hold another output matrix all the same, and then it is untied, as in transformers.
+    tied = which == "output" and output.weight is embedding.weight
+    parts = [embedding] if which == "embedding" else [output, *[embedding] * tied]
+    names = [f"{own}.weight" for part in parts for own, module in model.named_modules() if module is part]
     shards = files.read_shards(folder)
-    stored = next((each for each in sorted(shards, key=len) if f".{each}".endswith(last)), None)
-    refuse((stored is None, f"{folder}: no {full} in its safetensors files"))
+    # The prefix depends on who saved the files, and MTP layers have longer names of the same end.
+    ends = ["." + ".".join(name.split(".")[-2:]) for name in names]
+    stored = next((each for end in ends for each in sorted(shards, key=len) if f".{each}".endswith(end)), None)
+    refuse((stored is None, f"{folder}: no {names[-1]} in its safetensors files"))
     if not (folder / shards[str(stored)]).is_file():  # a run with its target in servers downloads what it reads
         return None
     with files.opened(folder / shards[str(stored)]) as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from speculator.cli.shared_flags import add_drafter_flags, add_revision, add_target_flags
-from speculator.errors import OneLineParser
+from speculator.errors import OneLineParser, as_text
 
 FORMATS = (
     "ibm",
@@ -30,7 +30,7 @@ def generate(parser: OneLineParser) -> None:
     add_target_flags(parser)
     add_drafter_flags(parser)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to continue; with --chat, the user's message")
+    source.add_argument("--prompt", type=as_text, help="text to continue; with --chat, the user's message")
     source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
     parser.add_argument(
         "--chat", action="store_true", help="apply the chat template; without --prompt, converse over stdin"
@@ -46,7 +46,9 @@ def generate(parser: OneLineParser) -> None:
     parser.add_argument(
         "--min_p", type=float, default=0.0, help="sample from tokens at least this likely relative to the most likely"
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="STRING", help="stop string; can be repeated")
+    parser.add_argument(
+        "--stop", type=as_text, action="append", default=[], metavar="STRING", help="stop string; can be repeated"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=128, help="most new tokens per text (default: 128)")
     parser.add_argument("--batch_size", type=int, default=1, help="texts to decode at a time (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")

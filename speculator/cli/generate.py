@@ -17,7 +17,7 @@ from speculator.decoding.request import Request, acceptance_length, check_prompt
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import TextStream, decode
 from speculator.drafters.ngram import MEMORY
-from speculator.errors import UserError, refuse, refuse_below, show
+from speculator.errors import UserError, as_text, refuse, refuse_below, show
 from speculator.files import check_output_file, write_text
 from speculator.prompts import Prompt, continued, read_prompts
 from speculator.terminal import colours, log
@@ -176,9 +176,9 @@ def _read_line() -> str:
             # Lines can be edited, and be longer than the 4,095 bytes of a terminal's own lines.
             with suppress(ImportError):
                 import readline  # noqa: F401
-            return input("> ") + "\n"
+            return as_text(input("> ")) + "\n"
         print("> ", end="", file=sys.stderr, flush=True)
-        return sys.stdin.readline()
+        return as_text(sys.stdin.readline())
     except EOFError:
         return ""
     except UnicodeDecodeError as error:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from speculator.checkpoints.files import read_config
 from speculator.cli import model_flags
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
+from speculator.device import dtype_name
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, check_secret, refuse, refuse_below
 from speculator.files import check_output_folder
@@ -29,6 +29,7 @@ from speculator.tables import gigabytes
 from speculator.target.fingerprint import similar_target
 from speculator.target.model import Target
 from speculator.terminal import log
+from speculator.workshop import is_installed
 
 KEY_VARIABLE = "SPECULATOR_API_KEY"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
@@ -138,7 +139,11 @@ def _memory(target: Target, slots: int) -> str:
     size = slots * cache.bytes_per_token * longest
     if cache.cross and target.encoder:
         size += slots * cache.cross.bytes_per_token * target.encoder.longest
-    line = f"{slots} slots of {longest:,} tokens, KV cache up to {gigabytes(size)} GB"
+    weights = sum(weight.nbytes for weight in target.model.parameters())
+    line = f"weights of {gigabytes(weights)} GB in {dtype_name(target.dtype)}"
+    if target.dtype == torch.float32 and target.device.type == "cpu":
+        line += " (--dtype bfloat16 takes half)"
+    line += f", {slots} slots of {longest:,} tokens, KV cache up to {gigabytes(size)} GB"
     if target.device.type == "cuda" and size > (free := torch.cuda.mem_get_info(target.device)[0]):
         line += f"; only {gigabytes(free)} GB are free: lower --max_model_len or --max_num_seqs"
     return line
@@ -149,7 +154,7 @@ def _check(arguments: argparse.Namespace) -> str:
 
     Sets `arguments.target` if the target was given as TARGET.
     """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    missing = [name for name in _PACKAGES if not is_installed(name)]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
     named = bool(arguments.model) + bool(arguments.target)
     refuse((named != 1, "name one target: speculator serve TARGET, or --target TARGET"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from speculator.errors import OneLineParser
+from speculator.errors import OneLineParser, as_text
 from speculator.files import JsonObject
 
 RULES = ("match", "rejection", "block", "multi_candidate")
@@ -37,7 +37,7 @@ def add_tokenizer_flags(parser: OneLineParser) -> None:
 def _object(text: str) -> JsonObject:
     """Parse a JSON object: the type of a flag."""
     try:
-        value = json.loads(text)
+        value = json.loads(as_text(text))
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -147,7 +147,7 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         max_new_tokens: int = 128,
-        stop_strings: Sequence[str] = (),
+        stop_strings: Sequence[str] | StopStrings = (),
         eos_token_ids: int | Collection[int] | None = None,
         logprobs: int | None = None,
         min_tokens: int = 0,
@@ -172,7 +172,11 @@ class Engine:
         requested = as_count("max_new_tokens", max_new_tokens, least=1)
         limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
         eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
-        stop = StopStrings(stop_strings, self.target.tokenizer) if stop_strings else None
+        stop: StopStrings | None = None
+        if isinstance(stop_strings, StopStrings):
+            stop = stop_strings
+        elif stop_strings:
+            stop = StopStrings(stop_strings, self.target.tokenizer)
         if stop is not None:  # decoded text does not contain special tokens such as <|im_end|>
             eos = {*eos, *stop.tokens}
         # A tokenizer may have tokens beyond the vocabulary, which have no logits.

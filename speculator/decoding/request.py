@@ -60,17 +60,20 @@ class StopStrings:
 
     A stop string counts only if it ends after the completion's first `min_tokens` tokens.
 
+    Args:
+        from_prompt: a stop string may begin in the prompt, as in transformers.
+
     Attributes:
         tokens: special tokens that spell a stop string; decoded text does not contain them.
     """
 
-    def __init__(self, strings: str | Sequence[str], tokenizer):
+    def __init__(self, strings: str | Sequence[str], tokenizer, from_prompt: bool = False):
         strings = [strings] if isinstance(strings, str) else strings
         if not isinstance(strings, Sequence) or not all(isinstance(string, str) and string for string in strings):
             raise UserError(f"stop_strings must be non-empty strings, got {strings!r:.60}")
         if tokenizer is None:
             raise UserError("stop_strings need the target's tokenizer")
-        self.strings, self.tokenizer = list(strings), tokenizer
+        self.strings, self.tokenizer, self.from_prompt = list(strings), tokenizer, from_prompt
         special = ((number, token.content) for number, token in tokenizer.added_tokens_decoder.items() if token.special)
         self.tokens = {number for number, content in special if content in strings}
         # A token is at least one byte of text; 8 more for tokens that decode to nothing.
@@ -110,13 +113,16 @@ class StopStrings:
         if start + min_tokens > begin:
             # Characters of the first `min_tokens` tokens: a stop string must end after them, but may begin among them.
             early = len(decode_after(self.tokenizer, recent[: start + min_tokens - begin], *context))
+        if begin == start and self.from_prompt:
+            lead = decode(self.tokenizer, last(self.tokenizer, sequence[:start], self.window))
+            text, early = lead + text, early + len(lead)
         return any(text.find(string, max(0, early - len(string) + 1)) >= 0 for string in self.strings)
 
 
 class EndSettings(TypedDict, total=False):
     """What ends completions, and a callback for new tokens; see `speculator.decoding.engine.generate`."""
 
-    stop_strings: Sequence[str]
+    stop_strings: Sequence[str] | StopStrings
     eos_token_ids: int | Collection[int] | None
     on_step: Callable[[int, list[int], int], None] | None
 

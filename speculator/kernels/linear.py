@@ -60,11 +60,11 @@ HAS_ONEDNN = _has_onednn()
 
 @cache
 def bfloat16_pays() -> bool:
-    """Return whether this CPU multiplies bfloat16 at least as fast as float32.
+    """Return whether this CPU multiplies bfloat16 at least as fast as float32: by oneDNN, or without it by torch alone.
 
     The first process on a machine times both, which takes up to a second; the user's cache keeps the result.
     """
-    if not (HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if HAS_ONEDNN and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     name = f"{processor()} {torch.__version__} {os.environ.get('ONEDNN_MAX_CPU_ISA', '')}"
     with cached_object("products", name) as stored:
@@ -77,8 +77,17 @@ def bfloat16_pays() -> bool:
         if stored["bfloat16"] > stored["float32"]:
             rates = (2e-12 * _TIMED[0] * _TIMED[1] * _TIMED[2] / stored[kind] for kind in ("bfloat16", "float32"))
             what = "this processor multiplies bfloat16 at {:.2f} TFLOP/s and float32 at {:.2f}"
-            log(f"{what.format(*rates)}: products of bfloat16 are computed in float32")
+            how = "products of bfloat16 are computed" if HAS_ONEDNN else "models are loaded"
+            log(f"{what.format(*rates)}: {how} in float32")
         return bool(stored["bfloat16"] <= stored["float32"])
+
+
+def dtype_on_cpu(dtype: str) -> str:
+    """Return the name of the dtype in which a CPU loads a model that is to have `dtype`, a name or "auto"."""
+    # With oneDNN a bfloat16 model keeps its dtype, and slow products go by way of float32. Without it, as on a Mac or
+    # another ARM, nothing would widen them.
+    slow = dtype == "bfloat16" and not HAS_ONEDNN and not bfloat16_pays()
+    return "float32" if slow or dtype == "auto" else dtype
 
 
 def _seconds(pairs: list[tuple[Tensor, Tensor]]) -> list[float]:
@@ -86,7 +95,7 @@ def _seconds(pairs: list[tuple[Tensor, Tensor]]) -> list[float]:
 
     def once(x: Tensor, matrix: Tensor) -> float:
         started = time.perf_counter()
-        _onednn(x, matrix)
+        _onednn(x, matrix) if HAS_ONEDNN else nn.functional.linear(x, matrix)
         return time.perf_counter() - started
 
     return [min(times) for times in zip(*([once(*pair) for pair in pairs] for _ in range(5)), strict=True)]

@@ -15,14 +15,14 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
 from speculator.kernels.fused_norms import fuse_norms
-from speculator.kernels.linear import pack_linears
+from speculator.kernels.linear import dtype_on_cpu, pack_linears
 from speculator.target.attention.attention import avoid_cudnn, original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers, without_output_layer
 from speculator.target.base import TrainingTarget
 from speculator.target.encoder.encoder import Encoder, StatesOnly, decoder_config
 from speculator.target.fingerprint import digest_of_weights, fingerprint
 from speculator.target.gguf.file import is_gguf
-from speculator.target.loading import add_adapter, drop_vision_tower, read_target
+from speculator.target.loading import add_adapter, drop_vision_tower, read_target, warn_if_untied
 from speculator.target.packed import Layout, indices_by_document, one_per_row, packed
 from speculator.target.probe import context_length, probe_training
 from speculator.target.sharding import DECODE_INSTEAD, SHARDED, Group, make_whole, whole
@@ -192,12 +192,13 @@ class InProcessTarget(ModelHere):
             (group and is_gguf(name), f"parallel {parallel}: each process reads a GGUF file whole"),
         )
         resolved = resolve_device(device)
-        if dtype == "auto" and resolved.type == "cpu":  # without bfloat16 units bfloat16 is slower than float32
-            dtype = "float32"
+        if resolved.type == "cpu":  # without bfloat16 units bfloat16 is slower than float32
+            dtype = dtype_on_cpu(dtype)
         elif dtype == "auto" and is_gguf(name):  # whose config has none, and float32 takes twice the memory
             dtype = "bfloat16"
         where: Any = "auto" if parallel == "device_map" else group or resolved
         tokenizer, model = read_target(name, revision, dtype, where, trust_remote_code)
+        warn_if_untied(model, name)
         if adapter is not None:
             add_adapter(model, adapter)
             own = Path(adapter) / "chat_template.jinja"

@@ -26,6 +26,7 @@ from transformers.utils import is_accelerate_available
 from speculator.errors import UserError, refuse
 from speculator.target.gguf.file import complete, is_gguf, load_model, read_config, read_tokenizer
 from speculator.target.sharding import Group, check_heads
+from speculator.terminal import log
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 # Parts of a checkpoint that text does not pass through: MTP layers and the towers of multimodal models.
@@ -129,6 +130,20 @@ def auto_class(config: PreTrainedConfig) -> Any:
         return AutoModelForSeq2SeqLM
     causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForCausalLM if causal else AutoModelForMultimodalLM
+
+
+def warn_if_untied(model: Any, name: str) -> None:
+    """Print a warning if the config ties a model's output matrix to its embedding, and the files hold two matrices.
+
+    transformers follows the files, and so do we; vLLM follows the config.
+    """
+    ties = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None) and not is_gguf(name)
+    output = getattr(model.get_output_embeddings(), "weight", None)
+    if ties and output is not None and not output.is_meta and output is not model.get_input_embeddings().weight:
+        log(
+            f"warning: {name}: its config ties the output matrix to the embedding, but its files hold two matrices, "
+            "both used here; vLLM uses the embedding alone, unless config.json has tie_word_embeddings false"
+        )
 
 
 def drop_vision_tower(model: Any) -> None:

@@ -197,34 +197,30 @@ def _inputs(target: InProcessTarget, texts: Tensor) -> dict[str, Any]:
     return {"encoder_outputs": StatesOnly(given["encoder_hidden_states"]), "decoder_input_ids": texts, **masks}
 
 
-def stated_context(config: Any) -> int | None:
-    """Return the context length that a text config states, in tokens; None: it states none.
+def usable_context(config: Any) -> int | None:
+    """Return the longest sequence, in tokens, whose logits are exact for a text config; None: it states no context.
 
     With YaRN it is the original context times the factor, where `max_position_embeddings` is about the original one.
+    With chunked attention it is one chunk, and with longrope the original context.
     """
     length: int | None = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "yarn" and length and original and length >= original:
         length = max(length, int(original * (rope.get("factor") or 1)))
-    return length
+    # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
+    chunk = config.attention_chunk_size if "chunked_attention" in (getattr(config, "layer_types", None) or ()) else None
+    return min((each for each in (length, chunk, original_context(config)) if each), default=None)
 
 
 def context_length(config: PreTrainedConfig, name: str) -> int:
-    """Return the longest sequence, in tokens, whose logits are exact: the config's context, or 2**31 if it states none.
-
-    With chunked attention it is one chunk. With longrope it is the original context, and a warning names the target.
-    """
-    length, original = stated_context(config), original_context(config)
-    # Chunks are counted along the row, not along its documents: in rows of one chunk that makes no difference.
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        length = min(length or config.attention_chunk_size, config.attention_chunk_size)
-    if original and (length is None or original < length):
+    """Return the `usable_context`, or 2**31; a warning names the target if longrope limits it."""
+    length = usable_context(config)
+    if length and length == original_context(config) != getattr(config, "max_position_embeddings", None):
         _log.warning(
-            f"{name}: the context is limited to {original} tokens: beyond that, longrope makes a text depend on the "
+            f"{name}: the context is limited to {length} tokens: beyond that, longrope makes a text depend on the "
             "lengths of the other texts in its batch"
         )
-        return original
     return length or 2**31
 
 

@@ -513,6 +513,9 @@ def test_a_chat_ends_with_the_end_of_turn_of_its_template(serve, tmp_path):
         server.tokenizer = tokenizer
         rows = fetched([server], tokenizer, tmp_path / name, given)
         assert {tokenizer.decode(row["input_ids"][-1]) for row in rows} == {last}
+        assert manifest(tmp_path / name)["cut"] == 0
+    fetched([server], tokenizer, tmp_path / "cut", prompts, max_new_tokens=2)
+    assert manifest(tmp_path / "cut")["cut"] == len(prompts)
 
 
 @pytest.fixture(scope="module")

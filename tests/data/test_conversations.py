@@ -16,7 +16,7 @@ from data.prompts import Cut, conversations
 from data.rendering import render
 from data.writing import Writing
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
-from speculator.chat import set_template_variables
+from speculator.chat import set_template_variables, thinks
 
 WORDS = ["one", "two", "three", "four", "five", "six"]
 
@@ -192,7 +192,9 @@ def test_variables_of_the_template_hold_for_rows_prompts_and_histories():
     asks = "{% if add_generation_prompt %}<|im_start|>assistant\n"
     block = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     tokenizer = chat_tokenizer("qwen3", QWEN3.replace(asks, asks + block))
+    assert thinks(tokenizer)
     set_template_variables(tokenizer, {"enable_thinking": False})
+    assert not thinks(tokenizer)
     talk = [user("a"), assistant("x"), user("b"), assistant("y")]
     chat = conversation_of(tokenizer, *talk)
     assert tokenizer.decode(chat.ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

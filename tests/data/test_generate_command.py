@@ -87,6 +87,23 @@ def test_the_tools_of_a_chat_are_part_of_its_prompt(target_folder, tmp_path, cap
     assert not (tmp_path / "none").exists()
 
 
+def test_answers_that_reach_their_limit_are_counted(target_folder, tmp_path, capsys):
+    target, file = shutil.copytree(target_folder, tmp_path / "target"), tmp_path / "prompts.jsonl"
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Hi", "Ho")]
+    kinds = {"chats": (chats, 2), "texts": ([{"prompt": "import os"}], 0)}  # a continuation of text has no end
+    (target / "chat_template.jinja").write_text(CHATML + "{# <think> #}")
+    for name, (rows, cut) in kinds.items():
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags = ["--target", str(target), "--prompts", str(file), "--output", str(tmp_path / name)]
+        assert main(["generate", *flags, *["--max_new_tokens", "2"]]) == 0
+        assert json.loads((tmp_path / name / "manifest.json").read_text())["cut"] == cut
+        warned = f"warning: {cut} of {len(rows)} answers reached --max_new_tokens 2" in capsys.readouterr().err
+        assert warned == bool(cut)
+    flags[-1] = str(tmp_path / "limit")
+    assert main(["generate", *flags]) == 0
+    assert json.loads((tmp_path / "limit" / "manifest.json").read_text())["max_new_tokens"] == 64, "half its context"
+
+
 def test_an_output_folder_that_is_no_text_fails_in_one_line(target_folder, text_file, tmp_path, capsys):
     flags = ["--target", str(target_folder), "--sources", str(text_file), "--prompt_tokens", "8"]
     assert main(["generate", *flags, "--output", "out\udcff"]) == 2

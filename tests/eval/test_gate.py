@@ -38,11 +38,11 @@ def test_the_difference_is_of_speeds_over_all_prompts_and_not_of_their_mean():
     assert gate._difference(samples) == pytest.approx(100 / 5 - 100 / 10)
 
 
-@pytest.mark.parametrize("flags", [["--guard", ""], ["--guard_loss", "0.01"]])
-def test_a_guard_that_is_not_there_is_refused(flags, capsys):
+@pytest.mark.parametrize("flags", [["--guard", ""], ["--guard_loss", "0.01"], ["--num_speculative_tokens", "3"]])
+def test_a_flag_that_has_no_effect_is_refused(flags, capsys):
     """An empty shell variable would accept a head on speed alone."""
     assert exit_code(main, ["gate", "old", "new", "--target", "t", "--suite", "s", *flags]) == 2
-    assert "--guard" in capsys.readouterr().err
+    assert flags[0].removesuffix("_loss") in capsys.readouterr().err
 
 
 def equal_heads(draw, count):
@@ -112,7 +112,9 @@ def test_as_another_server_each_head_drafts_as_deep_as_it_would_there(target_fol
     argv = ["--target", str(target_folder), "--suite", str(text_file), "--max_prompts", "1", "--prompt_tokens", "16"]
     argv += ["--max_new_tokens", "8"]
     assert main(["gate", str(heads / "old"), str(heads / "new"), *argv, "--as", "vllm"]) == 2
-    assert [drafter.nodes for drafter in seen] == [3, 2]
+    asked = ["--as", "vllm", "--num_speculative_tokens", "1"]
+    assert main(["gate", str(heads / "old"), str(heads / "new"), *argv, *asked]) == 2
+    assert [drafter.nodes for drafter in seen] == [3, 2, 1, 1]
 
 
 def _stop():

@@ -173,6 +173,13 @@ def test_a_prediction_that_is_off_by_more_than_15_percent_warns(predicted, count
     assert len(warnings([row])) == count
 
 
+@pytest.mark.parametrize(("cut", "count"), [(0, 0), (1, 0), (2, 1), (10, 1)])
+def test_more_than_a_tenth_of_cut_answers_warns(cut, count):
+    row = {"name": "s", "temperature": 0.0, "batch_size": 1, "drafter": "none", "num_speculative_tokens": 0}
+    row |= {"acceptance_by_context": [], "left_out": {}, "cut": cut, "turns": 10, "max_new_tokens": 9}
+    assert len([line for line in warnings([row]) if f"{cut} of 10 answers reached max_new_tokens 9" in line]) == count
+
+
 def test_a_report_has_several_draft_lengths_and_every_baseline(tmp_path, quick):
     target = talking_target()
     target.tokenizer.save_pretrained(tmp_path / "small")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sqlite3
+import sys
 from importlib.util import find_spec
 from unittest.mock import MagicMock
 
@@ -118,8 +119,12 @@ def test_a_training_goes_on_if_wandb_does_not_answer(tmp_path, monkeypatch):
     tracking.at_step(5)
 
 
-def test_a_missing_package_raises_at_once(monkeypatch):
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+def test_a_missing_package_raises_at_once(monkeypatch, tmp_path):
+    for name in ("wandb", "mlflow"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # folders of these names, which trackers leave, are no packages
+    for name in [each for each in sys.modules if each.partition(".")[0] in ("wandb", "mlflow")]:
+        monkeypatch.delitem(sys.modules, name)
     tracking.check("none")
     for name in ("wandb", "mlflow"):
         with pytest.raises(UserError, match=f"pip install {name}"):
@@ -136,9 +141,10 @@ def test_nothing_is_uploaded_unless_asked(tmp_path, monkeypatch, capsys):
     assert f"wandb sync {run}" in line
     given = {}
     monkeypatch.setattr(wandb, "init", lambda **facts: given.update(facts))
-    monkeypatch.setenv("WANDB_MODE", "online")
-    tracking.start(tmp_path)
-    assert given["mode"] == "online"
+    for name, value, mode in (("WANDB_MODE", "online", "online"), ("WANDB_DISABLED", "true", "disabled")):
+        monkeypatch.setenv(name, value)
+        tracking.start(tmp_path)
+        assert given["mode"] == mode
 
 
 def test_a_server_that_does_not_answer_fails_in_one_line(tmp_path, monkeypatch):

@@ -113,6 +113,16 @@ def test_stop_strings_end_a_row(model):
         model.generate(ids, **settings, custom_generate=speculative(tiny_head()))
 
 
+def test_a_stop_string_may_begin_in_the_prompt(model):
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([PROMPTS[0]])
+    whole = model.generate(ids, max_new_tokens=COUNT, do_sample=False)[0].tolist()
+    stop = StopStringCriteria(tokenizer, [tokenizer.decode(whole[ids.shape[1] - 2 : ids.shape[1] + 1])])
+    settings = dict(max_new_tokens=COUNT, do_sample=False, stopping_criteria=[stop])  # noqa: C408
+    made = model.generate(ids, **settings, custom_generate=speculative(tiny_head(), None, tokenizer))
+    assert made.tolist() == model.generate(ids, **settings).tolist() == [whole[: ids.shape[1] + 1]]
+
+
 def test_max_length_counts_the_prompt(model):
     ids = torch.tensor([PROMPTS[0]])
     assert model.generate(ids, max_length=12, custom_generate=speculative(tiny_head())).shape == (1, 12)
@@ -251,7 +261,7 @@ def test_a_head_of_another_size_is_refused(size):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor; .* pass repetition_penalty=1.0"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
         ({"num_beams": 2}, "beam search"),
         ({"top_k": 4, "penalty_alpha": 0.6}, "contrastive search"),

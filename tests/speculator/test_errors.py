@@ -19,6 +19,7 @@ def raising(error: BaseException):
     return work
 
 
+ROOT = Path(speculator.__file__).parents[1]
 FULL = (
     "CUDA out of memory. Tried to allocate 11.25 GiB. GPU 0 has a total capacity of 79.18 GiB of which 4.19 GiB is free"
 )
@@ -47,6 +48,13 @@ def test_an_error_is_one_line_and_an_exit_code(error, code, message, capsys):
 def test_a_defect_keeps_its_traceback(error):
     with pytest.raises(type(error)):
         run_command("it", raising(error))
+
+
+def test_text_passes_a_posix_locale():
+    work = "import sys; from speculator.errors import as_text, start; start(); print(as_text(sys.argv[1]), '\\u306f')"
+    posix = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PATH": "", "PYTHONPATH": str(ROOT)}
+    shown = subprocess.check_output([sys.executable, "-c", work, "\u306f"], env=posix)
+    assert shown == b"\\u306f \\u306f\n"
 
 
 def test_a_closed_pipe_ends_a_command_silently():

@@ -16,6 +16,7 @@ from speculator.files import (
     cached_object,
     check_output_file,
     check_output_folder,
+    make_cache_folder,
     manifest_error,
     new_folder,
     parse_json,
@@ -140,6 +141,17 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path):
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["below"]
 
 
+def test_a_folder_has_one_writer(tmp_path):
+    with new_folder(tmp_path / "made") as scratch:
+        (scratch / "file").write_text("first")
+        with pytest.raises(UserError, match="another process is writing"), new_folder(tmp_path / "made"):
+            pass
+    assert (tmp_path / "made" / "file").read_text() == "first"
+    with pytest.raises(UserError, match="not empty"), new_folder(tmp_path / "made"):
+        pytest.fail("a command that began a moment later works for nothing")
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
 def test_a_killed_process_releases_its_lock(tmp_path):
     code = (
         f"import filelock; l = filelock.FileLock({str(tmp_path / 'lock')!r}); l.acquire(); print(flush=True); input()"
@@ -171,6 +183,18 @@ def test_the_cache_folder_may_start_with_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SPECULATOR_CACHE", "~/kept")
     assert cache_folder() == tmp_path / "kept"
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null"])
+def test_without_a_home_a_cache_is_asked_for(home, monkeypatch, tmp_path):
+    """A container runs under a user that its machine does not know."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path if home is None else path.replace("~", home))
+    with pytest.raises(UserError, match="SPECULATOR_CACHE"):
+        make_cache_folder()
+    with cached_object("kind", "a name") as content:
+        assert content == {}
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_or_unwritable_cache_entry_is_empty(tmp_path, monkeypatch):

@@ -36,6 +36,8 @@ def test_the_first_key_that_is_not_null_counts():
     row = {"prompt": "Hi", "messages": CHAT, "turns": None}
     assert not prompt_of("f:1", row, ("prompt", "messages")).chat
     assert prompt_of("f:1", row).chat
+    turns = prompt_of("f:1", {"prompt": ["a", "b"]})  # as MT-Bench has them on the hub
+    assert (turns.chat, turns.text, turns.later) == (True, "a", ["b"])
 
 
 @pytest.mark.parametrize(

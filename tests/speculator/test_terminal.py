@@ -76,8 +76,14 @@ def test_a_bar_on_a_terminal_shows_the_time_left_and_lines_stay_above_it(monkeyp
 
 def test_only_the_first_process_writes(monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     log("a line")
     phase(1, 2, "a phase")
     assert list(Progress(range(3), title="work", unit="rows")) == [0, 1, 2]
     assert not screen.getvalue()
+    for name in ("MASTER_ADDR", "WORLD_SIZE"):  # a shell left the others over
+        monkeypatch.delenv(name)
+        log("a line")
+    assert screen.getvalue() == "a line\n" * 2

@@ -323,7 +323,7 @@ def test_answers_of_a_target_with_an_adapter_need_a_named_target(loop, capsys):
     assert "recorded with M --adapter A: give --target" in capsys.readouterr().err
 
 
-def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
+def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch, capsys):
     loop.verdicts, slept = [True, False], []
 
     def sleep(_) -> None:
@@ -332,6 +332,7 @@ def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch):
 
     monkeypatch.setattr("time.sleep", sleep)
     assert main(loop.argv("--rounds", "1", "--every_tokens", "7")) == 0
+    assert "--every_minutes 0" in capsys.readouterr().err, "the way to end the wait"
     assert len(slept) == 2
     assert loop.round(1)["answer_tokens"] == 8
     assert main(loop.argv("--rounds", "2", "--every_tokens", "1000", "--every_minutes", "0")) == 0

@@ -1,9 +1,10 @@
 """What is refused before a run takes its folder."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from conftest import settled
+from conftest import settled, tiny_tokenizer
 from datasets import Dataset
 from mtp_models import config_of, model_of
 from transformers import LlamaConfig, T5Config
@@ -44,6 +45,17 @@ from train.settle import settle
 def test_a_wrong_setting_is_named_before_anything_is_loaded(flags, key):
     with pytest.raises(UserError, match=key):
         checks.settings(settled(parse(flags)))
+
+
+@pytest.mark.parametrize(
+    ("mark", "limit", "count"), [("<think>", 256, 1), ("<think>", 4096, 0), ("", 256, 0), ("<think>\n</think>", 256, 0)]
+)
+def test_a_limit_that_cuts_thoughts_is_logged_before_the_text_is_written(mark, limit, count, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}" + mark + "{% endif %}"
+    run = settled(parse(["--config", "configs/eagle3.yaml", "--stage2.generate.max_new_tokens", str(limit)]))
+    checks._warn_of_thoughts(run, SimpleNamespace(name="it", tokenizer=tokenizer))
+    assert capsys.readouterr().err.count(f"stage2.generate.max_new_tokens {limit} cuts its thoughts") == count
 
 
 def test_a_target_over_several_gpus_is_for_one_process():

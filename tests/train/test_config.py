@@ -106,6 +106,8 @@ def test_help_explains_every_field(capsys):
         (b"target: org/name\n", "did you mean target.name_or_path: org/name?"),
         (b"stage1:\n  max stepz: 7\n", "max stepz"),
         (b"seed: 1\n---\nseed: 2\n", "document"),
+        (b"data: {}\nstage1: {}\ndata: {}\n", "line 3: data comes a second time"),
+        (b"data:\n  raw: true\n  raw: false\n", "line 3: raw comes a second time"),
         (b"output_dir: !!python/object/apply:os.system ['id']\n", "constructor"),
         (b"loss:\n  kl: .nan\n", "loss.kl"),
         (b"loss:\n  head_decay: .inf\n", "loss.head_decay"),

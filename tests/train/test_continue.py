@@ -116,6 +116,7 @@ def test_a_head_is_trained_until_it_no_longer_improves(traffic, target_folder, t
 def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(target_folder, tmp_path):
     target = Target.load(str(target_folder))
     shape = {"n_predict": 2, "aux_layers": [0, 1], "own_embedding": True, "trained_length": 96}
+    shape["max_position_embeddings"] = 64  # others often write 2,048
     head = Eagle3Speculator(Eagle3SpeculatorConfig.for_target(target.config, **shape))
     head.embed_tokens.weight.data.copy_(target.embedding_matrix())
     head.save_pretrained(tmp_path / "head")
@@ -126,7 +127,7 @@ def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(
     assert with_sizes_of_target(config, target.config).data.seq_length == 96
     made = new_head(settled(config, target), target, Dataset.from_list([{"input_ids": [1, 2, 3]}]), length=32)
     assert not made.config.own_embedding
-    assert made.config.trained_length == 96
+    assert made.config.trained_length == made.config.max_position_embeddings == 96
     assert torch.equal(made.fc.weight, head.fc.weight)
 
 

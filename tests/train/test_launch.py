@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from data import batches
 from speculator.errors import UserError
 from speculator.files import manifest_error
 from train import checkpoint, interrupts, processes
@@ -71,16 +73,24 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
 
 def test_the_process_group_has_the_documented_timeout(monkeypatch):
     given = {}
-    monkeypatch.setattr(processes, "PartialState", lambda **kwargs: given.update(kwargs))
+    monkeypatch.setattr(batches, "PartialState", lambda **kwargs: given.update(kwargs))
     processes.join()
     assert given["timeout"] == processes.TIMEOUT
+
+
+def test_a_group_that_no_launcher_made_is_named(monkeypatch):
+    """Variables that a shell left over: accelerate finds no address of the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(batches, "PartialState", MagicMock(side_effect=ValueError("`MASTER_ADDR` was not set\nsee")))
+    with pytest.raises(UserError, match=r"WORLD_SIZE is 2, but `MASTER_ADDR` was not set; unset RANK and WORLD_SIZE"):
+        processes.join()
 
 
 @pytest.mark.parametrize(
     "variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"]
 )
 def test_launchers_that_shard_the_head_are_refused(monkeypatch, variable):
-    monkeypatch.setattr(processes, "PartialState", lambda **_: None)
+    monkeypatch.setattr(batches, "PartialState", lambda **_: None)
     monkeypatch.setenv(variable, "false")
     processes.join()
     monkeypatch.setenv(variable, "true")
@@ -90,7 +100,7 @@ def test_launchers_that_shard_the_head_are_refused(monkeypatch, variable):
 
 def test_the_recipe_decides_the_precision_and_accelerate_compiles_nothing(monkeypatch, tmp_path):
     """As with a default_config.yaml of the user that has mixed_precision and dynamo_config."""
-    monkeypatch.setattr(processes, "PartialState", lambda **_: None)
+    monkeypatch.setattr(batches, "PartialState", lambda **_: None)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     processes.join()

@@ -17,8 +17,8 @@ from kills import killed_at
 from safetensors.torch import load_file, save_file
 
 from data import magpie
-from data.prepare import cache_folder
 from speculator.errors import UserError
+from speculator.files import cache_folder
 from speculator.target.fingerprint import digest_of_files
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
@@ -108,7 +108,7 @@ def test_self_mixes_with_other_sources_by_weight(chat_folder, target, tmp_path):
 
 def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, target, tmp_path):
     config = config_of(chat_folder, tmp_path / "run")
-    others = [{"seed": 1}, {"data.self_source.max_rows": 99}, {"data.self_source.temperatures": "[0.0, 1.0]"}]
+    others = [{"data.seed": 1}, {"data.self_source.max_rows": 99}, {"data.self_source.temperatures": "[0.0, 1.0]"}]
     folders = {
         folder_of(settled(config_of(chat_folder, tmp_path / "run", **other), target), target) for other in [{}, *others]
     }
@@ -118,6 +118,9 @@ def test_each_setting_that_changes_the_chats_changes_their_folder(chat_folder, t
         in folders
     )
     assert folder_of(settled(config, target), target) in folders
+    again = settled(config_of(chat_folder, tmp_path / "run", seed=1), target)
+    assert folder_of(again, target) == folder_of(settled(config, target), target), "heads of other seeds, the same text"
+    assert again.own_writing.seed == again.self_writing.seed == 0
     tuned = Target(copy.deepcopy(target.model), target.tokenizer)
     tuned.model.model.layers[0].mlp.up_proj.weight.data *= 2  # which the fingerprint does not see
     assert tuned.fingerprint == target.fingerprint

@@ -3,6 +3,8 @@
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from speculator.target.in_process import InProcessTarget
 from train import run
 from train import settle as settling
 from train.command_line import parse
+from train.config import HERE
 from train.gpus import GPUS, Place, gpu_named, place_of
 from train.initialise import head_config
 from train.plan import Plan
@@ -282,6 +285,28 @@ def test_gpus_are_known_by_their_own_names():
 def test_a_target_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="config"):
         planned(config_of(tmp_path, "--plan"))
+
+
+def test_memory_that_a_server_holds_is_not_free(target_folder, monkeypatch):
+    """As in `adapt` on the server's own GPU."""
+    facts = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 10**9)
+    for name, value in {
+        "is_available": True, "current_device": 0, "get_device_properties": facts,
+        "mem_get_info": (8 * 10**9, 80 * 10**9), "memory_reserved": 0,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    place = place_of(HERE, 1)
+    assert (place.memory, place.taken) == (8 * 10**9, 72 * 10**9)
+    made = settled(config_of(target_folder), AutoConfig.from_pretrained(target_folder), replace(place, memory=10**6))
+    with pytest.raises(UserError, match=r"Other processes hold 72\.0 GB .* CUDA_VISIBLE_DEVICES"):
+        made.plan.refuse_too_large()
+
+
+@pytest.mark.parametrize("name", ["stage1.per_device_train_batch_size", "stage2.generate.batch_size"])
+def test_a_run_out_of_memory_names_its_setting(name, target_folder):
+    said = pytest.raises(UserError, match=f"out of memory: .*lower {name}, which is ")
+    with said, run._fitting(name, config_of(target_folder)):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_a_quantised_target_is_not_counted_as_if_it_were_whole(target_folder, tmp_path):

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from checkpoint_folders import edit
 from conftest import CONFIGS, DFLASH2, save_tiny, tiny_block_head
 from datasets import load_from_disk
 from hidden_state_server import StandIn
@@ -119,6 +120,14 @@ def test_norm_and_output_are_those_of_the_whole_model(family, tmp_path):
     assert served.fingerprint == whole.fingerprint
     assert served.eos_token_ids == whole.eos_token_ids
     assert sum(weight.numel() for weight in served.model.parameters()) <= 2 * 300 * 32 + 64
+
+
+def test_a_model_that_only_its_config_ties_is_the_same_with_servers(tmp_path, capsys):
+    folder = save_tiny("llama", tmp_path)
+    edit(folder, lambda config: config.update(tie_word_embeddings=True))
+    whole, served = Target.load(str(folder), device="cpu"), ServerTarget.connect(str(folder), [], device="cpu")
+    assert served.fingerprint == whole.fingerprint
+    assert capsys.readouterr().err.count("vLLM uses the embedding alone") == 2
 
 
 def test_a_model_with_more_around_its_layers_is_refused(tmp_path):

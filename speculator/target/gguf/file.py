@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import cache_folder, check_input, make_folder, new_folder
+from speculator.files import cache_folder, check_input, make_cache_folder, new_folder
 from speculator.target.gguf.header import MAGIC, Header, quick_loader, read_header
 from speculator.target.gguf.rope import set_rope
 from speculator.target.gguf.splits import SPLITS, WITH_BOS, set_split
@@ -141,11 +141,11 @@ def complete(model: Any, name: str) -> None:
 def _settings(name: str) -> Path:
     """Return a folder with config and tokenizer of a GGUF file, made once; temporary if the cache can't be written."""
     header = metadata(name)
-    kept = cache_folder() / "gguf" / f"{header.digest}-{transformers.__version__}-{_EDITION}"
-    if kept.is_dir():
-        return kept
     try:
-        make_folder(kept.parent)
+        kept = cache_folder() / "gguf" / f"{header.digest}-{transformers.__version__}-{_EDITION}"
+        if kept.is_dir():
+            return kept
+        make_cache_folder("gguf")
         lock = FileLock(f"{kept}.lock")
         lock.acquire()
     except (UserError, OSError):  # a cache that can't be written

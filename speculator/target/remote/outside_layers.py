@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 from speculator.errors import UserError, refuse
 from speculator.files import read_weight_map
 from speculator.target.gguf.file import is_gguf
-from speculator.target.loading import OTHER_PARTS, check_folder
+from speculator.target.loading import OTHER_PARTS, check_folder, warn_if_untied
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
@@ -74,7 +74,8 @@ def read_outside_layers(
         tensors = _read(name, revision, list(model.state_dict()), device, kind)
         # Tied models store one matrix: the other is still on the meta device until it is tied.
         model.load_state_dict(tensors, strict=False, assign=True)
-        model.tie_weights()
+        model.tie_weights(missing_keys={*model.state_dict()} - {*tensors}, recompute_mapping=False)
+        warn_if_untied(model, name)
         if missing := [weight for weight, value in model.named_parameters() if value.is_meta]:
             raise UserError(f"its files lack {missing[0]}")
         model.config = config

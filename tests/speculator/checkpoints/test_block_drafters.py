@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from checkpoint_folders import edit
 from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig
@@ -78,6 +79,10 @@ def test_the_rows_of_a_draft_vocabulary_are_stored(base, tmp_path):
         save(made, tmp_path / "other", layout_of("dspark", made))
     made.config.base_model_fingerprint = fingerprint(tiny_model())
     save(made, tmp_path / "same", layout_of("dspark", made))
+    # Tied by the config, untied by the files, which count.
+    edit(base, lambda config: config.update(tie_word_embeddings=True))
+    save(made, tmp_path / "untied", layout_of("dspark", made))
+    edit(base, lambda config: config.update(tie_word_embeddings=False))
 
 
 def test_both_formats_of_settings_for_servers_are_written(tmp_path):

@@ -269,11 +269,12 @@ def test_the_embedding_is_that_of_the_target_that_the_head_was_trained_for(tmp_p
 
 
 def test_a_head_published_by_eagle_is_read(tmp_path, base):
-    """Without auxiliary layers, rope_parameters and flags; the layer under another name; a pickle."""
+    """Without auxiliary layers, rope_parameters and flags; the layer and the class under other names; a pickle."""
     head = head_of(base, fc_norm=False, norm_output=False, aux_layers=None, head_dim=2)
     folder = write(head, tmp_path / "flat", FLAT)
     added = ("rope_parameters", "ttt_length", "head_dim", "norm_before_residual", "norm_before_fc", "fc_norm")
     edit(folder, lambda config: [config.pop(name) for name in (*added, "norm_output")])
+    edit(folder, lambda config: config.update(architectures=["LlamaForCausalLM"]))
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors_of(folder).items()}
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")

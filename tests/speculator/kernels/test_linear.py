@@ -8,6 +8,7 @@ from torch import nn
 from speculator.files import cache_folder
 from speculator.kernels import linear
 from speculator.kernels.linear import HAS_ONEDNN, PackedLinear, pack_linears, product, unpack_linears
+from speculator.target.model import Target
 
 WIDE, HIGH = 1024, 1152  # large enough for oneDNN with one row
 
@@ -70,6 +71,17 @@ def test_the_rates_of_products_are_measured_once(monkeypatch, tmp_path):
         assert not linear.bfloat16_pays()
     linear.bfloat16_pays.cache_clear()
     assert len([*cache_folder().rglob("*.json")]) == 1
+
+
+@pytest.mark.parametrize(("times", "dtype"), [([2.0, 1.0], torch.float32), ([1.0, 2.0], torch.bfloat16)])
+def test_without_onednn_a_model_is_loaded_in_the_faster_dtype(times, dtype, monkeypatch, tmp_path, target_folder):
+    """As on a Mac or another ARM, where no product is widened."""
+    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(linear, "HAS_ONEDNN", False)
+    monkeypatch.setattr(linear, "_seconds", lambda pairs: times)
+    linear.bfloat16_pays.cache_clear()
+    assert Target.load(target_folder, dtype="bfloat16", device="cpu").dtype is dtype
+    linear.bfloat16_pays.cache_clear()
 
 
 @needs_onednn

@@ -73,7 +73,7 @@ def test_an_event_leaves_at_once():
 
 
 def test_a_missing_package_is_named(capsys, target_folder, monkeypatch):
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else True)
+    monkeypatch.setattr(serve, "is_installed", lambda name: name != "uvicorn")
     assert exit_code(main, ["serve", "--target", str(target_folder)]) == 2
     assert "pip install uvicorn" in capsys.readouterr().err
 

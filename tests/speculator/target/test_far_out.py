@@ -21,7 +21,7 @@ from transformers.models.llama import modeling_llama
 
 from speculator import HeadDrafter, Target, Tree, UserError, generate
 from speculator.target.attention import attention
-from speculator.target.probe import stated_context
+from speculator.target.probe import usable_context
 
 _HEADS = {"head_dim": 8}
 _LONG = {
@@ -148,6 +148,6 @@ def test_yarn_extends_the_context_that_the_config_states(stated, context):
     """Model cards tell users to add the scaling, and leave max_position_embeddings as it is."""
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
     config = LlamaConfig(**{**_SHAPE, "max_position_embeddings": stated}, rope_parameters=rope)
-    assert stated_context(config) == context
+    assert usable_context(config) == context
     config.rope_parameters["factor"] = None
-    assert stated_context(config) == stated
+    assert usable_context(config) == stated
