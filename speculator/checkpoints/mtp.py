@@ -38,7 +38,7 @@ from speculator.target.fingerprint import fingerprint, same_target
 
 (_WEIGHTS, _INDEX), _ADDED = files.SAFETENSORS, "model-mtp.safetensors"
 _TABLES = "embed_tokens.weight", "word_embeddings.weight"
-_DEFAULT = {"zero_first": False, "recycle_normed": True}
+_DEFAULT: JsonObject = {"zero_first": False, "recycle_normed": True}
 _OPTIONS = "speculator_options"
 """Metadata of shards with MTP layers: those options of the head written there that are not `_DEFAULT`."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -336,7 +336,7 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
         elif str(copy) not in changed:
             _link(source, folder / copy)
     for shard, tensors in changed.items():
-        before, metadata = {}, {}
+        before, metadata = {}, dict[str, str]()
         if (stored.folder / shard).exists():
             with files.opened(stored.folder / shard) as file:
                 before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -449,7 +449,7 @@ def fields(config: MTPSpeculatorConfig, dtype: str) -> JsonObject:
     return {}
 
 
-_VLLM = {"glm4_moe": {"zero_first": True, "recycle_normed": False}, "qwen3_5_text": _DEFAULT}
+_VLLM: dict[str, JsonObject] = {"glm4_moe": {"zero_first": True, "recycle_normed": False}, "qwen3_5_text": _DEFAULT}
 """The options as vLLM has them, for the families whose drafts were compared with ours."""
 _TRANSFORMERS = ("glm4_moe", "deepseek_v3", "mellum")
 """Families whose drafts in transformers were compared with ours."""
