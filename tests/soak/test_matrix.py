@@ -66,9 +66,11 @@ def inputs(tmp_path_factory, text_file) -> Path:
 
 
 @pytest.fixture
-def journey(inputs, figures_only, tmp_path, monkeypatch, capfd):
+def journey(inputs, quick, tmp_path, monkeypatch, capfd):
     """Makes the journey of a cell, which may leave nothing in the working folder and that of temporary files."""
     shorten_validation(monkeypatch)
+    for name, empty in (("draw_plots", None), ("write_page", None), ("trace_suite", [])):
+        monkeypatch.setattr(f"eval.run.{name}", lambda *_, empty=empty: empty)
     monkeypatch.setattr("speculator.drafters.tuning.SECONDS", 0.5)
     for name in ("cwd", "tmp", "out"):
         (tmp_path / name).mkdir()
@@ -174,7 +176,8 @@ class Journey:
             "report_to": "none",
             "seed": self.number,
         }
-        for stage, steps, rest in (("stage1", 20, 8), ("stage2", 8, 3)):
+        # Rounding grows from step to step, and one process and two do not round alike.
+        for stage, steps, rest in (("stage1", 20 if c["processes"] == 1 else 6, 8), ("stage2", 8, 3)):
             given |= {
                 f"{stage}.per_device_train_batch_size": c["batch"],
                 f"{stage}.gradient_accumulation_steps": c["accumulation"],
@@ -224,7 +227,8 @@ class Journey:
         self.check(not [*run.rglob("*.partial")], "a partial file is left")
         before = files_of(run)
         self.ok("train", *flags, "--output_dir", run)
-        self.check(files_of(run) == before, "a second run changes files")
+        changed = sorted(path for path, _ in before.items() ^ files_of(run).items())
+        self.check(not changed, f"a second run changes {changed}")
         exported = self.exports(run / "speculator")
         self.decode(run / "speculator", exported)
         self.commands(run, exported)
