@@ -135,13 +135,17 @@ class Journey:
         one = done.code == 2 and re.match(r"(train\.py|speculator|data|eval)[\w .-]*: \S", done.last)
         self.check(one and not left.exists(), f"{what}: not refused in one line: code {done.code}, {done.last}")
 
-    def trained(self, flags: list[str], output: Path, cache: str = "cache", measured: bool = False) -> SimpleNamespace:
-        argv = ["train", *flags, "--output_dir", output]
-        if measured:
-            return self.ok(*argv, cache=cache)
-        with killed_at(train.run, "measure"):  # nobody reads this report
-            self.call(*argv, cache=cache)
-        return SimpleNamespace()
+    def trained(self, flags: list[str], output: Path, cache: str = "cache") -> None:
+        """Train up to the report, which nobody reads."""
+        self.killed(["train", *flags, "--output_dir", output], (train.run, "measure", 0), cache)
+
+    def killed(self, argv: list[Any], point: tuple[Any, str, int], cache: str = "cache") -> None:
+        done = None
+        try:
+            with killed_at(*point):
+                done = self.call(*argv, cache=cache)
+        except pytest.fail.Exception:
+            self.check(False, f"train was not killed at {point[1:]}: {done and (done.code, done.last)}")
 
     # --- the journey
 
@@ -208,12 +212,11 @@ class Journey:
             self.check(not run.exists(), f"{look} made the run's folder")
         if c["start"] in KILLS:
             self.trained(flags, self.out / "calm", "cache-calm")
-            for owner, name, call in KILLS[c["start"]]:
-                with killed_at(owner, name, call):
-                    self.call("train", *flags, "--output_dir", run)
+            for point in KILLS[c["start"]]:
+                self.killed(["train", *flags, "--output_dir", run], point)
         if c["processes"] == 2:
             self.on_two_processes(flags, run)
-        self.trained(flags, run, measured=True)
+        self.ok("train", *flags, "--output_dir", run)
         if not self.check((run / "eval/report.json").exists(), "no report"):
             return
         if c["start"] in KILLS:
