@@ -155,6 +155,7 @@ def make_targets(folder: Path) -> None:
     for name in ("qwen3", "gemma3", "qwen3_moe", "qwen3_5", "gpt2"):
         config = copy.deepcopy((CONFIGS | RECURRENT)[name])
         config.vocab_size, config.eos_token_id, config.tie_word_embeddings = 300, [0, end], False
+        config.max_position_embeddings = 512
         torch.manual_seed(0)
         lively(AutoModelForCausalLM.from_config(config)).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -178,8 +179,8 @@ def make_sources(folder: Path, functions: Path) -> None:
     texts = [json.loads(line)["text"][:500] for line in functions.read_text().splitlines()][:120]
     words = [text.split() for text in texts]
     chats, tokenizer = [], tokenizer_of(CHATML)
-    for i, row in enumerate(row for row in words if len(row) > 36):
-        turns = [" ".join(row[j : j + 9]) for j in range(0, 36, 9)][: 4 if i % 2 else 2]
+    for i, row in enumerate(row for row in words if len(row) >= 20):
+        turns = [" ".join(row[j : j + 5]) for j in range(0, 20, 5)][: 4 if i % 2 else 2]
         roles = ["user", "assistant"] * 2
         chats.append({"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]})
     ids = [tokenizer(text)["input_ids"][:80] for text in texts]
