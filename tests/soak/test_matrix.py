@@ -181,7 +181,7 @@ class Journey:
             "seed": self.number,
         }
         # Rounding grows from step to step, and one process and two do not round alike.
-        for stage, steps, rest in (("stage1", 20 if c["processes"] == 1 else 6, 8), ("stage2", 8, 3)):
+        for stage, steps, rest in (("stage1", 20 if c["processes"] == 1 else 3, 8), ("stage2", 8, 3)):
             given |= {
                 f"{stage}.per_device_train_batch_size": c["batch"],
                 f"{stage}.gradient_accumulation_steps": c["accumulation"],
