@@ -153,12 +153,11 @@ def train_stage(
             log(line)
         if resume:
             log(f"resuming from {resume}")
-        processes = f" on {state.num_processes} processes" if state.num_processes > 1 else ""
         drafted = head.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
         log(
             f"{name}: a head of {head.num_parameters() / 1e6:.1f} million weights, "
-            f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{processes}{share}"
+            f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{share}"
         )
     done = _state_of(resume) if resume else {}
     # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.

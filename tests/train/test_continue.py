@@ -10,6 +10,8 @@ import torch
 from checkpoint_folders import edit_tensors, refused
 from conftest import DFLASH, DFLASH2, settled, tiny_block_head, tiny_head
 from datasets import Dataset
+from mtp_models import config_of, model_of, mtp_of
+from mtp_models import save as save_mtp
 
 from data.mixture import mixture_of
 from data.prepare import RowRequest, token_rows
@@ -129,6 +131,46 @@ def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(
     assert not made.config.own_embedding
     assert made.config.trained_length == made.config.max_position_embeddings == 96
     assert torch.equal(made.fc.weight, head.fc.weight)
+
+
+def continued(folder: Path, *flags: str):
+    """The head of a run on the target in a folder, before its first step."""
+    target = Target.load(str(folder))
+    config = parse(["--target.name_or_path", str(folder), *flags])
+    return new_head(settled(config, target), target, Dataset.from_list([{"input_ids": [1, 2, 3]}]), length=32)
+
+
+@pytest.mark.parametrize("layout", ["native", "dspark", "speculators"])
+def test_a_block_drafter_goes_on_with_any_number_of_anchors(target_folder, tmp_path, layout):
+    head = tiny_block_head(Target.load(str(target_folder)), anchors=20, aux_layers=[1])
+    save(head, tmp_path / "head", layout_of(layout, head))
+    for given in (20, 7):
+        flags = ["--speculator.warm_start", str(tmp_path / "head"), "--speculator.options", f"{{anchors: {given}}}"]
+        made = continued(target_folder, *flags)
+        assert made.config.anchors == given
+        assert torch.equal(made.layers[0].mlp.up_proj.weight, head.layers[0].mlp.up_proj.weight)
+
+
+def test_the_options_of_a_shipped_layer_are_free_and_a_warm_start_keeps_them(tmp_path):
+    config = config_of("glm4_moe", vocab_size=300)
+    model = model_of(config)
+    folder = save_mtp(tmp_path / "glm", model, mtp_of(model))
+    options = ["--speculator.options", "{zero_first: true, recycle_normed: false}"]
+    shipped = ["--speculator.architecture", "mtp", "--speculator.initialise", "target"]
+    head = continued(folder, *shipped, *options)
+    assert (head.config.zero_first, head.config.recycle_normed) == (True, False)
+    assert torch.equal(head.layers[0].eh_proj.weight, load_any(folder).layers[0].eh_proj.weight)
+    for layout in ("native", "mtp"):
+        save(head, tmp_path / layout, layout_of(layout, head))
+        start = ["--speculator.warm_start", str(tmp_path / layout)]
+        for flags, expected in (([], True), (options, True), (["--speculator.options", "{zero_first: false}"], False)):
+            assert continued(folder, *start, *flags).config.zero_first == expected
+
+
+def test_an_embedding_of_a_new_heads_own_is_the_targets(target_folder):
+    shape = ["--speculator.architecture", "eagle3", "--speculator.options", "{own_embedding: true, aux_layers: [0, 1]}"]
+    head, target = continued(target_folder, *shape), Target.load(str(target_folder))
+    assert torch.equal(head.embedding_weight, target.embedding_matrix())
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,10 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
 
     @torch.no_grad()
     def initialise_from(self, embedding: Tensor, output: Tensor) -> None:  # [V, D] twice
-        """Copy the target's output matrix; its embedding is shared anyway."""
+        """Copy the target's output matrix, and its embedding where a random one would be frozen."""
         self.lm_head.weight.copy_(self.draft_rows(output))
+        if self.config.own_embedding:
+            self.embed_tokens.weight.copy_(embedding)
 
     # --- what both forms compute
 
