@@ -3,6 +3,7 @@ import time
 
 import pytest
 from chat_templates import CHATML, QWEN3, chat_tokenizer
+from serving_here import outputs
 from transformers import PreTrainedTokenizerBase
 
 from speculator import chat
@@ -235,15 +236,13 @@ def test_an_answer_in_channels_is_sent_without_their_marks(stream, fields, answe
     tokenizer = tokenizer_with(GPT_OSS, HARMONY)
     writer = ChatWriter(ChatRequest(messages=CHAT, stream=stream, **fields), "tiny", tokenizer, [[1, 2]])
     tokens, sent, pieces = tokenizer(answer, add_special_tokens=False)["input_ids"], {}, 0
-    for k, token in enumerate(tokens):
-        if not writer.done:
-            ends = None if k + 1 < len(tokens) else "eos" if answer.endswith("|>") else "length"
-            output = StepOutput(index=0, tokens=[token], logprobs=[], finish_reason=ends)
-            event = writer.event(output) if stream else writer.add(output) and ""
-            delta = json.loads(event.removeprefix("data: "))["choices"][0]["delta"] if event else {}
-            pieces += bool(delta)
-            for name, text in delta.items():
-                sent[name] = sent.get(name, "") + text if isinstance(text, str) else text
+    end, stops = "eos" if answer.endswith("|>") else "length", [fields["stop"]] if "stop" in fields else []
+    for output in outputs(tokenizer, tokens, end, stops, fields.get("min_tokens", 0)):
+        event = writer.event(output) if stream else writer.add(output) and ""
+        delta = json.loads(event.removeprefix("data: "))["choices"][0]["delta"] if event else {}
+        pieces += bool(delta)
+        for name, text in delta.items():
+            sent[name] = sent.get(name, "") + text if isinstance(text, str) else text
     if not stream:
         sent = writer.body()["choices"][0]["message"]
         sent.pop("role")
