@@ -80,7 +80,8 @@ def create_app(
         worker.start()
         logging = asyncio.create_task(routes.log_traffic())
         try:
-            yield
+            with contextlib.suppress(asyncio.CancelledError):  # by a second signal
+                yield
         finally:
             logging.cancel()
             routes.readers.shutdown(wait=False, cancel_futures=True)

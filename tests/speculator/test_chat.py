@@ -319,10 +319,10 @@ def test_tools_that_the_template_does_not_write_are_refused():
         assert "weather" in text
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ["<tool_call>{}" * 20_000, '<tool_call>{"a"x' * 20_000, "<tool_call>{" + '"a":[' * 20_000 + "</tool_call>"],
-)
+NESTED = "<tool_call>" + '{"a":' * 20_000 + "1" + "}" * 20_000 + "</tool_call>"
+
+
+@pytest.mark.parametrize("answer", ["<tool_call>{}" * 20_000, '<tool_call>{"a"x' * 20_000, NESTED])
 def test_calls_without_an_end_take_no_longer_than_their_text(answer, monkeypatch):
     """They took 20 seconds, in which no other thread of the server ran."""
     monkeypatch.setattr(chat, "decoded", lambda *_, **__: answer)
@@ -332,7 +332,7 @@ def test_calls_without_an_end_take_no_longer_than_their_text(answer, monkeypatch
     assert time.perf_counter() - began < 1
 
 
-@pytest.mark.parametrize("answer", ["<|channel|>" + "a" * 40_000, "to=" * 20_000, "<|channel|>a" * 20_000])
+@pytest.mark.parametrize("answer", ["<|channel|>" + "a" * 40_000, "to=" * 20_000])
 def test_channels_without_an_end_take_no_longer_than_their_text(answer, monkeypatch):
     monkeypatch.setattr(chat, "decoded", lambda *_, **__: answer)
     began = time.perf_counter()
