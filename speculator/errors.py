@@ -114,6 +114,19 @@ def check_secret(where: str, secret: str) -> None:
         raise UserError(f"{where} contains a space, a line end or another character that a key can't contain")
 
 
+def read_secret(variable: str, flag: str = "", given: str | None = None) -> str:
+    """Return the API key that a flag has `given`, or else that of an environment variable; "" without either.
+
+    Raises a UserError for an empty key: a variable that was to be filled in would open a server to everyone.
+    """
+    where, secret = (f"${variable}", os.environ.get(variable)) if given is None else (flag, given)
+    if secret is None:
+        return ""
+    refuse((not secret.strip(), f"{where} is empty: give a key, or leave it out"))
+    check_secret(where, secret.strip())
+    return secret.strip()
+
+
 def hide(text: str, *secrets: str) -> str:
     """Return a text with all secrets of four characters or more replaced by ***."""
     for secret in secrets:

@@ -75,6 +75,20 @@ def serve(parser: OneLineParser) -> None:
         "--api_key", help="key that requests under /v1 must send (default: $SPECULATOR_API_KEY, else none)"
     )
     parser.add_argument(
+        "--timeout_keep_alive",
+        type=int,
+        default=75,
+        metavar="SECONDS",
+        help="time after which an idle connection is closed; longer than that of a load balancer (default: 75)",
+    )
+    parser.add_argument(
+        "--timeout_graceful_shutdown",
+        type=int,
+        default=60,
+        metavar="SECONDS",
+        help="time for requests in flight after SIGTERM or Ctrl-C; then they are cut off (default: 60)",
+    )
+    parser.add_argument(
         "--allowed_origins",
         action="extend",
         nargs="+",

@@ -210,7 +210,7 @@ def test_a_prompt_that_ends_in_byte_tokens_breaks_no_character_after_it():
         prompt, new = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("日" * count, "本語"))
         assert len(prompt) == 3 * count
         assert decode(tokenizer, new, prompt) == "本語"
-        assert AnswerText(tokenizer, [], prompt).push(new, ended=True) == "本語"
+        assert AnswerText(tokenizer, [], prompt).push(new, "length") == "本語"
 
 
 def test_a_stop_string_is_found_in_a_run_of_byte_tokens():
@@ -228,8 +228,8 @@ def test_the_space_before_the_first_new_word_is_kept():
     tokenizer = llama_like_tokenizer()
     a, word = tokenizer.convert_tokens_to_ids(["a", "▁a"])
     assert [decode(tokenizer, [word]), decode(tokenizer, [word], [a])] == ["a", " a"]
-    assert AnswerText(tokenizer, [], [a]).push([word, word], ended=True) == " a a"
-    assert AnswerText(tokenizer, []).push([word, word], ended=True) == "a a"
+    assert AnswerText(tokenizer, [], [a]).push([word, word], "length") == " a a"
+    assert AnswerText(tokenizer, []).push([word, word], "length") == "a a"
     assert StopStrings([" a"], tokenizer).end([a, word], 1, 1) == 2
     assert StopStrings([" a"], tokenizer).end([a, word], 1, 1, min_tokens=1) is None
 

@@ -437,6 +437,7 @@ def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_
         wrong = [
             ["--output", str(loop.folder)],  # locked
             ["--api_key", "wrong"],
+            ["--api_key", ""],
             ["--server", without_route],
             ["--server", "http://127.0.0.1:9"],
             ["--record", str(loop.folder / "nowhere")],

@@ -69,6 +69,7 @@ def test_answers_of_clients_that_opt_out_are_not_on_disk(chat_target, tmp_path, 
             body = {"prompt": [1 + number % 4, 2 + number // 4], "max_tokens": 1, **field}
             assert client.post("/v1/completions", json=body, headers=header).status_code == 200
     rows = rows_in(tmp_path / "out")
+    assert (tmp_path / "out").stat().st_mode & 0o077 == 0, "other users of the machine"
     assert sorted(row["input_ids"][:2] for row in rows) == [
         [first, 2 + n] for first in (1, 2) for n in range(count // 4)
     ]
