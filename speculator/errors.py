@@ -20,6 +20,18 @@ class UserError(Exception):
     """Wrong input. The message says what is wrong, where, and what to do."""
 
 
+REMOVED = {
+    "early_exit": "drafting with the target's first layers was slower than plain decoding",
+}
+"""Names of flags and settings that are gone, and why. docs/results.md has the figures."""
+
+
+def removed(name: str) -> str | None:
+    """Return the message for a flag or setting, such as "stage2.min_p", that is gone; None for any other."""
+    why = REMOVED.get(name.lstrip("-").rpartition(".")[2])
+    return why and f"{name} is gone: {why} (docs/results.md, measured and left out)"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Argument parser that prints one-line errors, and rejects abbreviated flags and empty paths."""
 
@@ -32,6 +44,8 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        message = (unknown and removed(unknown[1])) or message
         self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))} (--help explains)\n")
 
 

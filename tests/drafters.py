@@ -21,7 +21,6 @@ from speculator import (
     Chain,
     Drafter,
     DraftModelDrafter,
-    EarlyExitDrafter,
     FixedTree,
     HeadDrafter,
     HybridDrafter,
@@ -68,8 +67,6 @@ def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
     if source == "hybrid":
         lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
         return HybridDrafter(make_drafter(shape, target), lookup)
-    if source == "exit":
-        return EarlyExitDrafter(target, 1, SHAPES[shape])
     if source == "model":  # another random model than the target
         model = Target(tiny_model("qwen3").to(target.device, target.dtype), None)
         return DraftModelDrafter(model, target, SHAPES[shape])

@@ -33,7 +33,6 @@ NAMES = [
     "model-tree",
     "lstm-chain",
     "pruned-tree",
-    "exit-tree",
     "attention-tree",
     "block-chain",
     "block-tree",

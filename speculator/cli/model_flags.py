@@ -12,7 +12,6 @@ from speculator.drafters import (
     Chain,
     Drafter,
     DraftModelDrafter,
-    EarlyExitDrafter,
     HeadDrafter,
     HybridDrafter,
     NgramDrafter,
@@ -24,7 +23,7 @@ from speculator.target.model import Target
 from speculator.terminal import loading
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
-_WHO = "--speculator, --draft_model, --early_exit or --ngram"
+_WHO = "--speculator, --draft_model or --ngram"
 _CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
 _TREE = ("branches", "nodes")
 
@@ -50,7 +49,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         show_drafts: the user gave `--show_drafts`, which needs a drafter.
         required: the command needs a drafter.
     """
-    exits = arguments.early_exit is not None
     drafts = _models(arguments) or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
@@ -62,7 +60,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         (arguments.speculator_revision and not arguments.speculator, "--speculator_revision needs a --speculator"),
         (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
         (required and not drafts, f"no drafter: give {_WHO}"),
-        (exits and arguments.early_exit < 1, f"--early_exit {arguments.early_exit}: at least 1 layer has to run"),
         (
             arguments.ngram and foreign and not _models(arguments),
             f"--ngram copies a chain: it has no {foreign}",
@@ -100,8 +97,8 @@ def _copied(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> bool:
-    """Return whether a head, a draft model or the target's first layers draft, with or without n-gram lookup."""
-    return bool(arguments.speculator or arguments.draft_model or arguments.early_exit is not None)
+    """Return whether a head or a draft model drafts, with or without n-gram lookup."""
+    return bool(arguments.speculator or arguments.draft_model)
 
 
 def drafter(
@@ -135,14 +132,12 @@ def drafter(
 
 
 def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
-    """Make the drafter of `--speculator`, `--draft_model` or `--early_exit`; None without any."""
+    """Make the drafter of `--speculator` or `--draft_model`; None without either."""
     if arguments.speculator:
         head = load_head(arguments.speculator, target, arguments.speculator_revision)
         return HeadDrafter(head, _shape(arguments, head.n_predict))
     if (model := load_draft_model(arguments)) is not None:
         return DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
-    if arguments.early_exit is not None:
-        return EarlyExitDrafter(target, arguments.early_exit, _shape(arguments, _DEFAULT_LENGTH))
     return None
 
 

@@ -53,7 +53,6 @@ def add_drafter_flags(parser: OneLineParser) -> None:
         "--draft_model",
         help="hub id or folder of a small causal LM with the target's tokenizer; --trust_remote_code counts for it too",
     )
-    who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
     add_revision(parser)
     parser.add_argument(
         "--ngram",

@@ -2,7 +2,6 @@
 
 from speculator.decoding.drafter import Drafter
 from speculator.drafters.draft_model import DraftModelDrafter
-from speculator.drafters.early_exit import EarlyExitDrafter
 from speculator.drafters.fixed_tree import Candidates, FixedTree
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.hybrid import HybridDrafter
@@ -14,7 +13,6 @@ __all__ = [
     "Chain",
     "DraftModelDrafter",
     "Drafter",
-    "EarlyExitDrafter",
     "FixedTree",
     "HeadDrafter",
     "HybridDrafter",

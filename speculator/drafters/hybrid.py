@@ -85,7 +85,7 @@ def joined(
 
 
 class HybridDrafter(Drafter):
-    """Combines n-gram lookup with a head, a draft model or early exit: one tree holds both drafts.
+    """Combines n-gram lookup with a head or a draft model: one tree holds both drafts.
 
     Args:
         drafter: proposes the draft to which the lookup path is added; copied.

@@ -65,15 +65,6 @@ class AuxLayers:
             yield read
 
     @contextmanager
-    def first_layers(self, count: int) -> Iterator[None]:
-        """Cut the model down to its first `count` layers inside the block."""
-        setattr(self._decoder, self._name, self.layers[:count])
-        try:
-            yield
-        finally:
-            setattr(self._decoder, self._name, self.layers)
-
-    @contextmanager
     def selecting(self, selection: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Apply a function to each layer's states recorded inside the block, such as one that undoes a packing."""
         before, self._selection = self._selection, selection

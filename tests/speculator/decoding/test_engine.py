@@ -347,7 +347,6 @@ DRAFTERS = [
     "attention-chain",
     "block-chain",
     "hybrid-head-chain",
-    "exit-tree",
 ]
 
 
@@ -631,7 +630,7 @@ def test_an_interrupted_step_leaves_no_reusable_prefix(target, monkeypatch):
         assert engine.generate([text], max_new_tokens=12).tokens == expected
 
 
-@pytest.mark.parametrize("name", others_in_soak("none", "model-tree", "attention-chain", "block-chain", "exit-tree"))
+@pytest.mark.parametrize("name", others_in_soak("none", "model-tree", "attention-chain", "block-chain"))
 def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkeypatch):
     target = double_target()
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]

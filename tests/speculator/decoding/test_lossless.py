@@ -42,8 +42,6 @@ NAMES = [
     "block-cautious-chain",
     "dflash-greedy-chain",
     "ngram",
-    "exit-chain",
-    "exit-tree",
     *(f"hybrid-{drafter}" for drafter in ("head-chain", "attention-candidates", "block-chain")),
     *(f"adaptive-{head}" for head in ("head", "attention", "block", "mtp")),
 ]
@@ -69,21 +67,18 @@ GREEDY = [
     "ngram",
     "pruned-chain",
     "pruned-tree",
-    "exit-tree",
     "hybrid-head-chain",
     "adaptive-head",
     "adaptive-attention",
     "adaptive-block",
 ]
 FEW = ["none", "head-tree", "attention-tree", "block-tree"]
-# Early exit drafts with the target's own layers: these share keys between layers, or add positions to the embedding.
-EXITING = ("gemma3n", "gemma4", "gpt2")
 
 
 @pytest.mark.parametrize(
     ("family", "names"),
     [
-        *((family, GREEDY if family == "llama" else FEW + ["exit-tree"] * (family in EXITING)) for family in CONFIGS),
+        *((family, GREEDY if family == "llama" else FEW) for family in CONFIGS),
         ("llama", ["mtp-tree", "adaptive-mtp"]),
         *(pytest.param(family, GREEDY, marks=pytest.mark.soak) for family in CONFIGS),
     ],
@@ -388,7 +383,7 @@ def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(plainly_dr
 
 
 CACHED = ["none", "head-tree", "head-cautious-chain", "model-tree", "attention-candidates", "mtp-chain"]
-CACHED += ["block-fixed-tree", "dflash2-chain", "ngram", "exit-chain", "hybrid-block-chain", "adaptive-attention"]
+CACHED += ["block-fixed-tree", "dflash2-chain", "ngram", "hybrid-block-chain", "adaptive-attention"]
 
 
 @pytest.mark.parametrize("name", others_in_soak(*CACHED))

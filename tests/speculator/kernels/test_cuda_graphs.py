@@ -49,7 +49,7 @@ class Comparison(Double):
 # ---- without a GPU
 
 
-KINDS = ["none", "head-chain", "head-tree", "model-chain", "exit-tree", "attention-tree", "block-chain", "ngram"]
+KINDS = ["none", "head-chain", "head-tree", "model-chain", "attention-tree", "block-chain", "ngram"]
 KINDS += ["hybrid-attention-fixed-tree", "adaptive-attention"]
 """Drafters of every kind; the others run in `make soak`."""
 
