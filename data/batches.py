@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
     "loss_mask": Sequence(Value("int8")),
-    "rejected": Sequence(Value("int8")),
     "source_ids": Sequence(Value("int32")),
 }
 _POLL_SECONDS = 0.2

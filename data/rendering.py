@@ -112,7 +112,7 @@ def render(
     processes: int = 1,
     pairs: Pairs | None = None,
 ) -> Iterator[TokenDocument]:
-    """Yield documents as rows {"id", "input_ids", "loss_mask", "rejected"}, with `pairs` also "source_ids".
+    """Yield documents as rows {"id", "input_ids", "loss_mask"}, with `pairs` also "source_ids".
 
     A packed row becomes one row per document, and a chat one or several, the first of which has "chat": `ChatFacts`.
 
@@ -170,7 +170,7 @@ def _rows_of(
     """
     if pairs:
         return [_pair(document, tokenizer, pairs)]
-    rendered: Any  # pairs or triples: token ids, loss mask, and maybe the marks of rejected drafts
+    rendered: list[tuple[list[int], list[int]]]  # token ids and loss mask
     facts: ChatFacts | None = None
     if "text" in document:
         ids = _with_eos(next(tokens), tokenizer)
@@ -184,10 +184,7 @@ def _rows_of(
         rendered = [_completion(document, tokenizer)]
     else:
         rendered = list(_unpacked(document, tokenizer))
-    rows: list[TokenDocument] = []
-    for ids, mask, *marks in rendered:
-        rejected = marks[0] if marks else [0] * len(ids)
-        rows.append({"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected})
+    rows: list[TokenDocument] = [{"id": document["id"], "input_ids": ids, "loss_mask": mask} for ids, mask in rendered]
     if facts is not None:
         rows[0]["chat"] = facts
     return rows
@@ -258,8 +255,7 @@ def _pair(document: Document, tokenizer: PreTrainedTokenizerBase, pairs: Pairs) 
     if len(source) > pairs.longest:
         kind = f"more than {pairs.longest}, by data.seq_length or the encoder"
         raise RowError(where, f"a prompt of {len(source)} tokens: {kind}", f"prompts of {kind}")
-    rejected = document.get("rejected") or [0] * len(ids)
-    return {"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, "source_ids": source}
+    return {"id": document["id"], "input_ids": ids, "loss_mask": mask, "source_ids": source}
 
 
 def check_tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -270,17 +266,16 @@ def check_tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> None
         raise RowError(document["where"], fault, "a token outside of the tokenizer's vocabulary")
 
 
-def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], ...]]:
-    """Yield (token ids, loss mask, rejected marks) of each document of a row of tokens; a bad row raises a RowError."""
+def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield (token ids, loss mask) of each document of a row of tokens; a bad row raises a RowError."""
     ids, mask = document["input_ids"], document["loss_mask"]
     check_tokens(document, tokenizer)
     if "source_ids" in document:
         raise RowError(document["where"], '"source_ids", which only encoder-decoder targets read')
-    none = [0] * len(ids)
-    columns = zip(document.get("document_ids", none), ids, mask, document.get("rejected", none), strict=True)
+    columns = zip(document.get("document_ids", [0] * len(ids)), ids, mask, strict=True)
     for _, part in groupby(columns, key=lambda column: column[0]):
-        _, *columns_of_part = zip(*part, strict=True)
-        yield tuple(map(list, columns_of_part))
+        _, own, has_loss = zip(*part, strict=True)
+        yield list(own), list(has_loss)
 
 
 def document_text(

@@ -1,8 +1,7 @@
 """Read the rows of a source. The keys of a row determine its format (`FORMATS`); the first match wins.
 
 {"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones, without the tokens whose "labels" are
-                                            -100; "rejected" marks tokens that replaced a rejected draft token;
-                                            "source_ids" are what an encoder reads
+                                            -100; "source_ids" are what an encoder reads
 {"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template, "system" comes first
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format; also "conversation", as in WildChat
 {"prompt": "...", "completion": "..."}      texts; or two lists of messages, TRL's conversational form of a chat
@@ -28,7 +27,7 @@ from speculator.chat import THOUGHTS, Message, clean_messages, clean_tools, from
 from speculator.errors import UserError, check_text, first_line
 from speculator.files import Json
 
-_TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
+_TOKENS = ("input_ids", "loss_mask", "document_ids", "source_ids")
 _SYNONYMS = {"conversation": "conversations", "chosen": "completion", "context": "input", "response": "output"}
 """Other names of keys, by which some public datasets call them; a row's own key counts first."""
 _ALPACA = ("system", "instruction", "input", "output")
@@ -97,7 +96,7 @@ def errors_of_row(where: str) -> Iterator[None]:
 
 def content(row: Any, where: str) -> Content:
     """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
-    `input_ids`, `loss_mask` and maybe `document_ids`, `rejected` and `source_ids`.
+    `input_ids`, `loss_mask` and maybe `document_ids` and `source_ids`.
 
     Args:
         row: the parsed row; a key whose value is null counts as missing.
@@ -278,9 +277,8 @@ def _tokens(given: dict[str, Json], where: str) -> Content:
         if (len(column) != len(ids) and name != "source_ids") or not column:
             many = f'values of "{name}" for'
             raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"another number of {many} the tokens")
-    for name in ("loss_mask", "rejected"):
-        if not set(columns.get(name, [])) <= {0, 1}:
-            raise RowError(where, f'"{name}" must contain only 0 and 1')
+    if not set(columns["loss_mask"]) <= {0, 1}:
+        raise RowError(where, '"loss_mask" must contain only 0 and 1')
     read: Any = {name: [int(value) for value in column] for name, column in columns.items()}
     return read
 

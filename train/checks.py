@@ -120,10 +120,6 @@ def _server(config: RunConfig) -> None:
         (target.parallel != "none", "target.server and target.parallel are mutually exclusive"),
         (target.parallel_size, "target.parallel_size needs parallel tp or fsdp, which target.server excludes"),
         (target.adapter, "target.server: servers run merged weights; merge the adapter"),
-        (
-            config.stage2.max_steps and config.stage2.rejected_token_weight is not None,
-            "stage2.rejected_token_weight needs text that is decoded here, not by target.server",
-        ),
     )
 
 

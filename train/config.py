@@ -191,8 +191,6 @@ class StageConfig:
     target then reads each text once."""
     patience: PositiveInt | None = None
     """Number of checkpoints in a row without a better one after which the stage ends (default: train all steps)."""
-    rejected_token_weight: PositiveFloat | None = None
-    """Weight in the loss of tokens that replaced a rejected draft token, in rows that mark them (default: 1)."""
 
     @property
     def rows_per_step(self) -> int:

@@ -25,7 +25,6 @@ class Batch(TypedDict, total=False):
     """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names.
 
     Attributes:
-        token_weights: how many times each token counts in the loss.
         source_ids: what an encoder reads for each row.
         documents: the rows without padding, if servers run the target or its states are kept.
         hidden_states: the request for the batch's hidden states, which `LookAhead.take` reads.
@@ -33,7 +32,6 @@ class Batch(TypedDict, total=False):
 
     input_ids: Tensor  # [B, L]
     document_ids: Tensor  # [B, L]
-    token_weights: Tensor  # [B, L]
     source_ids: list[array]  # B arrays of token ids
     documents: Documents
     hidden_states: _Request

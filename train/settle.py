@@ -85,7 +85,6 @@ class Run:
                 samplings=checks.samplings("stage2.generate", generate.temperatures, **filters),
                 max_new_tokens=generate.max_new_tokens,
                 seed=config.seed,
-                mark_rejected=config.stage2.rejected_token_weight is not None,
             ),
         )
 

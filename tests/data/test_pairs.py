@@ -46,7 +46,7 @@ def test_a_forced_token_that_the_tokenizer_adds_is_not_doubled():
 
 
 def test_written_rows_are_read_as_they_are():
-    row = {"source_ids": [5, 6, 7], "input_ids": [299, 8, 9, 0], "loss_mask": [0, 1, 1, 1], "rejected": [0, 0, 1, 0]}
+    row = {"source_ids": [5, 6, 7], "input_ids": [299, 8, 9, 0], "loss_mask": [0, 1, 1, 1]}
     assert rendered(**row) == {"id": "a", **row}
 
 

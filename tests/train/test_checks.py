@@ -59,7 +59,6 @@ def test_a_target_over_several_gpus_is_for_one_process():
         ["--stage1.learning_rate", "0"],
         ["--stage2.warmup_steps", "-5"],
         ["--stage1.lr_scheduler_type", "constant"],  # in transformers without a warm-up
-        ["--stage2.rejected_token_weight", "0"],
         ["--stage1.weight_decay", "-1"],
         ["--speculator.inner_dim", "-3"],
         ["--speculator.n_predict", "0"],

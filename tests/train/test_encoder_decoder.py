@@ -95,7 +95,6 @@ _SETTINGS = {
     "stage2.max_steps": 4,
     "stage2.eval_steps": 4,
     "stage2.per_device_train_batch_size": 4,
-    "stage2.rejected_token_weight": 2,
     "stage2.generate.max_rows": 8,
     "stage2.generate.max_new_tokens": 8,
     "stage2.generate.num_speculative_tokens": 2,

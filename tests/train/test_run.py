@@ -473,7 +473,6 @@ def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     overrides = {
         "speculator.architecture": "lstm",
         "speculator.initialise": "target",
-        "stage2.rejected_token_weight": 2,
     }
     done = run(command(folder, **overrides))
     assert done.returncode == 0, done.stderr
@@ -482,8 +481,6 @@ def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
     _, history = state_of(folder, 20)
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     assert losses[-1] < 0.95 * losses[0]
-    marks = load_from_disk(str(folder / "generated" / "rows"))["rejected"]
-    assert any(map(any, marks)), "where drafts were refused is kept with the rows"
     assert (folder / "eval" / "report.json").exists()
     shutil.rmtree(folder / "speculator")  # as of a run that was cut off after its last step
     (folder / "eval" / "report.json").unlink()

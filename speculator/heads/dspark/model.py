@@ -364,14 +364,10 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         last = columns.new_zeros(len(labels)).scatter_reduce(0, blocks, columns, "amax")
         reach = max(0, int((last - first).max()))
         weights = loss.step_weights(self.n_predict).expand(labels.shape).flatten()[live]
-        # The weight of a label is that of its own token, one position after its predictor.
-        following = (rows[:, None] * length + (positions + 1).clamp_max(length - 1)).flatten()[live]
         ids, count = labels.flatten()[live], (labels != IGNORE).sum(0)
         live, ids, weights, count = (send(x, device) for x in (live, ids, weights, count))
         # The Markov head reads the token before the label, which is at the predictor's own position: x[a+k].
         before = batch.input_ids.flatten()[send(predictors, device)]
-        if batch.token_weights is not None:
-            weights = weights * batch.token_weights.flatten()[send(following, device)]
         features = features.flatten(0, 1)[live]
         terms = [(features, self.target_output.weight)]
         if self.markov_head is not None:

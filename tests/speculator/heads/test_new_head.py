@@ -63,8 +63,6 @@ class LinearHead(Speculator):
         for i, weight in enumerate(loss.step_weights(self.n_predict).to(labels.device)):
             hidden = batch.hidden[rows, anchors + 1 + i].flatten(0, 1)  # [K, D]
             weights = weight.expand(1, 1)
-            if batch.token_weights is not None:
-                weights = weights * batch.token_weights[rows, anchors + 2 + i].flatten()
             terms = [(features, self.linears[i].weight)]
             measured.append(loss([terms], labels[i : i + 1], hidden, weights, self.draft_tokens))
         losses, hits = (torch.cat(parts) for parts in zip(*((each.loss, each.hits) for each in measured), strict=True))
