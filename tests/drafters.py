@@ -36,7 +36,6 @@ DRAFT_TOKENS = [1, 4, 5, 9, 10, 14, 17, 19, 22, 26, 28, 31]
 SHAPES = {
     "chain": Chain(3),
     "greedy-chain": Chain(3, sampled=False),
-    "cautious-chain": Chain(3, min_confidence=0.3),
     "tree": Tree((4, 3, 2), nodes=8),
     "candidates": Candidates((3, 2, 1)),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
@@ -70,6 +69,4 @@ def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
     if source == "model":  # another random model than the target
         model = Target(tiny_model("qwen3").to(target.device, target.dtype), None)
         return DraftModelDrafter(model, target, SHAPES[shape])
-    if name == "block-cautious-chain":
-        return HeadDrafter(tiny_block_head(target), Chain(3, min_confidence=0.5))
     return HeadDrafter(HEADS[source](target).to(target.device, target.dtype), SHAPES[shape])

@@ -28,7 +28,7 @@ SAMPLINGS = {
 }
 NAMES = [
     "none",
-    *(f"head-{shape}" for shape in SHAPES if "cautious" not in shape),
+    *(f"head-{shape}" for shape in SHAPES),
     "model-chain",
     "model-tree",
     "lstm-chain",

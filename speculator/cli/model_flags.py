@@ -24,7 +24,7 @@ from speculator.terminal import loading
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model or --ngram"
-_CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
+_CHAIN = ("num_speculative_tokens", "draft_sampling")
 _TREE = ("branches", "nodes")
 
 
@@ -53,7 +53,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
     foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
-    least = arguments.min_confidence
     refuse(
         (arguments.speculator == "", "--speculator is empty: give the hub id or the folder of a trained head"),
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
@@ -66,7 +65,6 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         ),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
-        (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
     )
     if drafts:
         rules = _rules(arguments)
@@ -166,7 +164,7 @@ def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Candida
     """Return the shape of a head's or model's draft that the flags describe; by default a chain of `length` tokens."""
     if arguments.branches is None:
         length = length if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
-        return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
+        return Chain(length, arguments.draft_sampling != "greedy")
     if arguments.nodes is not None:
         return Tree(arguments.branches, arguments.nodes)
     return Candidates(arguments.branches)

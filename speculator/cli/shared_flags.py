@@ -72,7 +72,6 @@ def add_drafter_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--draft_sampling", choices=["sampled", "greedy"], help="sampled or greedy tokens of a chain (default: sampled)"
     )
-    parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
 
 
 def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head: str = "the head") -> None:

@@ -33,7 +33,6 @@ class PathOrDraft:
         self.length, self.inner = length, inner
         self.depth, self.nodes = max(length, inner.depth if inner else 0), max(length, inner.nodes if inner else 0)
         self.levels, self.offered, self.width = (inner.levels, inner.offered, inner.width) if inner else (0, 0, 1)
-        self.capturable = inner is None or inner.capturable
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         if self.inner is None:

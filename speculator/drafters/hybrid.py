@@ -35,7 +35,7 @@ class Hybrid:
 
     def __init__(self, inner: Shape, length: int):
         check_length(length)
-        self.inner, self.length, self.capturable = inner, length, inner.capturable
+        self.inner, self.length = inner, length
         self.depth, self.levels, self.nodes = inner.depth + length, inner.levels, inner.nodes + length
         self.width, self.offered = inner.width, inner.offered
         check_nodes(self.nodes)

@@ -44,7 +44,7 @@ FLAGS = [
             "--num_speculative_tokens 4": "4",
             "--branches x": "branches",
             "--branches 3,2 --nodes 99": "nodes",
-            "--min_confidence 1.5": "min_confidence",
+            "--min_confidence 0.5": "min_confidence is gone",
             "--rule multi_candidate": "multi_candidate",
         },
     ),

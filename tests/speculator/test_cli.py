@@ -101,7 +101,7 @@ def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_
     ("flags", "kind", "expected"),
     [
         (["--num_speculative_tokens", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
-        (["--min_confidence", "0.4", "--rule", "block"], Chain, {"depth": 3, "min_confidence": 0.4}),
+        (["--draft_sampling", "sampled", "--rule", "block"], Chain, {"depth": 3, "sampled": True}),
         (["--branches", "3,2", "--nodes", "5", "--rule", "match"], Tree, {"branches": (3, 2), "nodes": 5}),
         (["--branches", "2,2"], Candidates, {"nodes": 6}),
     ],

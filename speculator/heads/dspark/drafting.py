@@ -102,12 +102,6 @@ class DSparkSource(CachedSource):
         return self._after(level, tokens)
 
     @torch.no_grad()
-    def confidence(self, level: int, tokens: Tensor) -> Tensor | None:
-        if self.head.confidence_head is None:
-            return None
-        return self.head.confidence_logits(self._slots[:, level], tokens).sigmoid()
-
-    @torch.no_grad()
     def _after(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
         """Return the logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
         # Slots don't depend on drafted tokens, so all tokens of a level share one slot: [B, 1, D] and [B, 1, V_d].

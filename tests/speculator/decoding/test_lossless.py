@@ -39,7 +39,6 @@ NAMES = [
     ),
     "dflash2-chain",
     *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ("candidates", "fixed-tree")),
-    "block-cautious-chain",
     "dflash-greedy-chain",
     "ngram",
     *(f"hybrid-{drafter}" for drafter in ("head-chain", "attention-candidates", "block-chain")),
@@ -166,13 +165,10 @@ def test_every_warper_keeps_the_distribution(name, sampling):
 
 
 CHAINS = [
-    *(("block", name) for name in ("head-greedy-chain", "pruned-chain", "block-cautious-chain")),
-    *(("rejection", f"{name}-chain") for name in ("head-cautious", "attention", "pruned_block", "dflash")),
+    *(("block", name) for name in ("head-greedy-chain", "pruned-chain")),
+    *(("rejection", f"{name}-chain") for name in ("attention", "pruned_block", "dflash")),
     *(pytest.param("block", name, marks=pytest.mark.soak) for name in ("model-chain", "ngram", "block-chain")),
-    *(
-        pytest.param("rejection", f"{name}-chain", marks=pytest.mark.soak)
-        for name in ("head", "pruned", "block", "block-cautious")
-    ),
+    *(pytest.param("rejection", f"{name}-chain", marks=pytest.mark.soak) for name in ("head", "pruned", "block")),
 ]
 
 
@@ -382,7 +378,7 @@ def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(plainly_dr
     assert made.acceptance_length > 1
 
 
-CACHED = ["none", "head-tree", "head-cautious-chain", "model-tree", "attention-candidates", "mtp-chain"]
+CACHED = ["none", "head-tree", "model-tree", "attention-candidates", "mtp-chain"]
 CACHED += ["block-fixed-tree", "dflash2-chain", "ngram", "hybrid-block-chain", "adaptive-attention"]
 
 
@@ -430,10 +426,10 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [*((name, 1.0) for name in MAIN if "cautious" not in name), ("head-tree", 0.0), ("adaptive-attention", 0.0)],
+    [*((name, 1.0) for name in MAIN), ("head-tree", 0.0), ("adaptive-attention", 0.0)],
 )
 def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
-    """Steps of 8 more tokens add one copy each. A chain with `min_confidence` asks the device in between."""
+    """Steps of 8 more tokens add one copy each."""
     counts = Counter()
     for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
         original = getattr(torch.Tensor, method)

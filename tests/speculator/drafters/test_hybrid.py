@@ -96,7 +96,6 @@ def drafters(target: Target) -> dict[str, HybridDrafter]:
     inner = {
         "chain": HeadDrafter(head, Chain(2)),
         "tree": HeadDrafter(head, Tree((3, 2), 4)),
-        "cautious-chain": HeadDrafter(head, Chain(3, min_confidence=0.3)),
         "fixed-tree": HeadDrafter(attention, tree),
         "model": model,
     }
@@ -130,7 +129,7 @@ def test_a_hybrid_draft_accepts_what_either_source_would():
     [
         "chain",
         "fixed-tree",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("tree", "cautious-chain", "model")),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("tree", "model")),
     ],
 )
 def test_greedy_text_is_plain_decodings_and_a_row_is_what_it_is_alone(name):

@@ -256,7 +256,7 @@ WALKS = [
     *(
         pytest.param(rule, shape, ALL, 3, marks=pytest.mark.soak)
         for rule, shape in (
-            *(("rejection", Chain(2)), ("block", Chain(2)), ("block", Chain(2, min_confidence=0.8))),
+            *(("rejection", Chain(2)), ("block", Chain(2))),
             ("match", Chain(2)),
             ("multi_candidate", FixedTree([(0,), (1,), (0, 0)])),
         )
