@@ -13,7 +13,7 @@ from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
 from speculator.decoding.sampling import Sampling
 from speculator.device import has_accelerator
-from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridDrafter, NgramDrafter
+from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
 from speculator.drafters.measure import StepSeconds, measure
 from speculator.drafters.price import LONGEST_PATH
 from speculator.errors import UserError, refuse
@@ -36,7 +36,7 @@ class Decoder:
     """One way to decode.
 
     Attributes:
-        key: "none", "head", "head 2", "hybrid", "ngram", "draft_model", "adaptive" or a baseline's name.
+        key: "none", "head", "head 2", "ngram", "draft_model", "adaptive" or a baseline's name.
         run: decodes one batch and appends the result to a `Timed`; its arguments are the token ids of each prompt, the
             sampling, the most new tokens of a prompt, the `Timed`, and the tokens that end a completion ([]: none).
         drafter: drafter of the built-in engine; None for plain decoding and for transformers.
@@ -60,7 +60,6 @@ def decoders(
     batch_size: int,
     engines: Engines | None = None,
     rule: str | None = None,
-    hybrid: bool = False,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """Return the decoders to compare (plain decoding first), and {key: reason} of the baselines that can't run.
 
@@ -73,7 +72,6 @@ def decoders(
         batch_size: prompts decoded together; some baselines can't run above 1.
         engines: engines that other decoders share, to which new ones are added.
         rule: accept rule of every drafter that supports it (default: each drafter's own).
-        hybrid: also measure the hybrid draft of the head's first chain and n-gram lookup.
     """
     length = lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
@@ -82,8 +80,6 @@ def decoders(
             f"head {each}" if number else "head": HeadDrafter(head, each) for number, each in enumerate(lengths)
         }
     drafters["ngram"] = NgramDrafter(LONGEST_PATH)
-    if hybrid and head is not None:
-        drafters["hybrid"] = HybridDrafter(HeadDrafter(head, length), NgramDrafter(LONGEST_PATH))
     if draft_model is not None:
         drafters["draft_model"] = DraftModelDrafter(draft_model, target, length)
     engines = {} if engines is None else engines

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         DraftModelDrafter,
         FixedTree,
         HeadDrafter,
-        HybridDrafter,
         NgramDrafter,
         Tree,
     )
@@ -49,7 +48,6 @@ _MODULES = {
         "Drafter",
         "FixedTree",
         "HeadDrafter",
-        "HybridDrafter",
         "DraftModelDrafter",
         "NgramDrafter",
         "Tree",

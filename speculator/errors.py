@@ -23,6 +23,7 @@ class UserError(Exception):
 REMOVED = {
     "rejected_token_weight": "weighting tokens after rejected drafts made heads worse with every seed",
     "min_confidence": "ending drafts by their confidence gained less than 3%",
+    "hybrid": "one tree of a head's draft and a lookup path was slower than lookup alone",
     "early_exit": "drafting with the target's first layers was slower than plain decoding",
 }
 """Names of flags and settings that are gone, and why. docs/results.md has the figures."""

@@ -1,4 +1,4 @@
-"""Drafters by name: a source and a shape, such as `head-chain`, `hybrid-block-chain` or `adaptive-attention`."""
+"""Drafters by name: a source and a shape, such as `head-chain` or `adaptive-attention`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from conftest import (
     DFLASH,
     DFLASH2,
-    VOCAB,
-    ScriptedLookup,
     alternating_drafter,
     tiny_block_head,
     tiny_head,
@@ -23,7 +21,6 @@ from speculator import (
     DraftModelDrafter,
     FixedTree,
     HeadDrafter,
-    HybridDrafter,
     NgramDrafter,
     Target,
     Tree,
@@ -54,7 +51,7 @@ HEADS: dict[str, Callable[[Target], Speculator]] = {
 
 
 def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
-    """Make a drafter for a target, by default the tiny Llama. The lookup of a hybrid draft always finds two tokens."""
+    """Make a drafter for a target, by default the tiny Llama."""
     target = target or Target(tiny_model(), None)
     source, _, shape = name.partition("-")
     if source == "none":
@@ -63,9 +60,6 @@ def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
         return NgramDrafter()
     if source == "adaptive":
         return alternating_drafter(HEADS[shape](target).to(target.device, target.dtype))
-    if source == "hybrid":
-        lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
-        return HybridDrafter(make_drafter(shape, target), lookup)
     if source == "model":  # another random model than the target
         model = Target(tiny_model("qwen3").to(target.device, target.dtype), None)
         return DraftModelDrafter(model, target, SHAPES[shape])

@@ -37,7 +37,7 @@ NAMES = [
     "block-chain",
     "block-tree",
     "ngram",
-    "hybrid-attention-fixed-tree",
+    "attention-fixed-tree",
     "adaptive-attention",
 ]
 

@@ -12,7 +12,7 @@ from make_believe_gpu import gpu
 from replays import capturing
 from transformers import AutoModelForCausalLM
 
-from speculator import Engine, HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target
+from speculator import Engine, NgramDrafter, Sampling, Target
 from speculator.decoding import prefill
 from speculator.decoding.rows import Rows
 from speculator.drafters import Chain, FixedTree
@@ -131,12 +131,11 @@ def test_prompts_are_read_in_long_passes_while_no_row_decodes(gpu, monkeypatch):
     assert passes == [[3000, 1200], [512], [512], [176]]
 
 
-@pytest.mark.parametrize("kind", ["ngram", "hybrid", "adaptive"])
+@pytest.mark.parametrize("kind", ["ngram", "adaptive"])
 def test_new_tokens_are_indexed_after_the_launch_and_before_the_wait(kind, gpu, monkeypatch):
     target, events = long_target(), []
     drafter = {
         "ngram": NgramDrafter,
-        "hybrid": lambda: HybridDrafter(HeadDrafter(tiny_head().to("cuda", torch.bfloat16), 2), NgramDrafter(2)),
         "adaptive": lambda: adaptive(target),
     }[kind]()
     read = NgramDrafter.prepare

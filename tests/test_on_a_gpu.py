@@ -26,7 +26,7 @@ from train.losses import ChunkedLoss
 from train.trainer import Collator, SpeculatorTrainer
 
 __all__ = ["gpu"]
-SAMPLED = ("model-chain", "attention-tree", "block-tree", "hybrid-attention-fixed-tree")
+SAMPLED = ("model-chain", "attention-tree", "block-tree", "attention-fixed-tree")
 """Drafters whose sampled texts are compared; those of `OTHERS` run in `make soak`."""
 OTHERS = ("none", "head-chain", "ngram", "adaptive-attention")
 

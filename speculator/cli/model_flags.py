@@ -13,11 +13,9 @@ from speculator.drafters import (
     Drafter,
     DraftModelDrafter,
     HeadDrafter,
-    HybridDrafter,
     NgramDrafter,
     Tree,
 )
-from speculator.drafters.hybrid import Hybrid
 from speculator.errors import UserError, refuse
 from speculator.target.model import Target
 from speculator.terminal import loading
@@ -49,7 +47,7 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         show_drafts: the user gave `--show_drafts`, which needs a drafter.
         required: the command needs a drafter.
     """
-    drafts = _models(arguments) or arguments.ngram
+    drafts = arguments.speculator or arguments.draft_model or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
     foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
@@ -59,10 +57,7 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         (arguments.speculator_revision and not arguments.speculator, "--speculator_revision needs a --speculator"),
         (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
         (required and not drafts, f"no drafter: give {_WHO}"),
-        (
-            arguments.ngram and foreign and not _models(arguments),
-            f"--ngram copies a chain: it has no {foreign}",
-        ),
+        (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
     )
@@ -79,24 +74,13 @@ def coupled(arguments: argparse.Namespace) -> bool:
 
 def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the accept rules that fit the draft, the default first."""
-    if not _models(arguments):
-        return NgramDrafter(_copied(arguments)).rules
-    shape = _shape(arguments, _DEFAULT_LENGTH)
-    return Hybrid(shape, _copied(arguments)).rules if arguments.ngram else shape.rules
+    return _lookup(arguments).rules if arguments.ngram else _shape(arguments, _DEFAULT_LENGTH).rules
 
 
-def _copied(arguments: argparse.Namespace) -> int:
-    """Return the most tokens that n-gram lookup copies per draft.
-
-    `--num_speculative_tokens` sets it unless a model drafts too: then that flag is for the model.
-    """
-    given = None if _models(arguments) else arguments.num_speculative_tokens
-    return _DEFAULT_LENGTH if given is None else given
-
-
-def _models(arguments: argparse.Namespace) -> bool:
-    """Return whether a head or a draft model drafts, with or without n-gram lookup."""
-    return bool(arguments.speculator or arguments.draft_model)
+def _lookup(arguments: argparse.Namespace, memory: int = 0) -> NgramDrafter:
+    """Make the drafter of `--ngram`."""
+    given = arguments.num_speculative_tokens
+    return NgramDrafter(_DEFAULT_LENGTH if given is None else given, memory=memory)
 
 
 def drafter(
@@ -115,7 +99,7 @@ def drafter(
     """
     if arguments.branches and max(arguments.branches) > target.vocab_size:
         raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
-    if arguments.speculator and temperatures and not arguments.ngram and not shaped(arguments):
+    if arguments.speculator and temperatures and not shaped(arguments):
         return load_drafter(
             arguments.speculator,
             target,
@@ -124,19 +108,13 @@ def drafter(
             memory=memory,
             revision=arguments.speculator_revision,
         )
-    lookup = NgramDrafter(_copied(arguments), memory=memory) if arguments.ngram else None
-    model = _model_drafter(arguments, target)
-    return HybridDrafter(model, lookup) if model and lookup else model or lookup
-
-
-def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
-    """Make the drafter of `--speculator` or `--draft_model`; None without either."""
+    if arguments.ngram:
+        return _lookup(arguments, memory)
     if arguments.speculator:
         head = load_head(arguments.speculator, target, arguments.speculator_revision)
         return HeadDrafter(head, _shape(arguments, head.n_predict))
-    if (model := load_draft_model(arguments)) is not None:
-        return DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
-    return None
+    model = load_draft_model(arguments)
+    return model and DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
 
 
 def load_draft_model(arguments: argparse.Namespace) -> Target | None:

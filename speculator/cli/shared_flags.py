@@ -53,12 +53,12 @@ def add_drafter_flags(parser: OneLineParser) -> None:
         "--draft_model",
         help="hub id or folder of a small causal LM with the target's tokenizer; --trust_remote_code counts for it too",
     )
-    add_revision(parser)
-    parser.add_argument(
+    who.add_argument(
         "--ngram",
         action="store_true",
-        help="draft by n-gram lookup in the text so far, alone or together with another drafter",
+        help="draft by n-gram lookup in the text so far alone; a head that drafts adaptively uses lookup too",
     )
+    add_revision(parser)
     parser.add_argument("--rule", choices=RULES, help="accept rule (default: the first that fits the draft)")
     parser.add_argument(
         "--num_speculative_tokens",

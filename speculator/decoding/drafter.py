@@ -118,7 +118,7 @@ class Shape(Protocol):
         depth: the longest path of a draft.
         levels: depth that the logits source drafts; a lookup path may go deeper.
         nodes: the most tokens of a draft.
-        width: the most children of a token that the logits source drafts; a lookup path may add one.
+        width: the most children of a token that the logits source drafts.
         offered: the most tokens that the source may have to process, among which the `nodes` are chosen.
         rules: see `Drafter`.
     """

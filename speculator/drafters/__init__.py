@@ -4,7 +4,6 @@ from speculator.decoding.drafter import Drafter
 from speculator.drafters.draft_model import DraftModelDrafter
 from speculator.drafters.fixed_tree import Candidates, FixedTree
 from speculator.drafters.head import HeadDrafter
-from speculator.drafters.hybrid import HybridDrafter
 from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.shapes import Chain, Tree
 
@@ -15,7 +14,6 @@ __all__ = [
     "Drafter",
     "FixedTree",
     "HeadDrafter",
-    "HybridDrafter",
     "NgramDrafter",
     "Tree",
 ]

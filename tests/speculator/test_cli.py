@@ -46,7 +46,7 @@ def greedy(folder, ids: list[int], count: int) -> list[int]:
     return model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("drafting", [[], ["--draft_model"], ["--ngram", "--speculator"]])
+@pytest.mark.parametrize("drafting", [[], ["--draft_model"], ["--ngram"]])
 def test_rows_of_the_output_file_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["def main():", "import sys", "class A"]

@@ -41,7 +41,6 @@ NAMES = [
     *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ("candidates", "fixed-tree")),
     "dflash-greedy-chain",
     "ngram",
-    *(f"hybrid-{drafter}" for drafter in ("head-chain", "attention-candidates", "block-chain")),
     *(f"adaptive-{head}" for head in ("head", "attention", "block", "mtp")),
 ]
 
@@ -66,7 +65,6 @@ GREEDY = [
     "ngram",
     "pruned-chain",
     "pruned-tree",
-    "hybrid-head-chain",
     "adaptive-head",
     "adaptive-attention",
     "adaptive-block",
@@ -143,7 +141,7 @@ WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, 
 
 # A few: `plainly_drawn` compares the texts of every drafter with the plain ones, and these follow the enumerated
 # distribution under every warper. `make soak` has all.
-DRAWN = ["head-tree", "dflash2-chain", "hybrid-block-chain"]
+DRAWN = ["head-tree", "dflash2-chain", "adaptive-block"]
 SAMPLED = [
     pytest.param(number, name, marks=[pytest.mark.soak] * (name not in DRAWN), id=name)
     for number, name in enumerate(NAMES)
@@ -183,7 +181,7 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
         ("attention-chain", 3),
         *(
             pytest.param(name, batch, marks=pytest.mark.soak)
-            for name in ("head-chain", "head-tree", "attention-chain", "hybrid-head-chain")
+            for name in ("head-chain", "head-tree", "attention-chain")
             for batch in (1, 3)
             if (name, batch) != ("attention-chain", 3)
         ),
@@ -379,7 +377,7 @@ def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(plainly_dr
 
 
 CACHED = ["none", "head-tree", "model-tree", "attention-candidates", "mtp-chain"]
-CACHED += ["block-fixed-tree", "dflash2-chain", "ngram", "hybrid-block-chain", "adaptive-attention"]
+CACHED += ["block-fixed-tree", "dflash2-chain", "ngram", "adaptive-attention"]
 
 
 @pytest.mark.parametrize("name", others_in_soak(*CACHED))

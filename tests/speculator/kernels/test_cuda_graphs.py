@@ -49,7 +49,7 @@ class Comparison(Double):
 
 
 KINDS = ["none", "head-chain", "head-tree", "model-chain", "attention-tree", "block-chain", "ngram"]
-KINDS += ["hybrid-attention-fixed-tree", "adaptive-attention"]
+KINDS += ["attention-fixed-tree", "adaptive-attention"]
 """Drafters of every kind; the others run in `make soak`."""
 
 
@@ -140,7 +140,7 @@ def test_an_engine_keeps_its_graphs(monkeypatch):
         ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
     ]
-    for name in ("head-chain", "hybrid-attention-fixed-tree"):
+    for name in ("head-chain", "attention-fixed-tree"):
         alone = [
             generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=count).tokens
             for prompts, settings, count in turns
@@ -202,7 +202,7 @@ def test_requests_join_and_leave_captured_steps(monkeypatch):
     prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
     settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
     limits = [3, 30, 7, 12, 22, 5, 9, 16, 2, 11]
-    for name in ("none", "model-tree", "hybrid-attention-fixed-tree"):
+    for name in ("none", "model-tree", "attention-fixed-tree"):
         expected = [
             generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit).tokens[0]
             for prompt, own, limit in zip(prompts, settings, limits, strict=True)
@@ -427,7 +427,7 @@ def on_gpu(monkeypatch, request) -> Target:
 
 ON_THE_GPU = [
     *("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree", "attention-chain"),
-    *("attention-tree", "block-chain", "block-tree", "ngram", "hybrid-attention-fixed-tree", "adaptive-attention"),
+    *("attention-tree", "block-chain", "block-tree", "ngram", "attention-fixed-tree", "adaptive-attention"),
 ]
 
 
