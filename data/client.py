@@ -222,7 +222,7 @@ async def _fetch(
         if len(finished[batch]) == len(batches[batch]):
             nonlocal written_at
             made, seconds = finished.pop(batch), time.monotonic() - written_at
-            rows = [[each.columns(False) for each in made[row].rows] for row in batches[batch]]
+            rows = [[each.columns() for each in made[row].rows] for row in batches[batch]]
             models, skipped = sorted({server.model for server in servers}), sum(not each for each in rows)
             work.write(batch, rows, servers=dict(by_server.pop(batch)), models=models, skipped=skipped, seconds=seconds)
             written_at = time.monotonic()

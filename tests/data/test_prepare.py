@@ -152,7 +152,7 @@ def test_packed_loss_masks_stay_with_their_tokens(source, tmp_path):
     tokenizer = chat_tokenizer("llama3")
     rows = token_rows(RowRequest(mixture=mixture_of([str(file)]), split="train", tokenizer=tokenizer, length=64))
     learnt = [part for row in rows for part in parts_of(row)]
-    answers = [tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]) for _, ids, mask, _ in learnt]
+    answers = [tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]) for _, ids, mask in learnt]
     kept = [row["messages"][1]["content"] for row in documents(str(file), "train")]
     assert sorted(filter(None, answers)) == sorted(f"{content}<|eot_id|>" for content in kept)
     assert len(kept) > 80
