@@ -205,7 +205,6 @@ class CachedTarget(InProcessTarget):
         tokens: Tensor,  # [B, S]
         documents: Tensor,  # [B, S] all the same
         aux_layers: Sequence[int],
-        sources: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         if tuple(aux_layers) != self._wanted:
             self._wanted, self._kept = tuple(aux_layers), {}

@@ -91,14 +91,12 @@ class TokenDocument(TypedDict, total=False):
     Attributes:
         id: that of the document.
         input_ids, loss_mask: tokens, and for each whether it has loss.
-        source_ids: tokens that an encoder reads.
         chat: facts of a chat, in its first row.
     """
 
     id: Required[str]
     input_ids: Required[list[int]]
     loss_mask: Required[list[int]]
-    source_ids: list[int]
     chat: ChatFacts
 
 

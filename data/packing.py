@@ -1,4 +1,4 @@
-"""Pack documents into rows of at most one length, or give each a row of its own."""
+"""Pack documents into rows of at most one length."""
 
 from __future__ import annotations
 
@@ -96,17 +96,3 @@ def _fill(documents: Iterable[TokenDocument], length: int) -> Iterator[Columns]:
                 rows.remove(fullest)
                 yield fullest.finished()
     yield from (row.finished() for row in (*rows, text) if row.used)
-
-
-def one_per_row(documents: Iterable[TokenDocument], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
-    """Yield a row for each document of an encoder-decoder target, with its "source_ids", cut to `length` tokens.
-
-    It stops before the rows have more than `max_tokens` tokens in all.
-    """
-    emitted = 0
-    for document in documents:
-        row = {"input_ids": document["input_ids"][:length], "loss_mask": document["loss_mask"][:length]}
-        emitted += (size := len(row["input_ids"]))
-        if max_tokens is not None and emitted > max_tokens:
-            return
-        yield {**row, "document_ids": [0] * size, "source_ids": document["source_ids"]}

@@ -103,7 +103,7 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
     made.base_model_name_or_path = config.target.name_or_path
     made.base_model_adapter = config.target.adapter
     made.base_model_fingerprint = target.fingerprint
-    made.trained_length = 0 if target.encoder else length  # pairs may be much shorter
+    made.trained_length = length
     made.training_data = config.data.sources
     where = start_of(config)
     start = None if where is None else load_any(where)
@@ -129,7 +129,7 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
         copy_weights(head, start, options, where)
     elif made.starts_from_target(options.initialise == "target"):
         head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
-    return for_rows(head, target, rows) if target.encoder else bind(head, target)
+    return bind(head, target)
 
 
 def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -> Speculator:

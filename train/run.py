@@ -166,7 +166,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
         if config.stage2.max_steps:
             announce(config, _GENERATE)
             own_text = generate_own_text(run, target, best, inputs.own_prompts, inputs.length)
-            rows, held = held_out(run, own_text if target.encoder else packed(run, own_text, inputs.length))
+            rows, held = held_out(run, packed(run, own_text, inputs.length))
             if state.is_main_process:
                 log_sizes(run, "stage2", rows, config.data.seq_length)
             checks.batch(run, "stage2", len(rows))

@@ -7,8 +7,7 @@ missing weights random; here names, shapes and dtypes must match exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -230,19 +229,6 @@ def base_config(name: str | None) -> PreTrainedConfig | None:
         return read_config(name, local_files_only=True) if name else None
     except Exception:  # not a config that transformers can read
         return None
-
-
-def decoders_only(listed: Callable[[Any, str], list[Server]]) -> Callable[[Any, str], list[Server]]:
-    """Wrap `Layout.servers` of programs that draft for decoders only: none loads the head of an encoder-decoder."""
-
-    @wraps(listed)
-    def checked(config: Any, folder: str) -> list[Server]:
-        base, servers = base_config(config.base_model_name_or_path), listed(config, folder)
-        if base is None or not base.is_encoder_decoder:
-            return servers
-        return [replace(server, loads=False, how="has no drafts for encoder-decoder targets") for server in servers]
-
-    return checked
 
 
 def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:

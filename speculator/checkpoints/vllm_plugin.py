@@ -12,7 +12,7 @@ import transformers
 
 from speculator.checkpoints import commands
 from speculator.checkpoints.base_model import with_own_embedding
-from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, decoders_only
+from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
 from speculator.files import JsonObject
 from speculator.heads import LSTMSpeculator, MLPSpeculator
 from speculator.heads.base import Speculator, SpeculatorConfig
@@ -21,7 +21,6 @@ VERSION = "0.32.0"
 _ANY_LENGTH = 2**24  # a head has no positions, so the target's context decides
 
 
-@decoders_only
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """Return one entry, for vLLM with this project's plugin: how to install that and serve the head in `folder`."""
     options = {"method": "eagle", "model": folder, "num_speculative_tokens": config.n_predict}

@@ -144,9 +144,11 @@ def test_rows_with_a_token_that_the_target_lacks_are_refused(target):
             checks.rows(run, target, *pair)
 
 
-def test_encoder_decoder_targets_are_refused_where_they_are_not_known():
-    with pytest.raises(UserError, match="encoder-decoder"):
-        checks.check_is_decoder("t5", T5Config())
+@pytest.mark.parametrize("flags", [[], ["--plan", "H100"], ["--dry_run", "true"], ["--target.server", "http://a"]])
+def test_no_head_is_trained_for_encoder_decoder_targets(tmp_path, flags):
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path} is an encoder-decoder model, for which no head is trained"):
+        settle(parse(["--target.name_or_path", str(tmp_path), "--stage2.max_steps", "0", *flags]), processes=1)
 
 
 @pytest.mark.parametrize("plan", [[], ["--plan", "H100"]])

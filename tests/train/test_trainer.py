@@ -74,8 +74,8 @@ class Elsewhere(TrainingTarget):
         self._inner, self.name, self.config, self.tokenizer = inner, inner.name, inner.config, None
         self.fingerprint, self.context_length = inner.fingerprint, inner.context_length
 
-    def training_states(self, tokens, documents, aux_layers, sources=()):
-        return self._inner.training_states(tokens, documents, aux_layers, sources)
+    def training_states(self, tokens, documents, aux_layers):
+        return self._inner.training_states(tokens, documents, aux_layers)
 
     def logits(self, hidden):
         return self._inner.logits(hidden)
