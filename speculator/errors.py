@@ -24,6 +24,7 @@ REMOVED = {
     "rejected_token_weight": "weighting tokens after rejected drafts made heads worse with every seed",
     "min_confidence": "ending drafts by their confidence gained less than 3%",
     "hybrid": "one tree of a head's draft and a lookup path was slower than lookup alone",
+    "lstm": "an LSTM head accepted as much as an MLP head and cost more",
     "early_exit": "drafting with the target's first layers was slower than plain decoding",
 }
 """Names of flags and settings that are gone, and why. docs/results.md has the figures."""
@@ -31,7 +32,7 @@ REMOVED = {
 
 def removed(name: str) -> str | None:
     """Return the message for a flag or setting, such as "stage2.min_p", that is gone; None for any other."""
-    why = REMOVED.get(name.lstrip("-").rpartition(".")[2])
+    why = REMOVED.get(re.split(r"[-. ]", name)[-1])
     return why and f"{name} is gone: {why} (docs/results.md, measured and left out)"
 
 

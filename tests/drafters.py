@@ -39,7 +39,6 @@ SHAPES = {
 }
 HEADS: dict[str, Callable[[Target], Speculator]] = {
     "head": lambda target: tiny_head(),
-    "lstm": lambda target: tiny_head(architecture="lstm"),
     "attention": lambda target: tiny_head(architecture="eagle3"),
     "pruned": lambda target: tiny_head(draft_tokens=DRAFT_TOKENS),
     "block": tiny_block_head,

@@ -31,7 +31,6 @@ NAMES = [
     *(f"head-{shape}" for shape in SHAPES),
     "model-chain",
     "model-tree",
-    "lstm-chain",
     "pruned-tree",
     "attention-tree",
     "block-chain",

@@ -52,10 +52,10 @@ class HeadOptions:
     """The draft head's architecture and shape."""
 
     architecture: str = "mlp"
-    """mlp (arXiv 2404.19124), lstm (Arctic's), eagle3 (attention over the target's layers), dspark (blocks) or mtp (the
+    """mlp (arXiv 2404.19124), eagle3 (attention over the target's layers), dspark (blocks) or mtp (the
     layer that the target ships)."""
     n_predict: PositiveInt = 4
-    """Draft positions that training unrolls. mlp and lstm can draft no deeper."""
+    """Draft positions that training unrolls. mlp can draft no deeper."""
     inner_dim: NonNegativeInt = 0
     """Inner size of the head; 0 takes the target's."""
     draft_vocab_size: NonNegativeInt = 0

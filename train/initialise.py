@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from speculator.checkpoints import config_of, head_folder, load_any
 from speculator.checkpoints.loading import bind
 from speculator.checkpoints.native import declared_fields
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError, refuse, removed
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
 from speculator.target.base import TrainingTarget
 from speculator.target.sharding import whole
@@ -140,6 +140,8 @@ def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -
 
 def head_class(options: HeadOptions) -> type[Speculator]:
     """Return the class of the configured architecture; raise a UserError for an unknown one."""
+    if gone := removed(f"speculator.architecture {options.architecture}"):
+        raise UserError(gone)
     if options.architecture not in ARCHITECTURES:
         raise UserError(
             f"speculator.architecture: unknown architecture {options.architecture}"

@@ -88,7 +88,6 @@ class Layout:
         defaults: values of required fields that config.json may leave out.
         expandable: its loaders accept tied tensors under every position's name.
         translate: renames the fields of config.json to this library's, given its path; may raise a UserError.
-        bare: its loaders find only tensor names without the prefix "speculator.".
         also: further names of the architecture.
         mark: field of config.json that tells this layout from others of the same architecture name.
         shape: required fields and their types.
@@ -110,7 +109,6 @@ class Layout:
     defaults: JsonObject = field(default_factory=dict)
     expandable: bool = False
     translate: Callable[[ForeignConfig, Path], JsonObject] = lambda read, file: read
-    bare: bool = False
     also: tuple[str, ...] = ()
     mark: str | None = None
     shape: dict[str, type] = field(default_factory=lambda: SHAPE)
@@ -256,7 +254,6 @@ def _read_weights(folder: Path, head: Speculator, layout: Layout) -> dict[str, T
     """Return the tensors in a folder by the head's names; raise a UserError unless they fit the head."""
     tensors = files.read_tensors(folder)
     if tensors and all(name.startswith(PREFIX) for name in tensors):
-        refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, which this layout's loaders don't find"))
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     tensors = layout.unpack(folder, head, tensors)
     _check_tensors(folder, head, tensors)

@@ -98,7 +98,7 @@ class AuxLayers:
     def check(self, wanted: Sequence[int], name: str) -> None:
         """Raise a UserError if hooks can't read this target's layers, or if it lacks one of the auxiliary layers."""
         why = f"{name}: its layers' inputs are not the hidden states that transformers reports"
-        use = "use a head that reads the last hidden state, such as mlp or lstm"
+        use = "use a head that reads the last hidden state, such as mlp"
         refuse((bool(wanted) and not self.layers, f"{why}; {use}"))
         check_layers(wanted, len(self.layers), name)
 

@@ -33,7 +33,7 @@ def traffic(target_folder, tmp_path_factory):
     """Folder of a head and of the answers that it drafted."""
     folder = tmp_path_factory.mktemp("traffic")
     target = Target.load(str(target_folder))
-    head = tiny_head(n_predict=2, architecture="lstm", vocab_size=target.vocab_size)
+    head = tiny_head(n_predict=2, vocab_size=target.vocab_size)
     head.save_pretrained(folder / "head")
     engine = Engine(target, HeadDrafter(head), slots=8)
     requests = [engine.submit([5 + n, 6, 7], Sampling(1.0, seed=n), max_new_tokens=40) for n in range(60)]
@@ -149,7 +149,7 @@ def start_of(kind: str, target: Target, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["mlp native", "mlp ibm", "lstm arctic", "eagle3 native", "eagle3 eagle3", "eagle3 speculators", "dspark dspark"],
+    ["mlp native", "mlp ibm", "mlp arctic", "eagle3 native", "eagle3 eagle3", "eagle3 speculators", "dspark dspark"],
 )
 def test_the_settings_of_a_start_need_no_values_of_its_weights(target_folder, tmp_path, kind):
     flags = start_of(kind, Target.load(str(target_folder)), tmp_path / "head")

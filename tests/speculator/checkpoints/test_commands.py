@@ -214,7 +214,7 @@ def words_of(how: str) -> list[str]:
 def test_a_shell_reads_the_printed_commands_as_they_are_meant(target):
     """Folders and targets with a space, a quote and a dollar."""
     folder, base = 'my "out" $1', "it's/a base"
-    heads = [*(tiny_head(architecture=name) for name in ("mlp", "lstm", "eagle3"))]
+    heads = [*(tiny_head(architecture=name) for name in ("mlp", "eagle3"))]
     heads += [tiny_block_head(target, aux_layers=[1])]
     heads += [tiny_block_head(target, aux_layers=[1], markov_rank=0, sample_from_anchor=False, confidence_head=False)]
     seen = set()

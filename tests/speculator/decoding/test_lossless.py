@@ -53,8 +53,6 @@ GREEDY = [
     "head-chain",
     "head-tree",
     "head-candidates",
-    "lstm-chain",
-    "lstm-tree",
     "attention-tree",
     "block-chain",
     "block-tree",
