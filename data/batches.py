@@ -142,8 +142,7 @@ class Batches:
         finished, stored = self.finished, stored_record(folder)
         if stored is not None:
             for name, value in record.items():
-                # Rows that are finished are only read, in whatever order they have their samplings.
-                if stored.get(name) != value and not (finished and name == "order_of_samplings"):
+                if stored.get(name) != value:
                     raise UserError(
                         f"{folder} was made with {name} {json.dumps(stored.get(name))}, not {json.dumps(value)}: "
                         "choose another folder, or remove that one"

@@ -234,7 +234,6 @@ def record_of(writing: Writing, chats: Sequence[Conversation]) -> JsonObject:
     prompts = [[[*source_of(chat.ids), *chat.ids], list(chat.later)] for chat in chats]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
-        **({"order_of_samplings": "shuffled"} if len(settings) > 1 else {}),  # rows took turns once
         "seed": writing.seed,
         "max_new_tokens": writing.max_new_tokens,
         "rows": len(chats),

@@ -22,7 +22,6 @@ from filelock import FileLock
 
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_text, write_text
-from speculator.heads import ARCHITECTURES
 from speculator.report import RunRecord
 from speculator.terminal import log
 from train.config import ROOT, RunConfig
@@ -63,16 +62,12 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     if not (has_text(folder) or any((folder / name).exists() for name in ("stage2", "speculator"))):
         free.append("stage2")
     before |= {name: now[name] for name in free}
-    # Older versions had fewer options.
-    options = ARCHITECTURES[now["speculator"]["architecture"]].config_class
-    for name in now["speculator"]["options"]:
-        before["speculator"]["options"].setdefault(name, getattr(options, name, None))
     for stage in ("stage1", "stage2"):
         # 4 steps on 2 processes are the rows of 8 steps on 1: the product counts. A stage of epochs compares its steps
         # with those of its checkpoint itself: the record may have the processes of a start that it refused.
         steps = now[stage][_ACCUMULATION]
         done = any((where / "speculator").exists() for where in (folder / stage, folder))
-        same_rows = before[stage].get(_ACCUMULATION, 0) * found["processes"] == steps * processes
+        same_rows = before[stage][_ACCUMULATION] * found["processes"] == steps * processes
         if same_rows or (now[stage]["epochs"] and not done):
             before[stage][_ACCUMULATION] = steps
     difference = _first_difference(before, now)
@@ -145,7 +140,7 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
     now: RunRecord = {"settings": _settings(config), "processes": processes}
     if record.exists():
         begun = _read(record)
-        before = begun.get("fingerprints") or {}
+        before = begun["fingerprints"]
         changed = [name for name, value in (fingerprints or {}).items() if before.get(name, value) != value]
         if changed:
             raise UserError(

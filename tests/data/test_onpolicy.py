@@ -60,14 +60,6 @@ def test_rows_share_several_distributions(target, tmp_path):
     assert [expected["temperature"] for expected in manifest["sampling"]] == [0.0, 1.0]
     with pytest.raises(UserError, match="sampling"):
         made(target, tmp_path / "out", samplings=(Sampling(1.0),), seed=5, batch_size=4)
-    del manifest["order_of_samplings"]  # as of a version whose rows took the distributions in turn
-    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
-    again = made(target, tmp_path / "out", samplings=both.samplings, seed=5, batch_size=4)
-    assert list(again) == list(rows), "finished rows are only read"
-    (tmp_path / "begun" / "batches").mkdir(parents=True)
-    (tmp_path / "begun" / "batches" / "record.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="order_of_samplings"):
-        made(target, tmp_path / "begun", samplings=both.samplings, seed=5, batch_size=4)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 20])

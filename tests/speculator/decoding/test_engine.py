@@ -346,7 +346,6 @@ DRAFTERS = [
     "ngram",
     "attention-chain",
     "block-chain",
-    "adaptive-head",
 ]
 
 
@@ -642,7 +641,7 @@ def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkey
     assert engine.cache.capacity < 2 * target.context_length
 
 
-@pytest.mark.parametrize("name", ["none", "head-tree", "adaptive-head"])
+@pytest.mark.parametrize("name", ["none", "head-tree"])
 def test_token_logprobs_are_the_targets_own(name):
     """Every new token has one, also in a cut step; a batch-mate that asks for none gets none."""
     target = double_target()

@@ -90,7 +90,9 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
 def test_a_drafter_that_cannot_be_captured_is_measured_next_to_captured_plain_steps(target, monkeypatch):
     capturing(monkeypatch, Double)
     costs = StepSeconds()
-    measure(target, HeadDrafter(tiny_head(), Chain(3, min_confidence=0.1)), [[1, 2, 3]], Sampling(), 1, costs)
+    drafter = HeadDrafter(tiny_head())
+    drafter.capturable = False
+    measure(target, drafter, [[1, 2, 3]], Sampling(), 1, costs)
     assert Double.made
     assert len(costs.plain) == len(costs.draft) > 0
 

@@ -100,7 +100,6 @@ def test_greedy_text_is_what_transformers_generates(family, count):
 
 
 DRAFTERS = ["model-chain", "head-tree", "attention-candidates", "block-tree", "adaptive-head"]
-DRAFTERS += ["exit-chain"]
 
 
 @pytest.mark.parametrize("family", FEW)
