@@ -7,9 +7,6 @@ PACKAGES = ("speculator", "data", "eval", "train")
 CIRCLES = {
     "data.documents data.rows",
     "speculator.decoding.drafter speculator.decoding.memory",
-    "speculator.heads.dspark.drafting speculator.heads.dspark.model",
-    "speculator.heads.eagle3.drafting speculator.heads.eagle3.model",
-    "speculator.heads.mtp.drafting speculator.heads.mtp.model",
     "speculator.target.attention.attention speculator.target.attention.write speculator.target.cache.cross_memory "
     "speculator.target.cache.kv_cache speculator.target.encoder.encoder",
     "speculator.target.in_process speculator.target.model speculator.target.probe",
