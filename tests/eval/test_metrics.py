@@ -336,7 +336,9 @@ def test_a_bootstrap_draws_both_figures_of_a_prompt_together():
 def test_costs_are_measured_on_full_batches(monkeypatch):
     """12 prompts make a batch of 8, which is measured, and one of 4, which is not."""
     rows = []
-    monkeypatch.setattr("eval.decoders.measure", lambda target, drafter, prompts, *_: rows.append(len(prompts)))
+    monkeypatch.setattr(
+        "eval.decoders.paired_steps", lambda target, drafter, prompts, *_: rows.append(len(prompts)) or []
+    )
     target = Target(tiny_model(), tokenizer=None)
     suite = Suite("s", [[i, i + 1, i + 2] for i in range(1, 13)])
     table = decoders(target, tiny_head(), [2], None, (), 8, {})[0]

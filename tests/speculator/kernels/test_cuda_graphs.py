@@ -23,7 +23,7 @@ from speculator import (
     Target,
     generate,
 )
-from speculator.drafters.measure import StepSeconds, measure
+from speculator.drafters.measure import paired_steps
 from speculator.kernels import cuda_graphs as graphs
 from speculator.kernels.host_sync import HostSyncs
 from speculator.target.cache import kv_cache as cache_module
@@ -358,7 +358,7 @@ def test_an_engine_frees_its_cache_when_deleted(target, monkeypatch):
 
 
 def test_measured_costs_exclude_captures(target, monkeypatch):
-    """Slow captures change neither c nor v, and some blocks remain."""
+    """Slow captures change no cost."""
     capturing(monkeypatch, Double)
     quick = graphs.capture
 
@@ -367,10 +367,10 @@ def test_measured_costs_exclude_captures(target, monkeypatch):
         return quick(work, pool, *given)
 
     monkeypatch.setattr(graphs, "capture", slow)
-    costs = StepSeconds()
-    measure(target, HeadDrafter(tiny_head()), PROMPTS[:2], Sampling(), 2, costs)
-    assert len(costs.plain) >= 2
-    assert max(costs.plain + costs.draft + costs.verify) < 0.2
+    pairs = paired_steps(target, HeadDrafter(tiny_head()), PROMPTS[:2], Sampling(), 8)
+    assert Double.made
+    assert len(pairs) == 8
+    assert max(max(pair) for pair in pairs) < 0.2
 
 
 def test_a_run_with_a_capture_is_timed_again(target, monkeypatch):
