@@ -86,7 +86,8 @@ def _conditions(row: ReportRow, names: Sequence[str]) -> dict[str, object]:
 
     `names` are keys of a row.
     """
-    return {f"{name} of {row['name']}": row[name] for name in names}
+    values: Mapping[str, object] = row
+    return {f"{name} of {row['name']}": values[name] for name in names}
 
 
 def pairs(a: list[ReportRow], b: list[ReportRow]) -> Iterator[tuple[ReportRow, ReportRow]]:

@@ -113,8 +113,9 @@ def drafter(
     if arguments.speculator:
         head = load_head(arguments.speculator, target, arguments.speculator_revision)
         return HeadDrafter(head, _shape(arguments, head.n_predict))
-    model = load_draft_model(arguments)
-    return model and DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
+    if (model := load_draft_model(arguments)) is not None:
+        return DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
+    return None
 
 
 def load_draft_model(arguments: argparse.Namespace) -> Target | None:

@@ -293,7 +293,7 @@ class MLPSpeculator(UnrolledHead):
                 module.weight.copy_(rescaled(embedding))
         for i in range(self.n_predict):
             self.output(i).weight.copy_(rescaled(self.draft_rows(output)))
-        for matrix in (self.proj[0], *(module.proj for module in self.target_embeddings())):
+        for matrix in (self.projection(0), *(module.proj for module in self.target_embeddings())):
             matrix.weight.mul_(_NOISE).add_(torch.eye(inner))
 
 
