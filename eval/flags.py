@@ -86,7 +86,6 @@ def run(parser: OneLineParser) -> None:
         help="small causal LM with the target's tokenizer, measured as another drafter; --trust_remote_code "
         "counts for it too",
     )
-    parser.add_argument("--hybrid", action="store_true", help="also measure the hybrid draft of head and n-gram lookup")
     parser.add_argument(
         "--baseline",
         action="append",

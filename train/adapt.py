@@ -200,7 +200,7 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}{hint}")
     newest, read, since = "", 0, time.time()
     if last is not None:
-        newest, read, since = last["newest"], last.get("newest_tokens", 0), last["finished"]
+        newest, read, since = last["newest"], last["newest_tokens"], last["finished"]
     different, few = set[bytes](), False
     said, again = 0, 0.0
     while True:

@@ -187,7 +187,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             with _fitting("stage2.generate.batch_size", config):
                 own_text = generate_own_text(run, target, best, inputs.own_prompts, inputs.length)
             warn_of_cut_answers(folder / "generated", "stage2.generate.max_new_tokens")
-            rows, held = held_out(run, own_text if target.encoder else packed(run, own_text, inputs.length))
+            rows, held = held_out(run, packed(run, own_text, inputs.length))
             if state.is_main_process:
                 log_sizes(run, "stage2", rows, config.data.seq_length)
             checks.batch(run, "stage2", len(rows))

@@ -89,7 +89,7 @@ def train_stage(
     # `eval_steps`, `save_steps`. A new field with such a name needs no other line.
     ours = {
         *("epochs", "base_batch_size", "base_width", "optimizer"),
-        *("save_total_limit", "patience", "rejected_token_weight", "keep_states"),
+        *("save_total_limit", "patience", "keep_states"),
     }
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
@@ -139,7 +139,6 @@ def train_stage(
         ),
         data_collator=Collator(
             head.config,
-            settings.rejected_token_weight,
             documents=remote or kept is not None,
             multiple=1 if target.device.type == "cpu" else _FEW_LENGTHS,
             longest=max(longest(train_rows), longest(validation_rows)),

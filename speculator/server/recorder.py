@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from speculator.decoding.request import Request, rejection_marks
+from speculator.decoding.request import Request
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_json, write_bytes, write_text
 from speculator.target.encoder.encoder import source_of
@@ -31,9 +31,9 @@ class Recorder:
         FOLDER/manifest.json          the target
         FOLDER/rows/NUMBER.jsonl.gz   shards, the newest with the highest number: 256 rows, or a minute's
 
-    A row has the columns of `speculator data generate`: "input_ids" (prompt and completion), "loss_mask" (1 on the
-    completion) and "rejected" (1 on tokens that replaced a rejected draft token); with an encoder, "source_ids" are the
-    prompt. Nothing else is kept. A shard appears with its last row, so a kill loses only the rows since the last shard.
+    A row has the columns of `speculator data generate`: "input_ids" (prompt and completion) and "loss_mask" (1 on the
+    completion); with an encoder, "source_ids" are the prompt. Nothing else is kept. A shard appears with its last row,
+    so a kill loses only the rows since the last shard.
 
     Args:
         folder: created if it does not exist. Only one server at a time records to it.
@@ -116,13 +116,11 @@ class Recorder:
 
 
 def _row(request: Request) -> dict[str, Sequence[int]]:
-    # The engine's thread may have been appending a step when the request was cancelled: the marks say how many tokens
-    # are complete.
-    marks = rejection_marks(request.steps)
-    prompt, new = len(request.prompt), request.tokens[: len(marks)]
+    # The engine may have been appending a step when the request was cancelled: the prefill's token and those of
+    # the steps are complete.
+    prompt, new = len(request.prompt), request.tokens[: 1 + sum(step.emitted for step in request.steps)]
     return {
         "input_ids": [*request.prompt, *new],
         "loss_mask": [0] * prompt + [1] * len(new),
-        "rejected": [0] * prompt + marks,
         **({"source_ids": source} if (source := source_of(request.prompt)) else {}),
     }

@@ -47,12 +47,12 @@ def greedy(folder, ids: list[int], count: int) -> list[int]:
     return model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("drafting", [[], ["--draft_model"], ["--early_exit"], ["--ngram", "--speculator"]])
+@pytest.mark.parametrize("drafting", [[], ["--draft_model"], ["--ngram"]])
 def test_rows_of_the_output_file_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["def main():", "import sys", "class A"]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(target_folder)], "--early_exit": ["1"]}
+    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(target_folder)]}
     drafting = [part for flag in drafting for part in (flag, *folders.get(flag, []))]
     flags = ["--prompts", str(prompts), "--output", str(output), "--max_new_tokens", "20", "--batch_size", "2"]
     assert main(["generate", "--target", str(target_folder), *drafting, *flags]) == 0
@@ -102,7 +102,7 @@ def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_
     ("flags", "kind", "expected"),
     [
         (["--num_speculative_tokens", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
-        (["--min_confidence", "0.4", "--rule", "block"], Chain, {"depth": 3, "min_confidence": 0.4}),
+        (["--draft_sampling", "sampled", "--rule", "block"], Chain, {"depth": 3, "sampled": True}),
         (["--branches", "3,2", "--nodes", "5", "--rule", "match"], Tree, {"branches": (3, 2), "nodes": 5}),
         (["--branches", "2,2"], Candidates, {"nodes": 6}),
     ],

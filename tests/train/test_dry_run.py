@@ -131,7 +131,7 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
     Qwen3Config().save_pretrained(tmp_path)
     given = parse(["--config", str(ROOT / "configs" / "qwen3-8b.yaml"), "--dry_run"])
     speculator, target = (
-        replace(given.speculator, architecture="lstm"),
+        replace(given.speculator, architecture="mlp"),
         replace(given.target, name_or_path=str(tmp_path)),
     )
     # The rate is for the run's target, not for the narrow one that stands in.
