@@ -454,13 +454,13 @@ _BESIDE_TOKENS = ("labels", "attention_mask", "position_ids", "special_tokens_ma
 _CHAT = ("completion", "tools", "system", *_MARKS)
 _ALPACA = ("instruction", "input", "output", "history")
 FORMATS = [
-    Format('"input_ids"', (*_TOKENS, *_MASKS, *_BESIDE_TOKENS, *_WEIGHTS), _has("input_ids"), _tokens),
-    Format('"messages"', ("messages", *_CHAT), _has("messages"), _messages),
-    Format('"conversations"', ("conversations", *_CHAT), _has("conversations"), _messages),
-    Format('"completion" as messages', ("prompt", "history", *_CHAT), _is_chat_pair, _from_chat_pair),
-    Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, _from_alpaca),
-    Format('"prompt" and "completion"', ("prompt", "history", *_CHAT), _has("prompt", "completion"), _from_pair),
-    Format('"text"', ("text", *_WEIGHTS), _has("text"), _from_text),
+    Format('"input_ids"', (*_TOKENS, *_MASKS, *_BESIDE_TOKENS, *_WEIGHTS), _has("input_ids"), read=_tokens),
+    Format('"messages"', ("messages", *_CHAT), _has("messages"), read=_messages),
+    Format('"conversations"', ("conversations", *_CHAT), _has("conversations"), read=_messages),
+    Format('"completion" as messages', ("prompt", "history", *_CHAT), _is_chat_pair, read=_from_chat_pair),
+    Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, read=_from_alpaca),
+    Format('"prompt" and "completion"', ("prompt", "history", *_CHAT), _has("prompt", "completion"), read=_from_pair),
+    Format('"text"', ("text", *_WEIGHTS), _has("text"), read=_from_text),
 ]
 """The formats, in the order in which they are tried."""
 KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))

@@ -54,4 +54,3 @@ def svg() -> str:
             "</svg>\n",
         ]
     )
-

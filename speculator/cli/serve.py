@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> None:
     recorder = None
     if arguments.record:
         recorder = Recorder(arguments.record, target, arguments.record_share, 1e9 * arguments.record_max)
-    worker = Worker(partial(Engine, target, slots=slots, rule=arguments.rule), make_drafter(arguments))
+    worker = Worker(
+        partial(Engine, target, slots=slots, rule=arguments.rule), make_drafter(arguments), arguments.speculator
+    )
     with _port_errors(arguments.host, arguments.port):  # another server may have begun to listen meanwhile
         listening.listen()  # no client and no probe waits for the models
     load = partial(_load, arguments, target, make_drafter) if arguments.allow_load else None
@@ -75,7 +77,6 @@ def run(arguments: argparse.Namespace) -> None:
         api_key=key,
         max_queue=arguments.queue,
         recorder=recorder,
-        head=arguments.speculator,
         load_drafter=load,
         allowed_origins=arguments.allowed_origins,
         hosts=(host, "127.0.0.1", "::1", "localhost") if loopback and not key else (),

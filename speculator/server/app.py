@@ -54,7 +54,6 @@ def create_app(
     api_key: str = "",
     max_queue: int = 256,
     recorder: Recorder | None = None,
-    head: str | None = None,
     load_drafter: Callable[[str], Drafter] | None = None,
     allowed_origins: Sequence[str] = (),
     hosts: Collection[str] = (),
@@ -68,12 +67,11 @@ def create_app(
         api_key: key that requests under /v1 must send; empty: none.
         max_queue: requests that may wait for a slot; further ones are answered with 429.
         recorder: records the answers of clients that do not opt out, and is closed at the end; None: no records.
-        head: folder or name of the worker's head, for /v1/models; None: no head.
         load_drafter: creates a drafter from the folder of a head, for /v1/speculator/load; None: no such route.
         allowed_origins: web pages from these origins may read answers; "*": from any.
         hosts: names, one of which the Host header must have; empty: it may have any.
     """
-    routes = _Routes(target, worker, name or target.name, max_queue, recorder, head)
+    routes = _Routes(target, worker, name or target.name, max_queue, recorder)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -147,10 +145,9 @@ class _Routes:
         name: str,
         max_queue: int,
         recorder: Recorder | None,
-        head: str | None,
     ):
         self.target, self.worker, self.name, self.max_queue = target, worker, name, max_queue
-        self.recorder, self.head = recorder, head
+        self.recorder = recorder
         # A target that states no context has one of 2^31 tokens.
         self.max_body = min(max(1 << 20, 16 * target.context_length), _LARGEST_BODY)
         self.num_reserved = 0  # answers to requests that are being read
@@ -182,7 +179,7 @@ class _Routes:
         """Answer `POST /v1/speculator/load` once the head drafts."""
         request = await self._parsed(LoadRequest, http)
         await self.worker.replace_drafter(partial(load_drafter, request.path))
-        self.head = request.path
+        self.worker.head = request.path
         return {"path": request.path}
 
     async def models(self) -> Response:
@@ -221,7 +218,7 @@ class _Routes:
             "created": self._created,
             "owned_by": "speculator",
             "max_model_len": self.target.context_length,
-            "speculator": self.head,
+            "speculator": self.worker.head,
         }
 
     def _check_model(self, name: str | None) -> None:

@@ -95,8 +95,10 @@ class Worker:
         head_loads: number of times that the drafter was replaced.
     """
 
-    def __init__(self, make_engine: Callable[[Drafter | None], Engine], drafter: Drafter | None = None):
-        self._make_engine, self._drafter = make_engine, drafter
+    def __init__(
+        self, make_engine: Callable[[Drafter | None], Engine], drafter: Drafter | None = None, head: str | None = None
+    ):
+        self._make_engine, self._drafter, self.head = make_engine, drafter, head
         self.engine = make_engine(drafter)
         self._submitted: list[Job] = []
         self._loads: list[tuple[Callable[[], Drafter], Future[None]]] = []

@@ -72,7 +72,8 @@ def inputs(tmp_path_factory, text_file) -> dict[str, Path]:
     shutil.copyfile(text_file, paths["TEXT"])
     paths["PLAIN"] = ROOT / "tests" / "plain.yaml"
     paths["REPORT"] = root / "report.json"
-    shutil.copyfile(ROOT / "docs" / "lab" / "smollm2" / "spec_bench-t0" / "report.json", paths["REPORT"])
+    report = json.loads((ROOT / "docs" / "lab" / "qwen2.5_coder" / "humaneval-t0" / "report.json").read_text())
+    paths["REPORT"].write_text(json.dumps({**report, "versions": {}}))  # which the kept report lacks
     return paths
 
 

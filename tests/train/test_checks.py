@@ -111,13 +111,13 @@ def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target,
 
 @pytest.mark.parametrize("flags", [["--shard_optimizer", "true"], ["--stage1.optimizer", "muon"]])
 def test_a_head_whose_moments_fit_is_not_refused(target, flags, monkeypatch):
-    flags = [*flags, "--speculator.inner_dim", "256", *OTHERWISE]
-    run = settled(parse(flags), target, Place(8))
+    adamw = ["--stage1.optimizer", "adamw", "--speculator.inner_dim", "256", *OTHERWISE]
+    run = settled(parse([*adamw, *flags]), target, Place(8))
     whole = 16 * parameters(run)
     monkeypatch.setattr(checks.os, "sysconf", {"SC_PHYS_PAGES": whole - 1, "SC_PAGE_SIZE": 1}.get)
     checks._fits_memory(run, target)
     with pytest.raises(UserError, match="to train"):
-        checks._fits_memory(settled(parse(flags[2:]), target, Place(8)), target)
+        checks._fits_memory(settled(parse(adamw), target, Place(8)), target)
 
 
 def test_a_target_without_the_layer_to_start_from_is_refused_before_its_text_is_read(target, tmp_path):

@@ -455,7 +455,7 @@ def test_too_many_prompts_are_refused_before_they_are_tokenized(client, monkeypa
 
 def test_a_body_has_a_largest_size_without_a_context(chat_target, monkeypatch):
     monkeypatch.setattr(chat_target, "context_length", 1 << 31)
-    assert app._Routes(chat_target, Worker(lambda drafter: None), "tiny", 1, None, None).max_body == 16 << 20
+    assert app._Routes(chat_target, Worker(lambda drafter: None), "tiny", 1, None).max_body == 16 << 20
 
 
 def test_the_answer_to_an_encoders_source_is_a_text_of_its_own(monkeypatch):

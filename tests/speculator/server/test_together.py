@@ -180,8 +180,7 @@ def test_a_request_that_the_engine_ends_alone_is_an_error_alone(chat_target):
         def append_tokens(self, batch, report):
             for request in batch.requests:
                 if request.prompt[0] == 17:
-                    request.finish_reason = "not finite"
-                    request.on_step([], 0)
+                    request.fail("not_finite", "its logits are not finite")
             super().append_tokens(batch, report)
 
     body = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
