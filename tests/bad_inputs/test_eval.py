@@ -57,6 +57,7 @@ _ROW: dict[str, Any] = {
     "name": "s",
     "digest": "d",
     "prompts": 1,
+    "turns": 1,
     "max_new_tokens": 1,
     "temperature": 0.0,
     "batch_size": 1,
