@@ -55,10 +55,7 @@ SUITES = [
 
 _ROW: dict[str, Any] = {
     "name": "s",
-    "digest": "d",
-    "prompts": 1,
-    "turns": 1,
-    "max_new_tokens": 1,
+    **{"digest": "d", "prompts": 1, "turns": 1, "chat": False, "max_new_tokens": 1, "nodes": 1},
     "temperature": 0.0,
     "batch_size": 1,
     "drafter": "head",
