@@ -357,17 +357,15 @@ class Plan:
         """True if the loss compares the target's distribution with a head's that has a draft vocabulary."""
         return self.config.loss.needs_target and self.head.output_size < self.text.vocab_size
 
-    def token_at_peak(self, name: str) -> float | None:
-        """Return `seconds_per_token` of "stage1" or "stage2", for the MFU; None if the GPU's peak is unknown."""
-        return self.seconds_per_token(name) if self.place.gpu else None
+    def token_at_peak(self, name: str) -> tuple[float, float] | None:
+        """Return the seconds that a token of a stage takes at the device's peak, by target and head; None: unknown.
 
-    def seconds_per_token(self, name: str) -> float:
-        """Return the seconds that a token of a stage takes at the GPU's peak. MFU is this over the measured time.
-
-        It counts the target's forward pass, and the head's forward and backward passes. Where states are kept, the
-        target's share is that of one pass over the rows, spread over all.
+        MFU is this over the measured time. It counts the target's forward pass over every token, and for labelled ones
+        the target's logits and the head's forward and backward passes. Where states are kept, the target's share is
+        that of one pass over the rows, spread over all.
         """
-        assert self.place.gpu is not None
+        if self.place.gpu is None:
+            return None
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
         text = self.text
         attention = 2 * text.num_hidden_layers * text.hidden_size * self.length(name)  # causal: half of 4 L D S
@@ -377,12 +375,17 @@ class Plan:
         target = 0 if self.served else 2 * (self.active - output) + attention
         head = 6 * self.head_module.weights_per_token(self.length(name))
         passes = self._passes(name)
-        target /= passes
+        logits = 2 * self.table * self.config.loss.needs_target
         if self._draws_from_some and self.stages[name].keep_states:  # all logits in the first pass alone
-            target += 2 * self.table / passes + 2 * self.head.output_size * text.hidden_size
-        elif self.config.loss.needs_target:  # the target's own distribution
-            target += 2 * self.table
-        return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)
+            logits = logits / passes + 2 * self.head.output_size * text.hidden_size
+        as_target, as_head = half if self.size == 2 else single, half if self.stages[name].bf16 else single
+        return target / passes / as_target, logits / as_target + head / as_head
+
+    def seconds_per_token(self, name: str) -> float:
+        """Return the sum of `token_at_peak`, as if every token had a label; the device's peak must be known."""
+        at_peak = self.token_at_peak(name)
+        assert at_peak is not None
+        return sum(at_peak)
 
     def seconds(self, name: str) -> float:
         """Return a lower bound of a phase's seconds.

@@ -126,7 +126,7 @@ def run(asked: RunConfig) -> None:
     """
     state = processes.join()
     # Everything that can be refused is, from cheap to dear, before the folder is created.
-    done = is_finished(asked) and not asked.overwrite_output_dir
+    done = processes.of_first(lambda: is_finished(asked)) and not asked.overwrite_output_dir
     settled = settle(asked, state.num_processes, local_only=done)
     config, folder = settled.config, settled.folder
     tracking.check(config.report_to)

@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from speculator.errors import UserError
 from train import checks, run
+from train import dry_run as dry_run_module
 from train.command_line import parse
 from train.dry_run import run_on_stand_ins
 from train.folder import check_same_run, write_record
@@ -205,6 +207,21 @@ def test_a_dry_run_is_not_recorded_as_a_setting_of_the_run(tmp_path):
     write_record(tmp_path / "run", config, processes=1)
     check_same_run(tmp_path / "run", replace(config, dry_run=True), 1)
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
+
+
+def test_stand_ins_of_several_nodes_are_where_all_see_them(monkeypatch):
+    def make(prefix, dir=None):
+        raise UserError(str(dir))
+
+    cache = Path(os.environ["SPECULATOR_CACHE"])
+    monkeypatch.setattr(dry_run_module, "PartialState", lambda: SimpleNamespace(num_processes=4, is_main_process=True))
+    monkeypatch.setattr(dry_run_module.tempfile, "mkdtemp", make)
+    for local, where in (("2", cache), ("4", None)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        config = parse(["--config", "tests/plain.yaml", "--target.name_or_path", "x"])
+        with pytest.raises(UserError, match=f"^{where}$"):
+            run_on_stand_ins(settle(config, processes=4, local_only=True), lambda _: None)
+    cache.rmdir()
 
 
 def test_a_config_that_does_not_validate_fails_in_one_line(tmp_path):

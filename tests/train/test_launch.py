@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -20,7 +21,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from data import batches
 from speculator.errors import UserError
 from speculator.files import manifest_error
-from train import checkpoint, interrupts, processes
+from train import checkpoint, interrupts, processes, stages
 from train.trainer import arguments
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,15 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
         assert (given.main_process_ip, given.main_process_port) == ("node7", 20011)
         assert after == "--seed 1 2"
     assert node == 1
+
+
+def test_a_process_does_as_the_first_one_says_whatever_it_sees_of_the_disk(tmp_path, monkeypatch):
+    """Ranks that resume from different steps would train on, without an error."""
+    monkeypatch.setattr(processes, "PartialState", lambda: SimpleNamespace(is_main_process=False))
+    for said in (True, False):
+        monkeypatch.setattr(processes, "broadcast_object_list", lambda _, said=said: [said])
+        assert stages.is_published(tmp_path / "not here") is said
+    assert processes.of_first(lambda: pytest.fail("asked here")) is False
 
 
 def test_the_process_group_has_the_documented_timeout(monkeypatch):
