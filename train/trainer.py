@@ -197,7 +197,7 @@ class SpeculatorTrainer(Trainer):
         sharded = isinstance(getattr(self.optimizer, "optimizer", None), ShardedAdam)
         if sharded:
             self.args._setup_devices = torch.device("cpu")  # where the moments of all processes are read
-        with serialization.patch("load.mmap", sharded):  # a process reads its own moments alone
+        with serialization.patch("load.mmap", sharded):  # type: ignore[attr-defined]  # to read its own moments alone
             super()._load_optimizer_and_scheduler(checkpoint)
         self.args._setup_devices = device
 
@@ -221,7 +221,8 @@ class SpeculatorTrainer(Trainer):
         input_ids = inputs["input_ids"]
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
-        with self.throughput.of_target(input_ids, inputs["labels"]) if model.training else nullcontext():
+        labels: Tensor = inputs["labels"]  # type: ignore[typeddict-item]
+        with self.throughput.of_target(input_ids, labels) if model.training else nullcontext():
             normalisers = None
             if self.look_ahead is not None:
                 hidden, states = self.look_ahead.take(inputs)

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 LONG = (
     "llama-3.1-8b-instruct",
     "llama-3.1-8b-instruct-eagle3",
+    "llama-3.1-8b-instruct-eagle3-24gb",
     "llama-3.1-8b-instruct-dspark",
     "llama-cpp",
     "qwen3-8b-dspark",
