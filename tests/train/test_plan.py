@@ -423,7 +423,7 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(target_fol
 def test_tokens_are_those_of_the_settings(target_folder):
     config = parse(["--config", "configs/quickstart.yaml"])
     made = Plan(settled(config, AutoConfig.from_pretrained(target_folder, max_position_embeddings=512), Place(2)))
-    assert made.tokens() == {"stage1": 2400 * 2 * 256, "stage2": 800 * 2 * 256, "generating": 400 * 192}
+    assert made.tokens() == {"stage1": 800 * 2 * 256, "stage2": 250 * 2 * 256, "generating": 160 * 192}
 
 
 def test_all_that_a_target_writes_itself_counts_up_to_its_context(target_folder):
