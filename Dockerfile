@@ -2,8 +2,8 @@
 #   docker build -t speculator .
 #   docker run --gpus all -v "$PWD/runs:/speculator/runs" -v ~/.cache/huggingface:/root/.cache/huggingface speculator \
 #       speculator train --config configs/llama-3.1-8b-instruct.yaml
-# `speculator train` is one process, which `docker stop` tells to save a checkpoint and end. `accelerate launch`, for several
-# GPUs, passes no SIGTERM on: there `docker stop` kills the run, and the same command resumes it at its last checkpoint.
+# `docker stop --timeout 300` tells a run to save a checkpoint and end; the same command resumes it. `accelerate launch` passes
+# SIGTERM on to several processes, which TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280 gives time, but not to one.
 FROM python:3.12-slim
 
 # Triton compiles with a C compiler, and runs record the git commit. Debian keeps no old versions to pin.

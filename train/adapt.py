@@ -56,6 +56,8 @@ _POLL_SECONDS = 5
 _LOG_SECONDS = 30
 """Shortest time between two lines about the answers that have arrived."""
 _LOAD_SECONDS = 600
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""What a command of this one process must not inherit: it would wait for the others."""
 _LEAST_ANSWERS = 20
 """Different answers below which the newest 5%, which are held out, or the 5% before them are none."""
 
@@ -322,7 +324,8 @@ def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **
         variables: environment variables of the command.
     """
     path = os.pathsep.join(filter(None, [str(Path(speculator.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, **variables}
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    environment |= {"PYTHONPATH": path, **variables}
     process = subprocess.Popen([sys.executable, *map(str, argv)], env=environment, pass_fds=[lock.fileno()])
     try:
         code = process.wait()

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -38,9 +37,11 @@ from data.mixture import PYTHON_SOURCES, SELF, Source, SourceError
 from data.readers import hub_id
 from data.sources import documents
 from data.tally import Tally
+from speculator.files import make_cache_folder
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
 from train.initialise import head_class
+from train.processes import of_first
 from train.settle import Run
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
@@ -86,8 +87,9 @@ def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
     for name in ("stage1", "stage2") if state.is_main_process else ():
         if not (stage := getattr(config, name)).epochs:
             checks.warn_of_warm_up(name, stage)
-    made = [tempfile.mkdtemp(prefix="dry-run-") if state.is_main_process else ""]
-    folder = Path(broadcast_object_list(made)[0])
+    # Where all nodes see it: of several, they share the cache alone.
+    shared = make_cache_folder() if state.num_processes > int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else None
+    folder = Path(of_first(lambda: tempfile.mkdtemp(prefix="dry-run-", dir=shared)))
     with interrupts.temporary(folder) if state.is_main_process else nullcontext():
         # What a run says of itself would be read as this config's results.
         with _cache_in(folder / "cache"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from speculator.errors import UserError
+from speculator.kernels.linear import product
 from speculator.tables import gigabytes
 from train.config import HERE
 
@@ -37,8 +42,9 @@ GPUS = {
 }
 
 
-_CONTEXT = 2 * 10**9
-"""Bytes that CUDA itself may hold for this process."""
+_CPU = "CPU"
+_CONTEXT, _PYTHON = 2 * 10**9, 4 * 10**8
+"""Bytes that CUDA, or Python and torch, may hold for this process beside its tensors."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +52,32 @@ class Place:
     """The processes of a run and their devices, one for each.
 
     Attributes:
-        memory: bytes of a device; None: unknown, as on a CPU.
-        gpu: its maker's figures, if known.
+        memory: bytes of a device, or of this machine for each process on a CPU; None: unknown.
+        gpu: its maker's figures, or those measured of a CPU; None: unknown.
         taken: bytes of a device that other processes hold, which `memory` leaves out.
     """
 
     processes: int
-    name: str = "CPU"
+    name: str = _CPU
     memory: int | None = None
     gpu: Gpu | None = None
     taken: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The device's kind, "cpu" or "cuda"."""
+        return "cpu" if self.name == _CPU else "cuda"
+
+    def holds(self, need: int, spare: bool) -> bool:
+        """Return whether a device has `need` bytes, or is not known to have less.
+
+        Args:
+            spare: leave room for what tensors do not tell: Python and torch on a CPU; on a GPU a tenth for fragments (a
+                run reserved 50.4 GB for 45.6), CUDA's context and the buffers of NCCL.
+        """
+        if spare:
+            need = need + _PYTHON if self.kind == "cpu" else need + need // 10 + _CONTEXT
+        return self.memory is None or need <= self.memory
 
     @property
     def advice(self) -> str:
@@ -88,10 +110,35 @@ def place_of(wanted: str, processes: int) -> Place:
         memory = int(stated[1]) if stated else GPUS[name].memory
         return Place(processes=int(named[1] or 1), name=name, memory=memory * 10**9, gpu=GPUS[name])
     if not torch.cuda.is_available():
-        return Place(processes)
+        here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Place(processes, memory=here // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     own = torch.cuda.get_device_properties(torch.cuda.current_device())
     known, (free, total) = gpu_named(own.name), torch.cuda.mem_get_info()
     taken = total - free - torch.cuda.memory_reserved()
     taken = taken if taken > _CONTEXT else 0
     gpu = GPUS[known] if known else None
     return Place(processes=processes, name=own.name, memory=own.total_memory - taken, gpu=gpu, taken=taken)
+
+
+def timed(place: Place) -> Place:
+    """Return a CPU's place with the rates of this one, measured in half a second; another one as it is."""
+    if place.kind != "cpu":
+        return place
+    operations, numbers = 2 * 1024**3, torch.ones(2**25)
+    half, single = (
+        operations / _seconds(partial(product, square, square)) / 1e12
+        for square in (torch.ones(1024, 1024, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    )
+    bandwidth = 4 * numbers.numel() / _seconds(numbers.sum) / 1e12
+    return replace(place, gpu=Gpu(memory=0, bandwidth=bandwidth, half=half, single=single))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the least of several times that a piece of work takes."""
+
+    def once() -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
+    return min(once() for _ in range(5))

@@ -240,10 +240,8 @@ class ChunkedLoss:
         """Compute the target's logits of the draft vocabulary alone, which is the same in every call."""
         if self._drafted is None:
             self._drafted = rows_of(self.output_matrix, draft_tokens)
-        # As the normalisers were computed: rounded to bfloat16, the logits would not be theirs.
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = product(hidden, self._drafted.weight)
-            return logits if self._drafted.bias is None else logits + self._drafted.bias
+        logits = product(hidden, self._drafted.weight)
+        return logits if self._drafted.bias is None else logits + self._drafted.bias
 
     def step_weights(self, steps: int) -> Tensor:  # [N]
         """Return the weight in the objective of each of N draft positions: 1, `head_decay`, `head_decay`^2, ..."""
@@ -454,10 +452,12 @@ def _target(call: _Call, span: slice) -> TargetProbs:
 
     def probs(at: slice | Tensor) -> TargetProbs:
         hidden = call.hidden[at]
-        if call.normalisers is None or call.draft_tokens is None:
-            return call.loss.target_probs(call.loss.logits(hidden), call.draft_tokens)
-        logits = call.loss.drafted_logits(hidden, call.draft_tokens)
-        return call.loss.target_probs(logits, None, call.normalisers[at])
+        # The head's autocast would round them to bfloat16: a float16 target has eight times its precision when served.
+        with torch.autocast(hidden.device.type, enabled=False):
+            if call.normalisers is None or call.draft_tokens is None:
+                return call.loss.target_probs(call.loss.logits(hidden), call.draft_tokens)
+            logits = call.loss.drafted_logits(hidden, call.draft_tokens)
+            return call.loss.target_probs(logits, None, call.normalisers[at])
 
     if call.predictors is None:
         return probs(span)

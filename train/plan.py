@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.probe import usable_context
 from speculator.target.sharding import divided
-from train.config import StageConfig
+from train.config import RunConfig, StageConfig, values_of
 from train.initialise import without_memory
 from train.kept_states import bytes_per_token
 from train.losses import chunk_tokens
@@ -38,9 +38,15 @@ from train.sizes import Prompt, expected_prompts, expected_rows
 if TYPE_CHECKING:
     from train.settle import Run
 
-_USUAL_MFU = 0.33
-"""Share of the peak that recipes reached on an H100: 29 to 38%."""
-_TIMES = "(a third of the GPU's peak, as measured on an H100 for training; generation is not measured)"
+_USUAL_MFU, _MFU_OF_SMALL, _SMALL = 0.33, 0.08, 10**9
+"""Share of the peak that recipes reached on an H100: 29 to 38%, but 7 to 9% for a target of 135 million weights."""
+_MFU_ON_CPU = 0.5
+"""The same on a CPU, of the rate of one large product: 50 to 60% on a core of an AMD EPYC, SmolLM2 in float32."""
+_NF4 = 4.5
+"""Bits of a weight in 4 bits, with a float32 scale for 64 of them, as bitsandbytes stores it."""
+_SHORT, _FEW_DRAFTED = 1024, 3
+"""Tokens of a row and of a draft, below which `Plan.remedy` does not go."""
+Stage = TypeVar("Stage", bound=StageConfig)
 _COPIES = "copies of weights, for products of few rows"
 _GUESSED = (
     "stage2: the prompts are not known yet; figures for stage2.generate.prompt_tokens, and chats are taken whole. The "
@@ -140,7 +146,8 @@ class Plan:
         weights, active: number of the target's weights, and of those that a token is multiplied by.
         copied, copied_of_head: number of the weights in linear layers, which a CPU copies while they are frozen.
         trained: number of the head's trainable weights.
-        size: bytes of a target's weight.
+        size: bytes of a target's weight that is not quantised.
+        bits: bits of a weight in its linear layers, those of scales included; None: quantised in a way not known here.
         generated, stages: text to generate and settings of training, by phase.
         unknown: stages whose number of rows is not known yet.
         guessed: the prompts of stage 2 are not known yet.
@@ -150,22 +157,18 @@ class Plan:
     """
 
     def __init__(self, run: Run):
-        self.run, self.config, self.head, self.place, target = run, run.config, run.head, run.place, run.target
+        self.place, target = run.place, run.target
         assert target is not None
-        if self.config.target.parallel == "device_map":
+        if run.config.target.parallel == "device_map":
             raise UserError("target.parallel device_map can't be planned")
         self.text = target.get_text_config()
-        self.served = bool(self.config.target.server)  # its layers run elsewhere, and so does the writing of text
-        # Its weights are counted unquantised, which is more than they may take.
-        self.quantised = any(getattr(each, "quantization_config", None) for each in (target, self.text))
-        sharded = self.config.target.parallel != "none"
-        self.shards = divided(run.processes, self.config.target.parallel_size) if sharded else 1
+        self.served = bool(run.config.target.server)  # its layers run elsewhere, and so does the writing of text
         try:
             with torch.device("meta"):
-                trusted = self.config.target.trust_remote_code
+                trusted = run.config.target.trust_remote_code
                 model = auto_class(target).from_config(target, trust_remote_code=trusted)
                 drop_vision_tower(model)
-            head = without_memory(run)
+            self._take(run)
         except Exception as error:  # whatever the family's code needs
             raise UserError(f"{self.text.model_type} can't be planned: {first_line(error)}") from None
         self.dtype = self._dtype(target)
@@ -174,12 +177,25 @@ class Plan:
         self.table = self.text.vocab_size * self.text.hidden_size
         self.active = self.weights - self.table - _idle_experts(model, self.text)
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
-        self.copied, self.copied_of_head = map(_in_linear_layers, (model, head))
+        self.copied = _in_linear_layers(model)
+        output = model.get_output_embeddings()
+        self.inner = self.copied - (output.weight.numel() if type(output) is nn.Linear else 0)
+        """Weights in linear layers that a quantised target has in fewer bits: all but the output matrix."""
+        schemes = [found for each in (target, self.text) if (found := getattr(each, "quantization_config", None))]
+        self.quantised = bool(schemes)
+        self.bits = bits_of(schemes[0]) if schemes else 8.0 * self.size
+        self._expect(self.config.data.seq_length, expected_prompts(run) if run.continues else None)
+
+    def _take(self, run: Run) -> None:
+        """Set the attributes that depend on settings, of a run on the same target."""
+        self.run, self.config, self.head = run, run.config, run.head
+        sharded = self.config.target.parallel != "none"
+        self.shards = divided(run.processes, self.config.target.parallel_size) if sharded else 1
+        self.head_module = head = without_memory(run)
+        self.copied_of_head = _in_linear_layers(head)
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
-        self.head_module = head
-        self._expect(self.config.data.seq_length, expected_prompts(run) if run.continues else None)
 
     def knowing(self, length: int, prompts: Sequence[Prompt] | None) -> Plan:
         """Return the plan of the same run with what its data decide.
@@ -194,7 +210,7 @@ class Plan:
 
     def _expect(self, length: int, prompts: Sequence[Prompt] | None) -> None:
         """Set the attributes that depend on the data, from the arguments of `generated_texts`."""
-        self._length = length
+        self._length, self._prompts = length, prompts
         self.guessed = self.run.continues and prompts is None
         self.generated = generated_texts(self.run, length, prompts)
         generated = self.generated.get("generating")
@@ -211,7 +227,7 @@ class Plan:
 
     def _dtype(self, target: PreTrainedConfig) -> torch.dtype:
         """Return the dtype in which the target's weights are loaded."""
-        here = self.place.memory or self.served
+        here = self.place.kind == "cuda" or self.served
         if (asked := self.config.target.dtype) != "auto":
             return getattr(torch, asked if here else dtype_on_cpu(asked))
         if here and is_gguf(self.config.target.name_or_path):
@@ -227,10 +243,16 @@ class Plan:
 
     # ---- memory
 
+    @property
+    def _bytes(self) -> int:
+        """Bytes of the target's weights, over all processes that share it; unquantised if its bits are not known."""
+        bits = 8 * self.size if self.bits is None else self.bits
+        return round((self.weights - self.inner) * self.size + self.inner * bits / 8)
+
     def memory(self) -> dict[str, Counter[str]]:
         """Return the peak bytes of each part in one process, by phase of the run: {phase: {part: bytes}}."""
         # Of N processes that share a target each has 1/N of the body, and the whole output matrix.
-        target = 2 * self.table * self.size if self.served else self.weights * self.size // self.shards
+        target = 2 * self.table * self.size if self.served else self._bytes // self.shards
         if self.shards > 1:  # the output matrix is whole in every process
             target += self.table * self.size
             target -= self.table * self.size // self.shards if self.config.target.parallel == "tp" else 0
@@ -239,14 +261,17 @@ class Plan:
         shared = self.place.processes if self.config.shard_optimizer else 1
         always = Counter({"target's weights": target})
         frozen = Counter({"head's weights and gradients": self.size * self.trained})
-        if self.place.memory is None:  # see `speculator.kernels.linear`; sharded weights have no copy
+        if self.place.kind == "cpu":  # see `speculator.kernels.linear`; sharded weights have no copy
             whole = not self.served and self.shards == 1
             always[_COPIES] = packed_bytes(self.copied, self.dtype) if whole else 0
             frozen[_COPIES] = packed_bytes(self.copied_of_head, self.dtype)
         needs = {}
         for name, stage in self.stages.items():
             moments = bytes_of_moments(self.head_module, stage.optimizer, shared)
-            training = Counter({"head's weights and gradients": 8 * self.trained, "moments": moments})
+            # DDP keeps gradients in buckets, and those of the micro-batches before the last one beside them.
+            buckets = self.place.processes > 1 and stage.gradient_accumulation_steps > 1
+            weights = (12 if buckets else 8) * self.trained
+            training = Counter({"head's weights and gradients": weights, "moments": moments})
             needs[name] = always + training + self._micro_batch(name)
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own
@@ -272,10 +297,10 @@ class Plan:
         if self.shards > 1 and parts == 1:  # FSDP: a layer as received and as used
             forward += 2 * self.weights * self.size // text.num_hidden_layers
         vocab, drafted = text.vocab_size, self.head.output_size
-        chunk = chunk_tokens("cuda" if self.place.memory else "cpu", vocab)
+        chunk = chunk_tokens(self.place.kind, vocab)
         # The output matrix in bfloat16, its gradient in float32; 4 copies of p and 8 of q for one chunk of tokens.
         loss = 6 * self.largest + 4 * min(chunk, tokens) * (4 * vocab + 8 * drafted)
-        if self.place.memory:  # the logits of all steps of a chunk
+        if self.place.kind == "cuda":  # the logits of all steps of a chunk
             loss += 2 * min(chunk, tokens) * drafted * self.head.n_predict
         if stage.keep_states and self._draws_from_some:  # the lm_head's rows of the draft vocabulary
             loss += drafted * text.hidden_size * self.size
@@ -291,7 +316,7 @@ class Plan:
     def _decoding(self, own: GeneratedText, caches: int) -> Counter[str]:
         """Return the bytes of `caches` KV caches and of the logits while the target generates text."""
         # KV per position: keys and values, 2 numbers for each layer, key head and dimension.
-        text, bucket = self.text, BUCKETS.get("cuda" if self.place.memory else "cpu", 1)
+        text, bucket = self.text, BUCKETS.get(self.place.kind, 1)
         heads = getattr(text, "num_attention_heads", 1)  # recurrent layers count as attention: their states are smaller
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -305,23 +330,63 @@ class Plan:
         return Counter({"KV cache": positions * per_position * caches + memory, "logits": logits})
 
     def refuse_too_large(self) -> None:
-        """Raise a UserError if a phase needs more memory than each device has; unknown if quantised."""
-        if self.quantised and not self.served:
+        """Raise a UserError, with what would fit, if a phase needs more memory than a device has.
+
+        A target that is quantised in an unknown way takes less than is counted, so it is not refused.
+        """
+        needs = self._needs()
+        name = max(needs, key=lambda name: needs[name])
+        if self.place.holds(needs[name], spare=False) or (self.bits is None and not self.served):
             return
-        for name, parts in self.memory().items():
-            need = sum(parts.values())
-            if self.place.memory is not None and need > self.place.memory:
-                (largest, size), *_ = parts.most_common()
-                setting = {"generating": "stage2.generate.batch_size", SELF: "data.self_source.batch_size"}
-                rows = setting.get(name, f"{name}.per_device_train_batch_size")
-                advice = "take a smaller target, or shard it by target.parallel" if "target" in largest else ""
-                if "head's weights" in largest or largest == "moments":
-                    advice = "take a smaller speculator.inner_dim or speculator.n_predict"
-                raise UserError(
-                    f"{name} needs {gigabytes(need)} GB in each process, and {self.place.name} has "
-                    f"{gigabytes(self.place.memory)}; {gigabytes(size)} of it are the {largest}: "
-                    f"{advice or f'take a smaller {rows}'}{self.place.advice}"
-                )
+        assert self.place.memory is not None
+        (largest, size), *_ = self.memory()[name].most_common()
+        raise UserError(
+            f"{name} needs {gigabytes(needs[name])} GB in each process, and {self.place.name} has "
+            f"{gigabytes(self.place.memory)}; {gigabytes(size)} of it are the {largest}; "
+            f"{self.remedy()}{self.place.advice}"
+        )
+
+    def _needs(self) -> dict[str, int]:
+        """Return the peak bytes of one process by phase."""
+        return {name: sum(parts.values()) for name, parts in self.memory().items()}
+
+    def _unfit(self) -> list[str]:
+        """Return the phases that do not fit with room to spare."""
+        return [name for name, need in self._needs().items() if not self.place.holds(need, spare=True)]
+
+    def remedy(self) -> str:
+        """Return the first change that lets all phases fit, found by trying, and what they then need."""
+        config, head = self.config, self.config.speculator
+        whole = self.bits == 8 * self.size and not self.served and config.target.parallel == "none"
+        lengths = [self._length >> i for i in range(8) if i == 0 or self._length >> i >= _SHORT]
+        rows = [replace(config, data=replace(config.data, seq_length=length)) for length in lengths[1:]]
+        changes = [(changed, self.bits, "") for changed in (config, *rows)]
+        if head.n_predict > _FEW_DRAFTED and not head.warm_start:
+            changes.append((replace(config, speculator=replace(head, n_predict=_FEW_DRAFTED)), self.bits, ""))
+        if whole and self.place.processes > 1:
+            target, without = replace(config.target, parallel="fsdp"), replace(config.stage2, max_steps=0)
+            changes.append((replace(config, target=target, stage2=without), self.bits, ""))
+        if whole and self.place.kind == "cuda":
+            in_4_bits = "a target in 4 bits (docs/guides/hardware.md)"
+            changes += [(changed, _NF4, in_4_bits) for changed in (config, *rows)]
+        for changed, bits, named in changes:
+            made = self._with(changed, bits)
+            while (unfit := made._unfit()) and (smaller := _halved(made.config, unfit)) != made.config:
+                made = made._with(smaller, bits)
+            if not unfit:
+                pairs = zip(values_of(config), values_of(made.config), strict=True)
+                flags = [f"--{name} {value}" for (name, old), (_, value) in pairs if value != old]
+                most = gigabytes(max(made._needs().values()))
+                return f"{' and '.join(filter(None, [named, ' '.join(flags)]))} would need {most} GB"
+        return "no smaller batch, row or precision fits: take a smaller target, or more or larger GPUs"
+
+    def _with(self, config: RunConfig, bits: float | None) -> Plan:
+        """Return the plan for other settings on the same target, or for one with other `bits`."""
+        made = copy.copy(self)
+        made.bits = bits
+        made._take(self.run.of(config, self.run.target, self.place))
+        made._expect(min(self._length, made.config.data.seq_length), self._prompts)
+        return made
 
     # ---- time
 
@@ -355,17 +420,15 @@ class Plan:
         """True if the loss compares the target's distribution with a head's that has a draft vocabulary."""
         return self.config.loss.needs_target and self.head.output_size < self.text.vocab_size
 
-    def token_at_peak(self, name: str) -> float | None:
-        """Return `seconds_per_token` of "stage1" or "stage2", for the MFU; None if the GPU's peak is unknown."""
-        return self.seconds_per_token(name) if self.place.gpu else None
+    def token_at_peak(self, name: str) -> tuple[float, float] | None:
+        """Return the seconds that a token of a stage takes at the device's peak, by target and head; None: unknown.
 
-    def seconds_per_token(self, name: str) -> float:
-        """Return the seconds that a token of a stage takes at the GPU's peak. MFU is this over the measured time.
-
-        It counts the target's forward pass, and the head's forward and backward passes. Where states are kept, the
-        target's share is that of one pass over the rows, spread over all.
+        MFU is this over the measured time. It counts the target's forward pass over every token, and for labelled ones
+        the target's logits and the head's forward and backward passes. Where states are kept, the target's share is
+        that of one pass over the rows, spread over all.
         """
-        assert self.place.gpu is not None
+        if self.place.gpu is None:
+            return None
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
         text = self.text
         attention = 2 * text.num_hidden_layers * text.hidden_size * self.length(name)  # causal: half of 4 L D S
@@ -375,12 +438,17 @@ class Plan:
         target = 0 if self.served else 2 * (self.active - output) + attention
         head = 6 * self.head_module.weights_per_token(self.length(name))
         passes = self._passes(name)
-        target /= passes
+        logits = 2 * self.table * self.config.loss.needs_target
         if self._draws_from_some and self.stages[name].keep_states:  # all logits in the first pass alone
-            target += 2 * self.table / passes + 2 * self.head.output_size * text.hidden_size
-        elif self.config.loss.needs_target:  # the target's own distribution
-            target += 2 * self.table
-        return target / (half if self.size == 2 else single) + head / (half if self.stages[name].bf16 else single)
+            logits = logits / passes + 2 * self.head.output_size * text.hidden_size
+        as_target, as_head = half if self.size == 2 else single, half if self.stages[name].bf16 else single
+        return target / passes / as_target, logits / as_target + head / as_head
+
+    def seconds_per_token(self, name: str) -> float:
+        """Return the sum of `token_at_peak`, as if every token had a label; the device's peak must be known."""
+        at_peak = self.token_at_peak(name)
+        assert at_peak is not None
+        return sum(at_peak)
 
     def seconds(self, name: str) -> float:
         """Return a lower bound of a phase's seconds.
@@ -395,13 +463,13 @@ class Plan:
         # are 4 batches for each.
         steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
         steps = round(steps * own.answers)
-        return steps * self.weights * self.size / self.place.gpu.bandwidth / 1e12
+        return steps * self._bytes / self.place.gpu.bandwidth / 1e12
 
     def _for_servers(self) -> str:
         """Return a line about what the target's servers have to hold, compute and send."""
         inputs = 1 + len(self.head_module.aux_layers)
         state = inputs * self.text.hidden_size * self.size
-        weights = f"{gigabytes(self.weights * self.size)} GB of weights in {dtype_name(self.dtype)}"
+        weights = f"{gigabytes(self._bytes)} GB of weights in {dtype_name(self.dtype)}"
         return f"servers: {weights}; per token {2 * self.active / 1e9:,.1f} GFLOP and {state / 1024:,.1f} KiB of states"
 
     def __str__(self) -> str:
@@ -413,7 +481,8 @@ class Plan:
         totals = [sum(phase.values()) for phase in needs.values()]
         memory.append(["total", *map(gigabytes, totals)])
         if place.memory is not None:
-            memory.append(["fits", *("yes" if total <= place.memory else "NO" for total in totals)])
+            unfit = self._unfit()
+            memory.append(["fits", *("NO" if name in unfit else "yes" for name in needs)])
         shards = f", each with 1/{self.shards} of the target ({self.config.target.parallel})" if self.shards > 1 else ""
         has = f" of {gigabytes(place.memory)} GB" if place.memory else ""
         return "\n".join(
@@ -423,9 +492,10 @@ class Plan:
                 f"head: {self.config.speculator.architecture}, {self.trained / 1e6:,.1f} million weights",
                 f"processes: {place.processes} on {place.name}{has}{shards}",
                 *([self._for_servers()] if self.served else []),
-                *(["the target is quantised: its weights take less than here"] if self.quantised else []),
+                *(["the target is quantised: its weights take less than here"] if self.bits is None else []),
                 "",
                 markdown_table(("peak memory of a process, GB", *needs), memory),
+                *([f"to fit: {self.remedy()}"] if place.memory is not None and self._unfit() else []),
                 "",
                 "tokens: " + ", ".join(f"{name} {count:,}" for name, count in self.tokens().items()),
                 *(f"{name}: {gigabytes(size)} GB of states in files" for name, size in self.kept_bytes().items()),
@@ -435,13 +505,62 @@ class Plan:
             ]
         )
 
+    @property
+    def _mfu(self) -> float:
+        """Share of the device's peak at which training is expected to run."""
+        if self.place.kind == "cpu":
+            return _MFU_ON_CPU
+        return _MFU_OF_SMALL if self.weights < _SMALL else _USUAL_MFU
+
+    def expected_seconds(self, name: str) -> float:
+        """Return the seconds that a phase is expected to take; the device's peak must be known."""
+        return self.seconds(name) / (self._mfu if name in self.stages else _USUAL_MFU)
+
     def _expected_time(self) -> str:
         """Return a line about the time of each phase that runs here, and of all."""
         elsewhere = self.generated if self.served else ()
-        phases = {name: self.seconds(name) / _USUAL_MFU for name in self.tokens() if name not in elsewhere}
+        phases = {name: self.expected_seconds(name) for name in self.tokens() if name not in elsewhere}
         parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in phases.items())
         waiting = ", without waiting for servers" * self.served
-        return f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} {_TIMES}"
+        peak = "this CPU's peak" if self.place.kind == "cpu" else "the GPU's peak, as measured on an H100"
+        return (
+            f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} "
+            f"(training at {self._mfu:.0%} of {peak}; generation is not measured)"
+        )
+
+
+def bits_of(scheme: Any) -> float | None:
+    """Return the bits of a weight by a `quantization_config`, with those of its scales; None: an unknown method."""
+    stated = scheme if isinstance(scheme, dict) else scheme.to_dict()
+    if stated.get("load_in_4bit"):  # a float32 scale for 64 weights, or 8 bits of it
+        return 4.127 if stated.get("bnb_4bit_use_double_quant") else _NF4
+    if stated.get("load_in_8bit") or stated.get("quant_method") in ("fp8", "fbgemm_fp8"):
+        return 8.0
+    if stated.get("quant_method") in ("gptq", "awq"):  # scale and zero of a group, often of 128 weights
+        bits, group = stated.get("bits", 4), max(stated.get("group_size", 128), 32)
+        return bits + (16 + bits) / group
+    return None
+
+
+def _halved(config: RunConfig, phases: Sequence[str]) -> RunConfig:
+    """Return settings with half the batch in some phases, with as many rows a step as before; 1 stays 1."""
+    data, stage2, generate = config.data, config.stage2, config.stage2.generate
+    if SELF in phases:
+        own = data.self_source
+        data = replace(data, self_source=replace(own, batch_size=max(1, own.batch_size // 2)))
+    if "generating" in phases:
+        stage2 = replace(stage2, generate=replace(generate, batch_size=max(1, generate.batch_size // 2)))
+    if "stage2" in phases:
+        stage2 = _with_half_the_batch(stage2)
+    stage1 = _with_half_the_batch(config.stage1) if "stage1" in phases else config.stage1
+    return replace(config, data=data, stage1=stage1, stage2=stage2)
+
+
+def _with_half_the_batch(stage: Stage) -> Stage:
+    batch, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
+    if batch == 1:
+        return stage
+    return replace(stage, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=2 * accumulation)
 
 
 def _idle_experts(model: nn.Module, text: PreTrainedConfig) -> int:

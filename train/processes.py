@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from data import batches
 from speculator.device import cores, has_accelerator
@@ -26,6 +28,7 @@ _WRAPPINGS = {
 }
 _INSTEAD = "a target in shards is --target.parallel fsdp or tp, the head's moments in shards --shard_optimizer true"
 _PATIENCE = 10.0  # seconds in which a launcher notices that a process ended, and ends the others of its machine
+Answer = TypeVar("Answer")
 _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process|network error|likely closed")
 
 
@@ -70,6 +73,14 @@ def one_process_reports() -> Iterator[None]:
                 "names it; the same command resumes from the newest checkpoint"
             ) from None
         raise
+
+
+def of_first(ask: Callable[[], Answer]) -> Answer:
+    """Return in all processes what `ask` returns in the first one, which alone calls it.
+
+    What is read of a shared disk has to be asked so: nodes may see different files, and each would go its own way.
+    """
+    return broadcast_object_list([ask() if PartialState().is_main_process else None])[0]
 
 
 def leave() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import ProgressCallback, TrainerCallback
 
+from speculator.heads.training import IGNORE
 from speculator.terminal import Progress, log
 from train.checkpoint import DECODED, METRIC
 from train.timing import Stopwatch
@@ -20,27 +21,32 @@ _TIMED, _LEAST_SECONDS = 3, 5.0
 
 
 class Throughput(TrainerCallback):
-    """Times optimiser steps (forward and backward passes, and the update) and counts their tokens.
+    """Times optimiser steps (loading, forward and backward passes, and the update) and counts their tokens.
 
     Args:
-        token_at_peak: seconds for a token's operations at the device's peak; None if unknown.
+        token_at_peak: seconds of a token's operations at the device's peak, those of the target and those of the head,
+            which computes labelled tokens alone; None if unknown.
     """
 
-    def __init__(self, device: torch.device, token_at_peak: float | None = None):
+    def __init__(self, device: torch.device, token_at_peak: tuple[float, float] | None = None):
         self._steps, self._target = Stopwatch(device), Stopwatch(device)
         self._token_at_peak = token_at_peak
         self._tokens, self._first, self._began = 0, 0, time.monotonic()
+        self._labelled: Tensor | float = 0.0  # on the device until a log line reads it
 
-    def of_target(self, input_ids: Tensor) -> Stopwatch:
+    def begin(self) -> None:
+        """Start the clock of an optimiser step, before its batches are read."""
+        self._steps.__enter__()
+
+    def of_target(self, input_ids: Tensor, labels: Tensor) -> Stopwatch:
         """Count a batch's tokens, and return a stopwatch: its `with` block is timed as the target's part of a step."""
         self._tokens += input_ids.numel()
+        # Heads that draw their positions have `labels` of another shape: of these too, the share that is labelled.
+        self._labelled = self._labelled + input_ids.numel() * (labels != IGNORE).float().mean()
         return self._target
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._first, self._began = state.global_step, time.monotonic()
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._steps.__enter__()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._steps.__exit__()
@@ -48,9 +54,9 @@ class Throughput(TrainerCallback):
     def figures(self, state: Any, processes: int) -> dict[str, float]:
         """Return figures of the optimiser steps since the last call; "seconds_left" is an estimate from the start on.
 
-        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all processes.
-        "seconds_left": evaluations and checkpoints included, at their rate so far. "mfu": in 0..1, only if the
-        device's peak is known.
+        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all processes, with
+        and without labels. "seconds_left": evaluations and checkpoints included, at their rate so far. "mfu": in 0..1,
+        only if the device's peak is known.
 
         Args:
             state: the Trainer's.
@@ -66,7 +72,9 @@ class Throughput(TrainerCallback):
             "seconds_left": left,
         }
         if self._token_at_peak is not None:
-            found["mfu"] = tokens * self._token_at_peak / seconds
+            target, head = self._token_at_peak
+            found["mfu"] = (tokens * target + float(self._labelled) * head) / seconds
+        self._labelled = 0.0
         return found
 
 

@@ -39,6 +39,7 @@ from train.config import RunConfig
 from train.dry_run import run_on_stand_ins
 from train.finish import is_finished, measure, summary
 from train.folder import check_same_run, locked, write_record
+from train.gpus import place_of, timed
 from train.initialise import for_rows, new_head
 from train.inputs import Inputs, load_target, read_inputs
 from train.own_text import generate_own_text, held_out, packed
@@ -71,7 +72,8 @@ def main(config: RunConfig) -> int:
         state = processes.join()
         with _naming(config), processes.one_process_reports(), reporting_full_disk(Path(config.output_dir)):
             if config.plan:
-                planned = Plan(settle(config, state.num_processes))
+                place = timed(place_of(config.plan, state.num_processes))
+                planned = Plan(settle(config, state.num_processes, place=place))
                 if state.is_main_process:
                     print(planned)
                 state.wait_for_everyone()
@@ -126,7 +128,7 @@ def run(asked: RunConfig) -> None:
     """
     state = processes.join()
     # Everything that can be refused is, from cheap to dear, before the folder is created.
-    done = is_finished(asked) and not asked.overwrite_output_dir
+    done = processes.of_first(lambda: is_finished(asked)) and not asked.overwrite_output_dir
     settled = settle(asked, state.num_processes, local_only=done)
     config, folder = settled.config, settled.folder
     tracking.check(config.report_to)

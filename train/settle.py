@@ -95,9 +95,7 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """Memory and time that the run needs; None for devices of unknown memory, or if the run can't be planned."""
-        if self.target is None or self.place.memory is None:
-            return None
+        """Memory and time that the run needs; None if its target's family or its sharding can't be planned."""
         try:
             return Plan(self)
         except UserError:

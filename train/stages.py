@@ -38,6 +38,7 @@ from train.forecast import forecast
 from train.inputs import Inputs
 from train.kept_states import KeptStates
 from train.losses import has_rows
+from train.processes import of_first
 from train.progress import ProgressLine
 from train.settle import Run
 from train.sizes import longest
@@ -146,7 +147,7 @@ def train_stage(
         train_dataset=train_rows,
         eval_dataset=filled(validation_rows, batch * state.num_processes),
     )
-    resume, passed_over = checkpoint.newest(folder)
+    resume, passed_over = of_first(lambda: checkpoint.newest(folder))
     if state.is_main_process:
         for line in passed_over:
             log(line)
@@ -158,7 +159,7 @@ def train_stage(
             f"{name}: a head of {head.num_parameters() / 1e6:.1f} million weights, "
             f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{share}"
         )
-    done = _state_of(resume) if resume else {}
+    done = of_first(lambda: _state_of(resume) if resume else {})
     # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
     assert settings.save_steps is not None  # settled
     ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
@@ -252,12 +253,14 @@ def _stop(last: Path, command: str) -> NoReturn:
 
 def is_published(folder: Path) -> bool:
     """Return whether a complete head is in the folder, and print why not if it is damaged; call it on every process."""
-    state = PartialState()
-    problem = manifest_error(folder) if folder.exists() else "it is not there"
-    if state.is_main_process and folder.exists() and problem:
-        log(f"{folder}: {problem}; it is written again")
-    state.wait_for_everyone()
-    return problem is None
+
+    def look() -> bool:
+        problem = manifest_error(folder) if folder.exists() else "it is not there"
+        if problem and folder.exists():
+            log(f"{folder}: {problem}; it is written again")
+        return problem is None
+
+    return of_first(look)
 
 
 def publish(head: Speculator, folder: Path, expected: JsonObject | None = None) -> None:

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils.serialization import config as serialization
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from data.packing import Columns
@@ -112,7 +113,7 @@ class SpeculatorTrainer(Trainer):
 
     Args:
         target: the model to draft for.
-        token_at_peak: seconds that a token's operations take at the device's peak rate; None if unknown.
+        token_at_peak: as `Throughput` takes it.
         loss: weights of the losses.
         decode: decodes with the current head and returns figures by name; called at each evaluation.
         keep: number of checkpoints to keep, the best among them; None keeps all.
@@ -127,7 +128,7 @@ class SpeculatorTrainer(Trainer):
         self,
         *,
         target: TrainingTarget,
-        token_at_peak: float | None = None,
+        token_at_peak: tuple[float, float] | None = None,
         loss: LossConfig,
         decode: Callable[[Speculator], dict[str, float]],
         keep: int | None = None,
@@ -186,9 +187,11 @@ class SpeculatorTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         device = self.args.device
-        if isinstance(getattr(self.optimizer, "optimizer", None), ShardedAdam):
+        sharded = isinstance(getattr(self.optimizer, "optimizer", None), ShardedAdam)
+        if sharded:
             self.args._setup_devices = torch.device("cpu")  # where the moments of all processes are read
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with serialization.patch("load.mmap", sharded):  # type: ignore[attr-defined]  # to read its own moments alone
+            super()._load_optimizer_and_scheduler(checkpoint)
         self.args._setup_devices = device
 
     def compute_loss(  # type: ignore[override]
@@ -211,7 +214,8 @@ class SpeculatorTrainer(Trainer):
         input_ids = inputs["input_ids"]
         # The target runs here, outside the wrapped module: inside, DDP and the checkpoints would carry its frozen
         # weights.
-        with self.throughput.of_target(input_ids) if model.training else nullcontext():
+        labels: Tensor = inputs["labels"]  # type: ignore[typeddict-item]
+        with self.throughput.of_target(input_ids, labels) if model.training else nullcontext():
             normalisers = None
             if self.look_ahead is not None:
                 hidden, states = self.look_ahead.take(inputs)
@@ -219,14 +223,14 @@ class SpeculatorTrainer(Trainer):
                 hidden, states, normalisers = self.kept_states.take(inputs)
             else:
                 hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
+        states = states.float()  # heads are trained in it whatever the target's dtype is
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
             input_ids=input_ids,
             document_ids=inputs["document_ids"],
             hidden=hidden,
-            # float32, because heads are trained in it whatever the target's dtype is.
-            states=states.float(),
+            states=states,
             normalisers=normalisers,
             targets={name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
         )
@@ -252,6 +256,7 @@ class SpeculatorTrainer(Trainer):
         return (loss, metrics) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        self.throughput.begin()  # the wait for a loader that starves is part of a step
         if self.look_ahead is not None:
             epoch_iterator = self.look_ahead.continued(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
@@ -324,7 +329,8 @@ class SpeculatorTrainer(Trainer):
         assert self.args.output_dir is not None
         stage = Path(self.args.output_dir)
         folder = stage / f"checkpoint-{self.state.global_step}"
-        self._refuse_unless_finite("the loss", self._tr_loss.item())
+        # Reduced, so that all processes raise or none: the others would wait for it.
+        self._refuse_unless_finite("the loss", self.accelerator.reduce(self._tr_loss, "mean").item())
         largest = torch.stack([weight.detach().abs().max() for weight in model.parameters()]).max()
         self._refuse_unless_finite("a weight", largest.item())
         if self.args.should_save:
@@ -449,6 +455,7 @@ def arguments(**fields: Any) -> TrainingArguments:
         label_names=["labels"],
         use_cpu=not has_accelerator(),
         ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,  # they never change
         dataloader_num_workers=_LOADERS if has_accelerator() else 0,
         project=tracking.PROJECT,
         trackio_space_id=None,

@@ -310,6 +310,13 @@ def test_reading_a_long_log_takes_a_tenth_of_the_time(tmp_path, monkeypatch):
     assert slept == [540]
 
 
+def test_a_command_of_a_round_waits_for_no_other_processes(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    with (tmp_path / "lock").open("w") as lock:
+        adapt._call(["-c", "import os, sys; sys.exit('RANK' in os.environ or 'WORLD_SIZE' in os.environ)"], lock)
+
+
 def test_a_log_that_cannot_be_read_is_named(loop, capsys):
     shard = loop.record / "rows" / "00000000.jsonl.gz"
     shard.write_bytes(shard.read_bytes()[:-12])

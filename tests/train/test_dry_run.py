@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 LONG = (
     "llama-3.1-8b-instruct",
     "llama-3.1-8b-instruct-eagle3",
+    "llama-3.1-8b-instruct-eagle3-24gb",
     "llama-3.1-8b-instruct-dspark",
     "llama-cpp",
     "qwen3-8b-dspark",
@@ -219,6 +221,21 @@ def test_a_dry_run_is_not_recorded_as_a_setting_of_the_run(tmp_path):
     write_record(tmp_path / "run", config, processes=1)
     check_same_run(tmp_path / "run", replace(config, dry_run=True), 1)
     assert "dry_run" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["settings"]
+
+
+def test_stand_ins_of_several_nodes_are_where_all_see_them(monkeypatch):
+    def make(prefix, dir=None):
+        raise UserError(str(dir))
+
+    cache = Path(os.environ["SPECULATOR_CACHE"])
+    monkeypatch.setattr(dry_run, "PartialState", lambda: SimpleNamespace(num_processes=4, is_main_process=True))
+    monkeypatch.setattr(dry_run.tempfile, "mkdtemp", make)
+    for local, where in (("2", cache), ("4", None)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        config = parse(["--config", "tests/plain.yaml", "--target.name_or_path", "x"])
+        with pytest.raises(UserError, match=f"^{where}$"):
+            run_on_stand_ins(settle(config, processes=4, local_only=True), lambda _: None)
+    cache.rmdir()
 
 
 def test_a_config_that_does_not_validate_fails_in_one_line(tmp_path):

@@ -220,7 +220,8 @@ def test_a_damaged_file_is_written_again_and_states_that_are_not_finite_are_not(
     assert not file.exists()
 
 
-def test_the_logits_of_the_draft_vocabulary_fit_the_normalisers_under_autocast():
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_heads_autocast_does_not_round_the_targets_logits(kept):
     """In bfloat16 logits of 30 are off by up to 0.06, and so the probabilities by up to 6%."""
     torch.manual_seed(0)
     output = torch.nn.Linear(64, 50, bias=False).requires_grad_(False)
@@ -229,7 +230,7 @@ def test_the_logits_of_the_draft_vocabulary_fit_the_normalisers_under_autocast()
     loss, seen = ChunkedLoss(output, LossConfig(), 50, output_matrix=output), []
     compute = loss.target_probs
     loss.target_probs = lambda *given: seen.append(compute(*given).p) or compute(*given)
-    normalisers = output(hidden).logsumexp(-1)
+    normalisers = output(hidden).logsumexp(-1) if kept else None
     with torch.autocast("cpu", torch.bfloat16):
         loss(
             [[(features, matrix)]], torch.zeros(1, 9).long(), hidden, torch.ones(1, 1), drafted, normalisers=normalisers

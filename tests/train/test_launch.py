@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -20,7 +21,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from data import batches
 from speculator.errors import UserError
 from speculator.files import manifest_error
-from train import checkpoint, interrupts, processes
+from train import checkpoint, interrupts, processes, stages
 from train.trainer import arguments
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +70,27 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
         assert (given.main_process_ip, given.main_process_port) == ("node7", 20011)
         assert after == "--seed 1 2"
     assert node == 1
+
+
+def test_the_slurm_script_saves_and_queues_again_before_its_time_is_over(tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said; echo node7\n')
+    saving = f"trap 'sleep 0.2; echo saved >> {tmp_path}/said; exit 143' TERM; kill -USR1 $PPID; sleep 20 & wait"
+    (tmp_path / "srun").write_text(f"#!/bin/sh\n{saving}\n")
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node7", "SLURM_NNODES": "1", "SLURM_JOB_ID": "20011"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", str(CONFIGS / "slurm.sh")], env=environment, cwd=ROOT, timeout=15, capture_output=True)
+    assert (tmp_path / "said").read_text().splitlines() == ["show hostnames node7", "saved", "requeue 20011"]
+
+
+def test_a_process_does_as_the_first_one_says_whatever_it_sees_of_the_disk(tmp_path, monkeypatch):
+    """Ranks that resume from different steps would train on, without an error."""
+    monkeypatch.setattr(processes, "PartialState", lambda: SimpleNamespace(is_main_process=False))
+    for said in (True, False):
+        monkeypatch.setattr(processes, "broadcast_object_list", lambda _, said=said: [said])
+        assert stages.is_published(tmp_path / "not here") is said
+    assert processes.of_first(lambda: pytest.fail("asked here")) is False
 
 
 def test_the_process_group_has_the_documented_timeout(monkeypatch):

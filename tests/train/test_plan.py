@@ -1,8 +1,7 @@
 """`--plan`: what a run will need, against what was measured on an H100 and what the trainer allocates."""
 
 import json
-import shutil
-from contextlib import nullcontext
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -199,6 +198,8 @@ def test_the_command_prints_a_plan_and_takes_no_folder(target_folder, tmp_path, 
     assert run.main(config_of(only, "--output_dir", str(tmp_path / "run"), "--plan")) == 0
     printed = capsys.readouterr()
     assert "| stage1 |" in printed.out
+    assert "| fits | yes |" in printed.out
+    assert "of this CPU's peak" in printed.out
     assert printed.err == ""
     assert sorted(tmp_path.iterdir()) == [only]
 
@@ -308,33 +309,98 @@ def test_a_run_out_of_memory_names_its_setting(name, target_folder):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_a_quantised_target_is_not_counted_as_if_it_were_whole(target_folder, tmp_path):
-    folder = tmp_path / "quantised"
-    shutil.copytree(target_folder, folder)
-    config = json.loads((folder / "config.json").read_text())
-    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
-    small = Place(1, "a GPU", 10**6)
-    for where, refused in ((target_folder, True), (folder, False)):
-        made = settled(config_of(where), AutoConfig.from_pretrained(where), small).plan
-        assert ("its weights take less than here" in str(made)) != refused
-        with pytest.raises(UserError, match="GB") if refused else nullcontext():
-            made.refuse_too_large()
+def quantised(**scheme) -> LlamaConfig:
+    return LlamaConfig(**LLAMA.to_diff_dict(), quantization_config=scheme)
 
 
 @pytest.mark.parametrize(
-    ("flags", "setting"),
+    ("scheme", "bits"),
     [
-        (["--stage1.per_device_train_batch_size", "64"], "stage1.per_device_train_batch_size"),
-        (
-            ["--data.seq_length=16", "--stage1.per_device_train_batch_size=1", "--speculator.inner_dim=2000"],
-            "speculator.inner_dim",
-        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.16),
+        ({"quant_method": "fp8"}, 8),
     ],
 )
-def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
-    flags, setting, target_folder, tmp_path, monkeypatch
-):
+def test_a_quantised_target_takes_its_bits_outside_the_embedding_and_the_output_matrix(scheme, bits):
+    config = parse(["--config", "configs/llama-3.1-8b-instruct-eagle3.yaml"])
+    weights = Plan(settled(config, quantised(**scheme), H100)).memory()["stage1"]["target's weights"]
+    inner = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14_336)
+    assert weights == pytest.approx(inner * bits / 8 + 2 * 2 * 128_256 * 4096, rel=0.005)
+
+
+def test_a_target_quantised_in_an_unknown_way_is_not_refused():
+    config = parse(["--config", "configs/llama-3.1-8b-instruct-eagle3.yaml"])
+    made = settled(config, quantised(quant_method="new"), place_of("T4", 1)).plan
+    assert "its weights take less than here" in str(made)
+    made.refuse_too_large()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "change", "flags"),
+    [
+        ("A100-40GB", None, ["--stage2.max_steps", "0"]),
+        ("RTX 4090", "a target in 4 bits", []),
+        ("1xV100-20GB", "a target in 4 bits", []),
+        ("2xV100", "--target.parallel fsdp", []),
+        ("8xA10G", "--target.parallel fsdp", []),
+        ("T4", "take a smaller target", ["--speculator.inner_dim", "8192"]),
+    ],
+)
+def test_a_run_that_does_not_fit_is_told_a_change_with_which_it_fits(gpus, change, flags):
+    """The Llama recipe: in a larger card only the batch has to shrink, whatever its largest part is."""
+    asked = ["--config", "configs/llama-3.1-8b-instruct-eagle3.yaml", *flags]
+    place = place_of(gpus, 1)
+    made = Plan(settled(parse(asked), LLAMA, place))
+    said = made.remedy()
+    assert (change or "") in said
+    assert f"to fit: {said}" in str(made)
+    with pytest.raises(UserError, match=rf"GB in each process, .*{re.escape(said)}"):
+        made.refuse_too_large()
+    if "would need" in said:
+        settings = said.partition(" would need")[0].rpartition("hardware.md) and ")[2].split()
+        target = quantised(load_in_4bit=True) if "4 bits" in said else LLAMA
+        table = str(Plan(settled(parse([*asked, *settings]), target, place)))
+        assert "yes" in table
+        assert "NO" not in table
+
+
+def test_the_recipe_for_24_gb_fits():
+    config = parse(["--config", "configs/llama-3.1-8b-instruct-eagle3-24gb.yaml"])
+    assert "NO" not in str(Plan(settled(config, quantised(load_in_4bit=True), place_of("RTX 4090", 1))))
+
+
+def test_fits_leaves_room_for_what_tensors_do_not_tell():
+    """A run of 45.6 GB has reserved 50.4 on an H100, and CUDA has a context."""
+    for memory, fits in ((52, False), (53, True)):
+        place = Place(1, "a GPU", memory * 10**9)
+        assert place.holds(46 * 10**9, spare=True) is fits
+        assert place.holds(46 * 10**9, spare=False)
+
+
+def test_gradients_of_several_micro_batches_lie_beside_the_buckets_of_ddp(target_folder):
+    def weights(place, accumulation):
+        flags = ["--stage1.gradient_accumulation_steps", accumulation]
+        made = Plan(settled(config_of(target_folder, *flags), AutoConfig.from_pretrained(target_folder), place))
+        return made.memory()["stage1"]["head's weights and gradients"] / made.trained
+
+    assert [weights(*case) for case in ((Place(1), "2"), (Place(2), "1"), (Place(2), "2"))] == [8, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "measured"),
+    [
+        ("llama-3.1-8b-instruct-eagle3", LLAMA, 10_431),
+        ("llama-3.1-8b-instruct", LLAMA, 12_211),
+        ("smollm2-135m-eagle3", SMOLLM, 190_344),
+    ],
+)
+def test_time_is_within_a_factor_of_two_of_what_an_h100_measured(recipe, target, measured):
+    """Tokens a second of docs/results.md."""
+    made = Plan(settled(parse(["--config", f"configs/{recipe}.yaml"]), target, H100))
+    assert 0.5 < made.tokens()["stage1"] / made.expected_seconds("stage1") / measured < 2
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(target_folder, tmp_path, monkeypatch):
     def place(memory):
         monkeypatch.setattr(settling, "place_of", lambda *_: Place(1, "a GPU", memory))
 
@@ -342,9 +408,9 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(
         raise UserError("loads")
 
     monkeypatch.setattr(InProcessTarget, "load", load)
-    config = config_of(target_folder, "--output_dir", str(tmp_path / "run"), *flags)
-    place(30_000_000)
-    with pytest.raises(UserError, match=setting):
+    config = config_of(target_folder, "--output_dir", str(tmp_path / "run"))
+    place(10**6)
+    with pytest.raises(UserError, match=r"stage1 needs .* GB"):
         run.run(config)
     assert not (tmp_path / "run").exists()
     for memory in (10**12, None):
@@ -397,9 +463,4 @@ def test_chats_are_planned_with_the_prompts_that_they_have(tmp_path):
 def test_the_peak_is_known_for_known_gpus_only(target_folder):
     config, target = config_of(target_folder), AutoConfig.from_pretrained(target_folder)
     assert Plan(settled(config, target, Place(1, "another", 10**12))).token_at_peak("stage1") is None
-    assert (
-        Plan(settled(config, target, Place(processes=1, name="H100", memory=10**12, gpu=GPUS["H100"]))).token_at_peak(
-            "stage1"
-        )
-        > 0
-    )
+    assert min(Plan(settled(config, target, Place(1, "H100", 10**12, GPUS["H100"]))).token_at_peak("stage1")) > 0

@@ -8,6 +8,7 @@ import torch
 from conftest import settled
 
 from eval.validation import NEW_TOKENS
+from speculator.heads.training import IGNORE
 from train import duration, progress, timing
 from train.checkpoint import METRIC
 from train.config import RunConfig
@@ -16,15 +17,16 @@ from train.progress import ProgressLine, Throughput, log_line
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:
-    """Of two steps of 3 seconds, each with 2 seconds of the target's, on 40 tokens of each of 2 processes."""
+    """Of two steps of 3 seconds, 2 of them the target's, on 40 tokens of each of 2 processes; 30 have a label."""
     now = [100.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     pace, state = Throughput(torch.device("cpu"), token_at_peak), SimpleNamespace(global_step=10, max_steps=20)
     pace.on_train_begin(None, state, None)
+    labels = torch.zeros(4, 10).index_fill(0, torch.tensor(3), IGNORE)
     for _ in range(2):
-        pace.on_step_begin()
-        with pace.of_target(torch.zeros(4, 10)):
+        pace.begin()
+        with pace.of_target(torch.zeros(4, 10), labels):
             now[0] += 2
         now[0] += 1
         pace.on_step_end()
@@ -36,10 +38,11 @@ def paced(monkeypatch, token_at_peak) -> dict[str, float]:
 def test_a_log_has_the_pace_of_the_steps_since_the_last(monkeypatch):
     known = {"step_over_target": 1.5, "tokens_per_second": 2 * 80 / 6, "seconds_left": 4.0 * 8}
     assert paced(monkeypatch, None) == pytest.approx(known)
-    assert paced(monkeypatch, 0.03) == pytest.approx({**known, "mfu": 80 * 0.03 / 6})
+    # The head computes labelled tokens only: all 80 would flatter.
+    assert paced(monkeypatch, (0.02, 0.01)) == pytest.approx({**known, "mfu": (80 * 0.02 + 60 * 0.01) / 6})
 
 
-@pytest.mark.parametrize("token_at_peak", [None, 0.03])
+@pytest.mark.parametrize("token_at_peak", [None, (0.02, 0.01)])
 def test_a_log_line_has_at_most_120_characters_and_no_names_of_metrics(monkeypatch, token_at_peak):
     logs = {
         "loss": 16.5,

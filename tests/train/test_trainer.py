@@ -1,5 +1,7 @@
 """What the trainer reports about the loss, and what it needs of a target."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import settled, tiny_block_head, tiny_head, tiny_model
@@ -63,6 +65,25 @@ def test_a_weight_that_is_not_a_number_is_found_behind_others(target, tmp_path):
         list(head.parameters())[-1][0] = torch.nan
     with pytest.raises(UserError, match="a weight became nan"):
         trainer._save_checkpoint(head, None)
+
+
+def test_a_process_whose_own_loss_is_finite_raises_with_the_others(target, tmp_path, monkeypatch):
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = SpeculatorTrainer(model=tiny_head(), target=target, loss=LossConfig(), decode=lambda _: {}, args=args)
+    trainer._tr_loss = torch.tensor(1.0)
+    monkeypatch.setattr(trainer.accelerator, "reduce", lambda *_: torch.tensor(torch.nan))
+    with pytest.raises(UserError, match="the loss became nan"):
+        trainer._save_checkpoint(trainer.model, None)
+
+
+def test_a_step_begins_before_its_batches_are_read():
+    """So that a loader that starves shows in the tokens per second."""
+    done, trainer = [], SpeculatorTrainer.__new__(SpeculatorTrainer)
+    trainer.look_ahead = None
+    trainer.throughput = SimpleNamespace(begin=lambda: done.append("clock"))
+    batches = (done.append("read") or {} for _ in range(2))
+    trainer.get_batch_samples(batches, 2, torch.device("cpu"))
+    assert done == ["clock", "read", "read"]
 
 
 class Elsewhere(TrainingTarget):
