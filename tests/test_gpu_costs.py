@@ -173,18 +173,26 @@ def test_a_pass_of_a_prefill_has_a_bound_on_what_grows_with_it(family, bucket, m
     target, prompts = Target(tiny_model(family), None), [[7 * i % 31 for i in range(count)] for count in (70, 40, 9)]
     expected = Engine(target, slots=4).generate(prompts, max_new_tokens=5, eos_token_ids=()).tokens
     passes, process, bound = [], prefill.process, most * target.scratch_per_token(target.cache(1, 1), 70)
-    monkeypatch.setattr(prefill, "process", lambda chunk, *given: passes.append(chunk) or process(chunk, *given))
+    widths, writing = [], kv_cache.KVCache.writing
+
+    def noting(chunk, *given):
+        hidden = process(chunk, *given)
+        passes.append((chunk, widths[-1]))
+        return hidden
+
+    monkeypatch.setattr(kv_cache.KVCache, "writing", lambda *given: widths.append(given[1]) or writing(*given))
+    monkeypatch.setattr(prefill, "process", noting)
     monkeypatch.setattr(rows, "SCRATCH", bound)
     engine = Engine(target, slots=4)
     for number in range(decoding):
         engine.submit([3 + number], max_new_tokens=90, eos_token_ids=())
         engine.step()
     assert engine.generate(prompts, max_new_tokens=5, eos_token_ids=()).tokens == expected
-    for chunk in passes:
+    for chunk, width in passes:
         read = max(begin + count for begin, count in zip(chunk.begins, chunk.counts, strict=True))
-        tokens = len(chunk.counts) * engine.cache.padded_width(max(chunk.counts))
+        tokens = len(chunk.counts) * width
         assert tokens * target.scratch_per_token(engine.cache, read) <= bound or tokens <= most
-    assert max(sum(chunk.counts) for chunk in passes) > 6
+    assert max(sum(chunk.counts) for chunk, _ in passes) > 6
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])

@@ -111,19 +111,16 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
             stream.finish()
         return requests
     requests += [submit(prompt, _sampling(arguments, number)) for number, prompt in enumerate(ids)]
-    shown = 0
-    while shown < len(requests):
-        engine.step()
-        while shown < len(requests) and requests[shown].finish_reason:
-            if not arguments.output:
-                show(leads[shown] + decode(tokenizer, requests[shown].tokens, contexts[shown]))
-            shown += 1
+    written = []
+    for (row, _), request, lead, context in zip(rows, requests, leads, contexts, strict=True):
+        while not request.finish_reason:
+            engine.step()
+        text = decode(tokenizer, request.tokens, context)
+        written.append(json.dumps(_row(row, request, text)) + "\n")
+        if not arguments.output:
+            show(lead + text)
     if arguments.output:
-        columns = zip(rows, requests, contexts, strict=True)
-        written = [
-            _row(row, request, decode(tokenizer, request.tokens, context)) for (row, _), request, context in columns
-        ]
-        write_text(arguments.output, "".join(json.dumps(row) + "\n" for row in written))
+        write_text(arguments.output, "".join(written))
     return requests
 
 

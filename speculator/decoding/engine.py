@@ -255,6 +255,7 @@ class Engine:
         while self.step():
             pass
 
+    @torch.inference_mode()
     def forget(self) -> None:
         """Drop the sequences of free slots and the drafter's history, as if nothing had been decoded.
 

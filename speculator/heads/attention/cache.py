@@ -71,10 +71,6 @@ class HeadCache:
         for x in (self.keys, self.values):
             x[:, list(destination), :, :longest] = x[:, list(source), :, :longest]
 
-    def erase(self, row: int) -> None:
-        """Set keys and values of a row to 0."""
-        self.keys[:, row] = self.values[:, row] = 0
-
     def grow(self, capacity: int) -> None:
         """Enlarge every row to at least `capacity` positions."""
         # Pads from the last dimension on: d stays, and positions are added at the end. Rows that were selected before

@@ -50,7 +50,7 @@ class CachedSource(LogitsSource):
 
     def erase(self, row: int) -> None:
         super().erase(row)
-        self.cache.erase(row)
+        self.cache.keys[:, row] = self.cache.values[:, row] = 0
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         super().move(source, destination, longest)

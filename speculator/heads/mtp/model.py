@@ -293,11 +293,6 @@ class MTPCache(LevelCache):
         for x in self.text or ():
             x[list(destination), :longest] = x[list(source), :longest]
 
-    def erase(self, row: int) -> None:
-        super().erase(row)
-        for x in self.text or ():
-            x[row] = 0
-
     def grow(self, capacity: int) -> None:
         if self.text:
             states, tokens = self.text

@@ -93,9 +93,9 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(name, family):
     assert engine.generate(PROMPTS, **options).tokens == expected
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["between chunks", "in the last chunk"])
+@pytest.mark.parametrize(("last", "forgotten"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["none", "attention-chain"])
-def test_a_cancelled_prompt_whose_states_are_not_finite_leaves_nothing(name, last, monkeypatch):
+def test_a_cancelled_prompt_whose_states_are_not_finite_leaves_nothing(name, last, forgotten, monkeypatch):
     monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 16)  # attention reads beyond a row's own tokens
     target = Target(tiny_model(), None)
     options = {"max_new_tokens": 12, "eos_token_ids": ()}
@@ -108,6 +108,8 @@ def test_a_cancelled_prompt_whose_states_are_not_finite_leaves_nothing(name, las
     cut.append(engine.submit([bad] * (6 if last else 20), **options))
     engine.step()
     cut[0].cancel()
+    if forgotten:
+        engine.forget()
     assert engine.generate(PROMPTS, **options).tokens == expected
     assert cut[0].finish_reason == "cancelled"
 
