@@ -161,11 +161,7 @@ def generate_rows(
 
 
 def _answer(
-    engine: Engine,
-    answering: list[Answering],
-    rows: list[int],
-    count: int,
-    writing: Writing,
+    engine: Engine, answering: list[Answering], rows: list[int], count: int, writing: Writing
 ) -> tuple[list[Request], list[str]]:
     """Let the target write all answers of some conversations.
 

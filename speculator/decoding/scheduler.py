@@ -66,10 +66,7 @@ class Scheduler:
         return any(slot.phase in (PREFILLING, WAITING_FOR_PREFIX) for slot in self.slots)
 
     def release(self) -> list[int]:
-        """Free the slots of finished requests; return the rows whose prompt was cut off.
-
-        The tokens of the others stay, for prompts with the same prefix.
-        """
+        """Free slots of finished requests, whose tokens stay for shared prefixes; return rows with a prompt cut off."""
         cut_off = []
         for row, slot in enumerate(self.slots):
             if slot.request is not None and slot.request.finish_reason:
