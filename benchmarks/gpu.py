@@ -304,7 +304,7 @@ def plain_step(session: Session) -> None:
     with torch.inference_mode():
         batch = engine.rows.select()
         assert batch is not None
-        kernels(session, "plain_step", lambda: engine.decode_rows(batch))
+        kernels(session, "plain_step", lambda: engine.decode_batch(batch))
 
 
 def variants(session: Session) -> None:

@@ -62,7 +62,6 @@ class BatchFacts(Clocks, total=False):
         cut: number of answers that reached their limit, see `Answering`.
         servers: number of answers by the URL of the server.
         models: names of the models that the servers were asked for.
-        skipped: number of prompts without a row.
     """
 
     steps: list[int]
@@ -71,7 +70,6 @@ class BatchFacts(Clocks, total=False):
     cut: int
     servers: dict[str, int]
     models: list[str]
-    skipped: int
 
 
 def state(**settings: Any) -> PartialState:
@@ -255,7 +253,7 @@ class Batches:
         """Wait for all batches; return their rows in the order of the prompts, and the facts for the manifest."""
         made: dict[int, list[dict[str, array]]] = {}
         facts: list[BatchFacts] = []
-        tokens = 0
+        tokens = skipped = 0
         for batch, prompts in enumerate(self.rows):
             _wait_for(self._file(batch))
             content: Any = read_json(self._file(batch))
@@ -263,10 +261,12 @@ class Batches:
                 # Four bytes a token, while all rows are in memory: lists of integers would take several times that.
                 made[prompt] = [{name: array("i", column) for name, column in row.items()} for row in rows]
                 tokens += sum(sum(row["loss_mask"]) for row in rows)
+                skipped += not rows
             facts.append(content)
         ordered = (row for prompt in sorted(made) for row in made[prompt])
         rows_of_lists = ({name: column.tolist() for name, column in row.items()} for row in ordered)
-        return rows_of_lists, {"tokens": tokens, **summary(facts)}
+        cut = sum(each.get("cut", 0) for each in facts)
+        return rows_of_lists, {"tokens": tokens, "cut": cut, "skipped": skipped, **summary(facts)}
 
     def _save(self, rows: Iterable[Columns], facts: JsonObject) -> None:
         """Write the rows, and then the manifest; raise a UserError if there is no row."""

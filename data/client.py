@@ -119,10 +119,7 @@ def _listed(models: Sequence[Any], name: str) -> tuple[str, int]:
 
 
 def _summary(batches: list[BatchFacts]) -> JsonObject:
-    """Return facts for the manifest: answers of each server and in all, models, prompts without a row, and seconds.
-
-    Speeds of drafting are None.
-    """
+    """Return facts for the manifest: answers of each server and in all, models, and seconds; None for draft speeds."""
     by_server: Counter[str] = Counter()
     for facts in batches:
         by_server.update(facts["servers"])
@@ -130,8 +127,6 @@ def _summary(batches: list[BatchFacts]) -> JsonObject:
         "servers": dict(by_server),
         "models": sorted({model for facts in batches for model in facts.get("models", ())}),
         "answers": by_server.total(),
-        "cut": sum(facts.get("cut", 0) for facts in batches),
-        "skipped": sum(facts.get("skipped", 0) for facts in batches),
         "acceptance_length": None,
         "tokens_per_second": {"speculative": None, "plain": None},
         "seconds": sum(facts["seconds"] for facts in batches),
@@ -224,9 +219,9 @@ async def _fetch(
             nonlocal written_at
             made, seconds = finished.pop(batch), time.monotonic() - written_at
             rows = [[each.columns() for each in made[row].rows] for row in batches[batch]]
-            models, skipped = sorted({server.model for server in servers}), sum(not each for each in rows)
+            models = sorted({server.model for server in servers})
             answered, cut = dict(by_server.pop(batch)), sum(each.cut for each in made.values())
-            work.write(batch, rows, servers=answered, models=models, skipped=skipped, cut=cut, seconds=seconds)
+            work.write(batch, rows, servers=answered, models=models, cut=cut, seconds=seconds)
             written_at = time.monotonic()
 
     try:

@@ -165,13 +165,15 @@ def self_rows(
                 if not passes and not output.exists():  # no server answered
                     work.undo_begin()
                 raise
-            few = f"{len(generated)} of {len(prompts)} prompts were answered, the others are beyond a server's context"
-            refuse((len(generated) < len(prompts), f"{output}: {few}; give it {context} tokens, and remove {output}"))
+            why = f", the others are beyond a server's context; give it {context} tokens, and remove {output}"
         else:
             assert isinstance(target, Target)
             generated = generate_rows(
                 target, drafter, chats, output, how, batch_size=batch_size, progress=progress, title=what
             )
+            why = ""
+        few = f"{output}: {len(generated)} of {len(prompts)} prompts were answered{why}"
+        refuse((len(generated) < len(prompts), few))
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         seconds.append(manifest["seconds"])

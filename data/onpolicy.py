@@ -16,7 +16,7 @@ from data.batches import Batches, BatchFacts, Clocks, wait_for_record
 from data.conversations import Answering, Conversation
 from data.writing import Writing
 from speculator.decoding.engine import Engine
-from speculator.decoding.request import Generation, Request, check_prompts
+from speculator.decoding.request import Request, check_prompts
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
@@ -27,6 +27,7 @@ from speculator.files import JsonObject
 from speculator.heads import Speculator
 from speculator.target.encoder.encoder import source_of
 from speculator.target.model import Target
+from speculator.terminal import log
 
 BATCH_SIZE = 16
 """Rows decoded together. On a CPU more rows give more tokens per second, and drafting gains less."""
@@ -73,9 +74,10 @@ def generate_rows(
         of the prompts, for a conversation one row or several (see `Answering`). With an encoder the prompt is in
         "source_ids", and "input_ids" begin with the decoder's start tokens.
         manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones), "answers",
-        "cut" (answers of chats that reached `max_new_tokens`), "acceptance_length", "tokens_per_second" ("speculative"
-        and "plain", without prefill, timed one after the other on the same few rows) and "seconds" (all rows and
-        processes, with prefill). An adaptive drafter adds "costs", see `decoding.json`.
+        "cut" (answers of chats that reached `max_new_tokens`), "skipped" (prompts whose first answer failed),
+        "acceptance_length", "tokens_per_second" ("speculative" and "plain", without prefill, timed one after the other
+        on the same few rows) and "seconds" (all rows and processes, with prefill). An adaptive drafter adds "costs",
+        see `decoding.json`.
 
     Raises:
         UserError: no prompt, an empty prompt, or one that fills the context; or a folder made with other settings.
@@ -91,7 +93,6 @@ def generate_rows(
     # `longest` is the room that each slot gets at once; `most` the longest chat that still gets an answer.
     longest = min(max(len(chat.ids) for chat in chats) + writing.max_new_tokens, target.context_length)
     most = min(max_prompt_tokens or target.context_length, target.context_length - writing.max_new_tokens)
-    stopping = asdict(writing.ends) if writing.ends else {}
     notes: JsonObject = {}
     if isinstance(drafter, AdaptiveDrafter):
         # A resumed run drafts by the costs that the first one measured, so its rows are those of an uninterrupted one.
@@ -113,21 +114,22 @@ def generate_rows(
         **record_of(writing, chats),
         "batch_size": batch_size,
         **({"max_prompt_tokens": most} if max_prompt_tokens else {}),
-        **({"ends": stopping} if writing.ends else {}),
+        **({"ends": asdict(writing.ends)} if writing.ends else {}),
     }
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
 
     def clock(engine: Engine, rows: list[int], count: int) -> list[float]:
         """Decode up to `count` tokens of the first answer of some rows; return [tokens, seconds], without prefill."""
 
-        def decode() -> Generation:
+        def decode() -> list[float]:
             engine.forget()
-            how = [writing.sampling(row, len(prompts)) for row in rows]
-            return engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping).check()
+            before = engine.decode_seconds
+            first = [Answering(replace(chats[row], later=()), None, most) for row in rows]
+            made, _ = _answer(engine, first, rows, len(prompts), replace(writing, max_new_tokens=count))
+            # The prefill's token is not counted: its time is that of the prompt.
+            return [sum(len(each.tokens) - 1 for each in made), engine.decode_seconds - before]
 
-        made = without_captures(decode)
-        # The prefill's token is not counted: its time is that of the prompt.
-        return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
+        return without_captures(decode)
 
     with Batches(Path(folder), record, pieces, progress, title, notes) as work:
         if notes and not work.finished:
@@ -143,7 +145,7 @@ def generate_rows(
             drafting.forget()
             before, decoding = drafting.prefill_seconds + drafting.decode_seconds, drafting.decode_seconds
             answering = [Answering(chats[row], target.tokenizer, most) for row in pieces[piece]]
-            made = _answer(drafting, answering, pieces[piece], len(prompts), writing)
+            made, failed = _answer(drafting, answering, pieces[piece], len(prompts), writing)
             if drafter is None:
                 clocks["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
             # Without steps that the end of an answer has cut: part of what they accepted lies after it.
@@ -152,18 +154,19 @@ def generate_rows(
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
             rows = [[row.columns() for row in each.rows] for each in answering]
             cut = sum(each.cut for each in answering)
+            if failed:
+                log(f"{len(failed)} of {len(rows)} prompts end before an answer that failed, such as: {failed[0]}")
             work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), cut=cut, **clocks)
         return work.finish(_summary)
 
 
 def _answer(
-    engine: Engine,
-    answering: list[Answering],
-    rows: list[int],
-    count: int,
-    writing: Writing,
-) -> list[Request]:
-    """Let the target write all answers of some conversations; return a request per answer, in the order they finished.
+    engine: Engine, answering: list[Answering], rows: list[int], count: int, writing: Writing
+) -> tuple[list[Request], list[str]]:
+    """Let the target write all answers of some conversations.
+
+    Returns a request per answer, in the order they finished, and the messages of requests that failed. A conversation
+    ends before an answer that failed.
 
     When an answer is finished, the request for the next one goes to the front of the queue, because the slot that it
     frees still holds the conversation's keys and values.
@@ -175,6 +178,7 @@ def _answer(
         writing: sampling, length and end of the answers.
     """
     made: list[Request] = []
+    failed: list[str] = []
     options = {"max_new_tokens": writing.max_new_tokens, **(asdict(writing.ends) if writing.ends else {})}
 
     def ask(row: int, each: Answering) -> tuple[Request, int, Answering]:
@@ -188,7 +192,10 @@ def _answer(
             finished = [entry for entry in unfinished if entry[0].finish_reason]
             unfinished = [entry for entry in unfinished if not entry[0].finish_reason]
             for request, row, each in finished:
-                request.check()
+                if request.failure:
+                    failed.append(request.failure)
+                    each.stop()
+                    continue
                 made.append(request)
                 each.add(request.tokens, request.finish_reason == "eos")
                 if each.prompt is not None:
@@ -198,7 +205,7 @@ def _answer(
     finally:  # an interrupt leaves no request behind
         for request, *_ in unfinished:
             request.cancel()
-    return made
+    return made, failed
 
 
 def identity(drafter: Drafter | None) -> str | None:
@@ -256,5 +263,4 @@ def _summary(batches: list[BatchFacts]) -> JsonObject:
         "tokens_per_second": {"speculative": rate("speculative"), "plain": rate("plain")},
         "seconds": sum(batch["seconds"] for batch in batches),
         "answers": sum(batch["answers"] for batch in batches),
-        "cut": sum(batch.get("cut", 0) for batch in batches),
     }

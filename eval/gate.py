@@ -117,7 +117,7 @@ def fixed_acceptance(target: Target, head: Speculator, suite: Suite, sampling: S
         max_new_tokens=max_new_tokens,
         max_batch_size=8,
         eos_token_ids=eos,
-    ).check()
+    )
     return made.acceptance_length
 
 

@@ -69,3 +69,4 @@ def recorded_steps(
             count -= 1
             yield engine.newest
     request.cancel()
+    request.check()

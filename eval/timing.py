@@ -122,7 +122,7 @@ def time_ours(
         engine.forget()  # prefixes of the run before would be shared, and the prefill would be free
         reset_peak_memory(target.device)
         synchronize()
-        return engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at).check()
+        return engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at)
 
     # The first run of a shape captures graphs, which takes seconds: it is decoded again from the beginning.
     generation = without_captures(decode)

@@ -79,13 +79,9 @@ def write_tuning(
     lookup: dict[str, Sequence[float]] = {}
     for kind, temperature in Progress(_KINDS.items(), title="tuning: n-gram lookup", unit="temperatures"):
         sampling = Sampling(temperature, seed=seed)
-        answers = (
-            generate(
-                target, None, prompts, sampling, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos
-            )
-            .check()
-            .tokens
-        )
+        answers = generate(
+            target, None, prompts, sampling, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos
+        ).tokens
         lookup[kind] = lookup_acceptance(list(zip(texts, answers, strict=True)))
     # Of a head with few levels two sizes may give the same tree.
     trees = {

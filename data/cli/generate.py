@@ -239,6 +239,5 @@ def _line(folder: Path) -> str:
         line += f", acceptance length {manifest['acceptance_length']:.2f}"
     if speed["speculative"] and speed["plain"]:
         gain = speed["speculative"] / speed["plain"]
-        line += f", {speed['speculative']:.0f} tokens/s, plain decoding "
-        line += f"{speed['plain']:.0f} ({gain:.2f}x)"
+        line += f", {speed['speculative']:.0f} tokens/s, plain decoding {speed['plain']:.0f} ({gain:.2f}x)"
     return line

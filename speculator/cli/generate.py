@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> None:
     if cut and not conversation and any(prompt.chat for _, prompt in rows):
         print(f"{cut} of {len(requests)} answers ended at --max_new_tokens {arguments.max_new_tokens}", file=sys.stderr)
     print(_summary(requests, engine), file=sys.stderr)
+    for request in requests:  # after the texts of the others are written
+        request.check()
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -106,26 +108,19 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
             stream = TextStream(tokenizer, lead, arguments.show_drafts, context)
             requests.append(submit(prompt, _sampling(arguments, number), on_step=partial(stream, number)))
             engine.run()
-            requests[-1].check()
             stream.finish()
         return requests
     requests += [submit(prompt, _sampling(arguments, number)) for number, prompt in enumerate(ids)]
-    shown = 0
-    while shown < len(requests):
-        engine.step()
-        while shown < len(requests) and requests[shown].finish_reason:
-            if not arguments.output:
-                requests[shown].check()
-                show(leads[shown] + decode(tokenizer, requests[shown].tokens, contexts[shown]))
-            shown += 1
+    written = []
+    for (row, _), request, lead, context in zip(rows, requests, leads, contexts, strict=True):
+        while not request.finish_reason:
+            engine.step()
+        text = decode(tokenizer, request.tokens, context)
+        written.append(json.dumps(_row(row, request, text)) + "\n")
+        if not arguments.output:
+            show(lead + text)
     if arguments.output:
-        columns = zip(rows, requests, contexts, strict=True)
-        written = [
-            _row(row, request, decode(tokenizer, request.tokens, context)) for (row, _), request, context in columns
-        ]
-        write_text(arguments.output, "".join(json.dumps(row) + "\n" for row in written))
-        for request in requests:  # after the texts of the others are written
-            request.check()
+        write_text(arguments.output, "".join(written))
     return requests
 
 

@@ -216,8 +216,8 @@ class Engine:
     ) -> Generation:
         """Decode all prompts and return the completions; see the function `generate`, and `request` for `settings`.
 
-        A completion ends early where there is too little memory for it, or where its logits are not finite; see
-        `Generation.check`. Raises a UserError if all do.
+        Raises a UserError, once all others are complete, if a completion lacks memory or its logits are not finite. To
+        keep the others, `submit` each prompt, `run`, and look at each `Request.failure`.
         """
         prompts = check_prompts(self.target, prompts)
         samplings = sampling_per_row(sampling or Sampling(), len(prompts))
@@ -234,20 +234,16 @@ class Engine:
         finally:  # an interrupt leaves no request behind
             for request in requests:
                 request.cancel()
-        made = Generation(
+        for request in requests:
+            request.check()
+        return Generation(
             tokens=[request.tokens for request in requests],
             steps=[request.steps for request in requests],
             prefill_seconds=self.prefill_seconds - prefill_before,
             decode_seconds=self.decode_seconds - decode_before,
             finish_reasons=[request.finish_reason for request in requests],
-            failures=[request.failure for request in requests],
             token_logprobs=[request.token_logprobs for request in requests],
         )
-        if failed := list(filter(None, made.failures)):
-            if len(failed) == len(requests):
-                made.check()
-            _log.warning("%d of %d texts are not complete: %s", len(failed), len(requests), failed[0])
-        return made
 
     @property
     def busy(self) -> bool:
@@ -259,12 +255,13 @@ class Engine:
         while self.step():
             pass
 
+    @torch.inference_mode()
     def forget(self) -> None:
         """Drop the sequences of free slots and the drafter's history, as if nothing had been decoded.
 
         Raises a RuntimeError while a request is unfinished.
         """
-        self.scheduler.release()
+        self.rows.release()
         for request in [each for each in self.waiting if each.finish_reason]:  # cancelled
             self.waiting.remove(request)
         if self.busy:
@@ -333,10 +330,6 @@ class Engine:
         self.commit(batch, verified)
         self.update_memory(batch, verified)
         return verified.report, verified.kept
-
-    def decode_rows(self, batch: Batch) -> Tensor:  # [R, G+4]
-        """Run one step's device work, see `decode_batch`, and return `Verified.report`."""
-        return self.decode_batch(batch)[0]
 
     @property
     def rule(self) -> str:
@@ -470,7 +463,7 @@ class Engine:
         self.rows.pending[list(requests)] = first
         for i, ((row, request), token) in enumerate(zip(requests.items(), first.tolist(), strict=True)):
             self.scheduler.slots[row].phase = DECODING
-            if not request.finish_reason and not finite[i]:
+            if not finite[i]:
                 self._fail(row, request)
             elif not request.finish_reason:
                 drafted = 0 if request.num_new else None  # a preempted request's token counts as a step without a draft
@@ -487,16 +480,14 @@ class Engine:
             *path, drafted, accepted, next_token, finite = row
             # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.
             slot.num_computed_tokens += 1 + accepted
-            if request.finish_reason:  # an `on_step` of this step may have cancelled it
-                continue
-            if finite:
+            if finite and not request.finish_reason:  # an `on_step` of this step may have cancelled it
                 request.append([*path[:accepted], next_token], drafted, logprobs.get(i))
-            elif drafted:
+            elif drafted and not finite:
                 # A drafted token may have done it, even one that would be rejected: attention adds -inf to its scores,
                 # and NaN remains. The prefill of the text as it is shows whether the text itself is at fault.
                 self.rows.erase(i)
-                slot.num_computed_tokens, slot.phase = 0, PREFILLING
-            else:
+                slot.phase = PREFILLING
+            elif not finite:
                 self._fail(i, request)
 
     def _logprobs(self, batch: Batch, report: list[list[int]], kept: Tensor) -> dict[int, list[TokenLogprobs]]:
@@ -511,9 +502,10 @@ class Engine:
         return {row: each[: len(tokens)] for row, each, tokens in zip(rows, found, new, strict=True)}
 
     def _fail(self, row: int, request: Request) -> None:
-        """End a request whose logits are not finite, and leave nothing of it in its row."""
-        request.fail("not_finite", not_finite(self.target))
+        """End a request whose logits are not finite, unless it has ended, and leave nothing of it in its row."""
         self.rows.erase(row)
+        if not request.finish_reason:
+            request.fail("not_finite", not_finite(self.target))
 
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
@@ -565,7 +557,7 @@ def generate(
         eos_token_ids: tokens that end a completion; default: the target's own.
         on_step: called with (row, new tokens, how many of them were drafted) after every step, prefill included.
 
-    A completion may end early, see `Engine.generate`.
+    Raises a UserError if a completion fails, see `Engine.generate`.
     """
     if max_batch_size is not None and max_batch_size < 1:
         raise UserError(f"max_batch_size must be an integer >= 1, got {max_batch_size}")

@@ -84,10 +84,14 @@ class Memory:
         """Make room for rows of `capacity` tokens."""
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Copy row source[i], at most `longest` tokens, to row destination[i], all at once."""
+        """Copy row source[i], at most `longest` tokens, to row destination[i], all at once; extended as `erase` is."""
+        for buffer in self.buffers:
+            buffer[list(destination)] = buffer[list(source)]
 
     def erase(self, row: int) -> None:
-        """Set all that a row holds to 0, see `Rows.erase`."""
+        """Set all that a row holds to 0, see `Rows.erase`; a memory with more than `buffers` extends this."""
+        for buffer in self.buffers:
+            buffer[row] = 0
 
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
@@ -113,5 +117,5 @@ class Memory:
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """Tensors that steps update in place, keys and values aside: a trial step saves and restores them."""
+        """Tensors [slots, ...] that steps update in place, except keys and values: a trial step restores them."""
         return ()

@@ -94,8 +94,8 @@ class StopStrings:
         begin = end - len(recent)
         context: tuple[Sequence[int], str] = (), ""
         if begin == start:  # the first token's leading space is part of the text
-            if self._prompt is None:
-                before = last(self.tokenizer, sequence[max(0, start - MAX_CONTEXT - 3) : start], MAX_CONTEXT)
+            before = last(self.tokenizer, sequence[max(0, start - MAX_CONTEXT - 3) : start], MAX_CONTEXT)
+            if self._prompt is None or self._prompt[0] != before:  # several requests may share these strings
                 self._prompt = before, decode(self.tokenizer, before)
             context = self._prompt
         text, early = decode_after(self.tokenizer, recent, *context), 0
@@ -234,7 +234,7 @@ class Generation:
         tokens: new tokens of each row, EOS included.
         steps: verification steps of each row, prefill excluded.
         prefill_seconds, decode_seconds: wall-clock time of all prefills and of all steps.
-        finish_reasons, failures, token_logprobs: see `Request`.
+        finish_reasons, token_logprobs: see `Request`.
     """
 
     tokens: list[list[int]]
@@ -242,19 +242,12 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reasons: list[str | None] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
     token_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
         """Acceptance length over all rows."""
         return acceptance_length(step for row in self.steps for step in row)
-
-    def check(self) -> Generation:
-        """Return this if no request has failed; raise a UserError for the first that has."""
-        if failure := next(filter(None, self.failures), ""):
-            raise UserError(failure)
-        return self
 
 
 def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:

@@ -7,12 +7,14 @@ What moves or grows does so in all of them.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
@@ -120,7 +122,7 @@ class Rows:
 
     def admit(self, waiting: deque[Request]) -> None:
         """Free the slots of finished requests, and give free slots to waiting ones."""
-        self.scheduler.release()
+        self.release()
         if waiting:
             if not hasattr(self, "cache"):
                 self._allocate(self._open, waiting)
@@ -141,9 +143,14 @@ class Rows:
         self._batch = None
         self._new_graphs()  # which may have been captured half
 
+    def release(self) -> None:
+        """Free the slots of finished requests, and erase prompts that were cut off: nobody knows if they are finite."""
+        for row in self.scheduler.release():
+            self.erase(row)
+
     def erase(self, row: int) -> None:
         """Clear a row in the cache and in the drafter's memory: a number that is not finite reaches through a mask."""
-        self.pending[row] = 0
+        self.scheduler.slots[row].num_computed_tokens = self.pending[row] = 0
         self.cache.erase(row)
         self.memory.erase(row)
 
@@ -229,7 +236,7 @@ class Rows:
                     f"too little memory for a prompt of {len(largest.prompt)} tokens and {largest.max_new_tokens} new "
                     "ones: shorten them, or decode fewer at a time",
                 )
-                self.scheduler.release()
+                self.release()
                 needed = max([present, *map(self._room, others)])
             self._max_tokens = needed
 
@@ -279,16 +286,20 @@ class Rows:
             self._sort()
             rows = self.scheduler.rows_in(PREFILLING)
         decoding = self.scheduler.count(DECODING)
-        budget = max(width, decoding * self._tokens_per_step) if decoding else None
+        budget = max(width, decoding * self._tokens_per_step) if decoding else inf
         if not decoding:
             width = max(width, PASS.get(self.target.device.type, 0) // len(rows))
         slots = [self.scheduler.slots[row] for row in rows]
         # Attention reads as far as the row that is furthest, for all rows.
         read = max(min(len(slot.sequence), slot.num_computed_tokens + width) for slot in slots)
-        most = SCRATCH // self.target.scratch_per_token(self.cache, read)
-        width = max(1, min(width, most if budget else most // len(rows)))
-        budget = budget and max(1, min(budget, most))
-        rows, widths = self.scheduler.next_chunk(rows, width, budget)
+        most, padded = SCRATCH // self.target.scratch_per_token(self.cache, read), self.cache.padded_width
+        share = max(padded(1), most if decoding else most // len(rows))
+        width = min(width, bisect_right(range(1, share + 1), share, key=padded))  # the widest that is not padded beyond
+
+        def fits(widths: list[int]) -> bool:
+            return sum(widths) <= budget and len(widths) * padded(max(widths)) <= most
+
+        rows, widths = self.scheduler.next_chunk(rows, width, fits)
         slots = [self.scheduler.slots[row] for row in rows]
         begins = [slot.num_computed_tokens for slot in slots]
         # Drafters and attention pad rows to the widest chunk, which must fit the cache after the row with the most
@@ -303,7 +314,7 @@ class Rows:
 
     def select(self) -> Batch | None:
         """Select the decoding rows for the next step and return them as a batch; None if no row decodes."""
-        self.scheduler.release()
+        self.release()
         count = self.scheduler.count(DECODING)
         if not count:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from speculator.decoding.request import Request
@@ -65,22 +65,25 @@ class Scheduler:
         """True while some admitted prompt is not computed yet."""
         return any(slot.phase in (PREFILLING, WAITING_FOR_PREFIX) for slot in self.slots)
 
-    def release(self) -> None:
-        """Free the slots of finished requests. Their tokens stay, for prompts with the same prefix."""
-        for slot in self.slots:
+    def release(self) -> list[int]:
+        """Free slots of finished requests, whose tokens stay for shared prefixes; return rows with a prompt cut off."""
+        cut_off = []
+        for row, slot in enumerate(self.slots):
             if slot.request is not None and slot.request.finish_reason:
+                if slot.phase == PREFILLING and slot.num_computed_tokens:
+                    cut_off.append(row)
                 kept = len(slot.request.sequence) - 1  # the newest token is still pending
                 # The row may have read tokens that the sequence lacks: those after EOS in an accepted draft, or those
                 # of a step that was cancelled. A recurrent state can't forget them, so nothing of it is reused.
                 ahead = slot.num_computed_tokens > kept or slot.request.finish_reason == "cancelled"
-                slot.num_computed_tokens = 0 if ahead and self.recurrent else min(kept, slot.num_computed_tokens)
-                if slot.request.failure:  # the row may hold numbers that are not finite, or lack what it should hold
-                    slot.num_computed_tokens = 0
+                lost = slot.request.failure or (ahead and self.recurrent)
+                slot.num_computed_tokens = 0 if lost else min(kept, slot.num_computed_tokens)
                 slot.sequence, slot.request, slot.phase = slot.request.sequence, None, FREE
                 for prefix in slot.hashes:
                     del self._prefixes[prefix]
                 slot.prefix_source, slot.hashes = None, ()
                 slot.last_used, self._time = self._time, self._time + 1
+        return cut_off
 
     def preempt(self) -> None:
         """Mark all rows for prefill from the start, completions included; free slots keep nothing for later prompts."""
@@ -234,22 +237,22 @@ class Scheduler:
             self.slots[row] = slot
         return source, destination
 
-    def next_chunk(self, rows: list[int], max_width: int, budget: int | None) -> tuple[list[int], list[int]]:
+    def next_chunk(
+        self, rows: list[int], max_width: int, fits: Callable[[list[int]], bool]
+    ) -> tuple[list[int], list[int]]:
         """Choose which of neighbouring rows are prefilled next; return them and the number of tokens of each.
 
         Args:
             max_width: the most tokens of a row.
-            budget: the most tokens of all rows: the row that has waited longest is taken, and as many of the rows after
-                it as fit. None: all rows.
+            fits: returns whether rows of these numbers of tokens fit a pass. If not all do, the row that has waited
+                longest is taken, and as many of the rows after it as fit.
         """
         widths = [min(max_width, self._end(self.slots[row]) - self.slots[row].num_computed_tokens) for row in rows]
         start, stop = 0, len(rows)
-        if budget is not None:
-            # A budget protects the rows that decode from a long pass. The row that has waited longest goes first, so
-            # none starves.
+        if not fits(widths):  # the row that has waited longest goes first, so none starves
             start = min(range(len(rows)), key=lambda i: self.slots[rows[i]].last_used)
             stop = start + 1
-            while stop < len(rows) and sum(widths[start : stop + 1]) <= budget:
+            while stop < len(rows) and fits(widths[start : stop + 1]):
                 stop += 1
         for row in rows[start:stop]:
             self.slots[row].last_used = self._time

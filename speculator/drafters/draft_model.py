@@ -80,6 +80,7 @@ class DraftModelSource(LogitsSource):
         self.cache.grow(capacity + self._spare)
 
     def erase(self, row: int) -> None:
+        super().erase(row)
         self.cache.erase(row)
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:

@@ -63,10 +63,11 @@ def paired_steps(
     room = (count + _CAPTURE_STEPS) * (drafter.num_speculative_tokens + 1) + 2
     capacity = max(map(len, prompts)) + room
     engines = [Engine(target, who, slots=len(prompts), rule=rule, capacity=capacity) for who in (None, drafter)]
+    requests = []
     for engine in engines:
         for row, prompt in enumerate(prompts):
             own = Sampling(sampling.temperature, seed=sampling.seed + row)
-            engine.enqueue(Request(target.text(prompt), own, max_new_tokens=room))
+            requests.append(engine.enqueue(Request(target.text(prompt), own, max_new_tokens=room)))
         engine.rows.admit(engine.waiting)
         while engine.scheduler.prefilling:
             engine.prefill()
@@ -78,6 +79,8 @@ def paired_steps(
             pairs.append((plain, drafted))
         if len(pairs) == count:
             break
+    for request in requests:  # the steps of one that has failed do nothing
+        request.check()
     return pairs
 
 

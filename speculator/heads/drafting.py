@@ -34,9 +34,6 @@ class LastHiddenSource(LogitsSource):
         opened.hidden = torch.zeros(size, dtype=self.head.dtype, device=self.head.device)
         return opened
 
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        self.hidden[list(destination)] = self.hidden[list(source)]
-
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
@@ -80,9 +77,9 @@ class WholeTextSource(LogitsSource):
     def grow(self, capacity: int) -> None:
         self.hidden = torch.nn.functional.pad(self.hidden, (0, 0, 0, max(0, capacity - self.hidden.shape[1])))
 
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        for x in (self.hidden, self.lengths):
-            x[list(destination)] = x[list(source)]
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return [self.hidden, self.lengths]
 
     def prefill(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]

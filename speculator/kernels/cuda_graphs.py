@@ -195,9 +195,9 @@ def _restore(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _all_close(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    # Token ids and counts must be equal; floats may round differently.
+    # Token ids and counts must be equal; floats may round differently, and a request that fails has NaN in both.
     return len(a) == len(b) and all(
-        torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE) if x.is_floating_point() else torch.equal(x, y)
+        torch.allclose(x, y, _TOLERANCE, _TOLERANCE, equal_nan=True) if x.is_floating_point() else torch.equal(x, y)
         for x, y in zip(a, b, strict=True)
     )
 

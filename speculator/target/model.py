@@ -160,7 +160,7 @@ class Target(InProcessTarget):
         width = tokens.shape[1]
         if counts is not None:
             # Padding is on the right and never committed: the next pass overwrites its keys and values.
-            tokens = nn.functional.pad(tokens, (0, cache.padded_width(width) - width))
+            tokens = nn.functional.pad(tokens, (0, max(0, min(cache.padded_width(width), cache.room) - width)))
 
         def own(states: Tensor) -> Tensor:  # -> [R, T, D], from rows as the model read them: packed or padded
             return write.padded(states)[:, :width]

@@ -104,26 +104,38 @@ def test_the_manifest_records_settings_and_speed(target, tmp_path):
 
 def test_speeds_are_those_of_runs_that_captured_nothing(target, tmp_path, monkeypatch):
     capturing(monkeypatch, Double)
-    decode, clean = Engine.generate, []
+    answer, runs = onpolicy._answer, []
 
-    def noting(engine, *args, **settings):
-        before = Captured.prepared
-        done = decode(engine, *args, **settings)
-        if Captured.prepared == before:
-            clean.append(sum(len(row) - 1 for row in done.tokens) / done.decode_seconds)
-        return done
+    def noting(engine, *given):
+        before, decoding = Captured.prepared, engine.decode_seconds
+        done, failed = answer(engine, *given)
+        speed = sum(len(each.tokens) - 1 for each in done) / (engine.decode_seconds - decoding)
+        runs.append(speed if Captured.prepared == before else None)
+        return done, failed
 
-    monkeypatch.setattr(Engine, "generate", noting)
+    monkeypatch.setattr(onpolicy, "_answer", noting)
     made(target, tmp_path, prompts=PROMPTS[:2])
     assert Double.made
     speeds = json.loads((tmp_path / "manifest.json").read_text())["tokens_per_second"]
-    assert [speeds["speculative"], speeds["plain"]] == pytest.approx(clean[-2:])
+    timed = [speed for speed in runs[:-1] if speed]  # the last run makes the rows
+    assert [speeds["speculative"], speeds["plain"]] == pytest.approx(timed[-2:])
 
 
 def test_a_finished_folder_is_not_generated_again(target, tmp_path, monkeypatch):
     rows = made(target, tmp_path)
-    monkeypatch.setattr(Engine, "generate", None)
+    monkeypatch.setattr(Engine, "step", None)
     assert made(target, tmp_path) == rows
+
+
+def test_a_prompt_whose_logits_are_not_finite_is_left_out(target, tmp_path, capsys):
+    prompts = [[1, 2, 3], [4], [30] * 5, [3, 1]]
+    rows = made(target, tmp_path / "finite", prompts=prompts)
+    bad = next(token for token in range(32) if not any(token in row["input_ids"] for row in rows))
+    target.model.get_input_embeddings().weight.data[bad] = torch.nan
+    prompts[2] = [bad] * 5
+    assert made(target, tmp_path / "out", prompts=prompts) == [rows[0], rows[1], rows[3]]
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["skipped"] == 1
+    assert "1 of 4 prompts end before an answer that failed" in capsys.readouterr().err
 
 
 def test_a_folder_that_another_run_is_writing_is_an_error(target, tmp_path):
@@ -188,7 +200,7 @@ def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path
 
 def test_a_finished_piece_is_not_generated_again(target, tmp_path, monkeypatch):
     monkeypatch.setattr(onpolicy, "_PIECE", 1)
-    with killed_at(onpolicy, "_answer", call=1):
+    with killed_at(batches.Batches, "write", call=1):
         made(target, tmp_path)
     first, second = sorted((tmp_path / "batches").glob("0*.json"))[0], tmp_path / "batches" / "000001.json"
     assert not second.exists()

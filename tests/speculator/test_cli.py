@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from speculator import Candidates, Chain, Engine, Sampling, Tree
 from speculator.__main__ import main
 from speculator.cli import generate as command
+from speculator.cli import model_flags
 from speculator.decoding import streaming
 from speculator.decoding.request import StopStrings
 from speculator.decoding.rows import Rows
@@ -85,6 +86,26 @@ def test_every_sample_is_a_row(target_folder, tmp_path):
     assert len({row["text"] for row in several}) == 6
     drafted = rows("--num_samples", "3", "--batch_size", "4", "--ngram")
     assert [row["tokens"] for row in drafted] == [row["tokens"] for row in several]
+
+
+@pytest.mark.parametrize("batch_size", ["1", "2"])
+def test_the_texts_of_other_prompts_are_printed_if_one_fails(target_folder, tmp_path, monkeypatch, capsys, batch_size):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def a", "~", "class B")))
+    load = model_flags.load_target
+
+    def broken(arguments):
+        target = load(arguments)
+        target.model.get_input_embeddings().weight.data[target.tokenizer.convert_tokens_to_ids("~")] = float("nan")
+        return target
+
+    monkeypatch.setattr(model_flags, "load_target", broken)
+    flags = ["--prompts", str(prompts), "--max_new_tokens", "4", "--batch_size", batch_size]
+    assert main(["generate", "--target", str(target_folder), *flags]) == 2
+    shown = capsys.readouterr()
+    assert "not finite" in shown.err
+    assert "def a" in shown.out
+    assert "class B" in shown.out
 
 
 @pytest.mark.parametrize("prompt", ["", "x\n" * 300])
@@ -230,7 +251,8 @@ def test_the_space_before_the_first_new_word_is_kept():
     assert [decode(tokenizer, [word]), decode(tokenizer, [word], [a])] == ["a", " a"]
     assert AnswerText(tokenizer, [], [a]).push([word, word], "length") == " a a"
     assert AnswerText(tokenizer, []).push([word, word], "length") == "a a"
-    assert StopStrings([" a"], tokenizer).end([a, word], 1, 1) == 2
+    stop = StopStrings([" a"], tokenizer)
+    assert [stop.end([a, word], 1, 1), stop.end([word], 0, 1)] == [2, None]  # two requests share it
     assert StopStrings([" a"], tokenizer).end([a, word], 1, 1, min_tokens=1) is None
 
 

@@ -66,16 +66,10 @@ class HeadCache:
         return part
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        """Copy row source[i], of at most `longest` tokens, to row destination[i]."""
+        """Copy keys and values of row source[i], of at most `longest` tokens, to row destination[i]."""
         # An index by lists copies all source rows before the first is written, so rows may change places.
         for x in (self.keys, self.values):
             x[:, list(destination), :, :longest] = x[:, list(source), :, :longest]
-        self.lengths[list(destination)] = self.lengths[list(source)]
-
-    def erase(self, row: int) -> None:
-        """Set keys and values of a row to 0, and its length."""
-        self.lengths[row] = 0
-        self.keys[:, row] = self.values[:, row] = 0
 
     def grow(self, capacity: int) -> None:
         """Enlarge every row to at least `capacity` positions."""

@@ -49,7 +49,13 @@ class CachedSource(LogitsSource):
         self.version += 1
 
     def erase(self, row: int) -> None:
-        self.cache.erase(row)
+        super().erase(row)
+        self.cache.keys[:, row] = self.cache.values[:, row] = 0
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
+        super().move(source, destination, longest)
         self.cache.move(source, destination, longest)
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return [self.cache.lengths]

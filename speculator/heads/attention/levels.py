@@ -133,11 +133,6 @@ class LevelSource(CachedSource):
         opened._counts = torch.zeros(slots, dtype=torch.long, device=device)
         return opened
 
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        super().move(source, destination, longest)
-        for x in (self._aux_hidden, self._next, self._counts):
-            x[list(destination)] = x[list(source)]
-
     def read_prompts(
         self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
     ) -> None:
@@ -180,7 +175,7 @@ class LevelSource(CachedSource):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return [self._aux_hidden, self._next, self._counts, self.cache.lengths]
+        return [*super().buffers, self._aux_hidden, self._next, self._counts]
 
     def skip(self, pending: Tensor, sequences: Sequences) -> None:
         if self._max_unread and self._unread + self._width <= self._aux_hidden.shape[1]:

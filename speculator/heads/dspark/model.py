@@ -502,10 +502,6 @@ class DSparkSource(CachedSource):
     def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
         self._read(self.cache.select(0, len(counts), 0), hidden, counts)
 
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        return [self.cache.lengths]
-
     @torch.no_grad()
     def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
         head, size = self.head, self.head.config.block_size

@@ -257,6 +257,8 @@ def _explicit(
     if sinks is not None:
         # Head h of key head k is at index k * groups + g, the order in which `attention` stacked the queries.
         sink = sinks.view(1, heads, groups, 1).expand(rows, -1, -1, stacked // groups).reshape(rows, heads, stacked, 1)
+    if bias is not None:  # that of cross attention is the same for all queries
+        bias = bias.expand(*bias.shape[:-2], stacked, -1)
     size = max(1, _SCORES // (rows * heads * key.shape[2]))
     blocks = []
     for first in range(0, stacked, size):

@@ -101,6 +101,11 @@ class CrossMemory:
         bias = torch.zeros(hidden.shape, dtype=self._dummy.dtype).masked_fill_(hidden, -torch.inf)
         self.bias = bias[:, None, None].to(self._device) if hidden.any() else None
 
+    def erase(self, row: int) -> None:
+        """Set a row's keys and values to 0, and forget its source."""
+        self._rows.erase(row)
+        self.sources[row], self._selection = (), None
+
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copy row source[i] to row destination[i], with its source, all at once."""
         self._rows.move(source, destination, self._rows.capacity)

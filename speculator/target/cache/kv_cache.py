@@ -201,6 +201,11 @@ class KVCache(Cache):
             doubled = bucketed(self._used, self.lengths.device)
         return (self.rows[1] - self.rows[0]) * max(0, min(doubled, self.capacity) - self.longest)
 
+    @property
+    def room(self) -> int:
+        """Number of positions after those of the longest selected row."""
+        return self.capacity - self._used
+
     def round_again(self) -> None:
         """Round `longest` to the buckets in use now, see `coarse_buckets`."""
         self.longest = bucketed(self._used, self.lengths.device)
@@ -352,7 +357,7 @@ class KVCache(Cache):
             layer.follow(path)
 
     def padded_width(self, width: int) -> int:
-        """Return the width to which a prefill chunk is padded, so that attention has few shapes.
+        """Return the width to which a prefill chunk is padded if there is `room`, so that attention has few shapes.
 
         Other layers skip the padding. Recurrent layers would read it, so for them the width stays as it is.
         """
@@ -360,8 +365,7 @@ class KVCache(Cache):
             return width
         # Above 512 finer steps: a chunk of 2,100 tokens attended as 8,192 would have 15 times the scores.
         steps = (step for step in (_LEAST_WIDTH, 4 * _LEAST_WIDTH, 16 * _LEAST_WIDTH) if step >= width)
-        padded = next(steps, bucketed(width, self.lengths.device))
-        return max(width, min(padded, self.capacity - self._used))
+        return next(steps, bucketed(width, self.lengths.device))
 
     def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
         """Copy the first `longest` tokens of row source[i] to row destination[i], with length, states and source."""
@@ -378,10 +382,13 @@ class KVCache(Cache):
             self.cross.move(source, destination)
 
     def erase(self, row: int) -> None:
-        """Set keys and values of a row to 0, and its length; `truncate` clears states of recurrent layers."""
-        self.lengths[row] = 0
+        """Set keys, values, states and length of a row to 0, and forget its source."""
+        for tensor in self.state:
+            tensor[row] = 0
         for stack in self.stacks.values():
             stack[:, row] = 0
+        if self.cross is not None:
+            self.cross.erase(row)
 
     def grow(self, capacity: int) -> None:
         """Allocate at least `capacity` positions per row, if there are fewer.

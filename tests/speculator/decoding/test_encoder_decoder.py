@@ -74,6 +74,24 @@ def test_sampled_texts_are_the_same_with_and_without_drafts(case):
         assert found.tokens == plain, name
 
 
+def test_a_source_whose_states_are_not_finite_leaves_nothing(case, monkeypatch):
+    """Its keys are masked for a shorter source in its row, but NaN + -inf is NaN."""
+    target, drafters, expected = case
+    bad, encode = (1,) * 14, target.encoder.encode
+
+    def broken(sources):
+        states = encode(sources)
+        return states * torch.nan if bad in sources else states
+
+    monkeypatch.setattr(target.encoder, "encode", broken)
+    engine = Engine(target, drafters["model-tree"], slots=2)
+    settings = {"eos_token_ids": []}
+    failed = [engine.submit(bad, **settings) for _ in range(2)]
+    engine.run()
+    assert [request.finish_reason for request in failed] == ["not_finite"] * 2
+    assert engine.generate(_SOURCES, max_new_tokens=_COUNTS, **settings).tokens == expected
+
+
 def test_a_draft_model_reads_the_source_with_its_own_encoder(case):
     target, *_ = case
     settings = {"max_new_tokens": 16, "eos_token_ids": []}

@@ -83,12 +83,35 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(name, family):
     target.model.get_input_embeddings().weight.data[bad] = torch.nan
     engine = Engine(target, make_drafter(name, target), slots=2)
     options = {"max_new_tokens": 12, "eos_token_ids": ()}
-    made = engine.generate([PROMPTS[0], [1, bad, *range(12)], PROMPTS[1], PROMPTS[2]], **options)
-    assert made.tokens == [expected[0], [], *expected[1:]]
-    assert made.finish_reasons == ["length", "not_finite", "length", "length"]
+    prompts = [PROMPTS[0], [1, bad, *range(12)], PROMPTS[1], PROMPTS[2]]
+    made = [engine.submit(prompt, **options) for prompt in prompts]
+    engine.run()
+    assert [request.tokens for request in made] == [expected[0], [], *expected[1:]]
+    assert [request.finish_reason for request in made] == ["length", "not_finite", "length", "length"]
     with pytest.raises(UserError, match="not finite"):
-        made.check()
-    assert engine.generate(PROMPTS, **options).check().tokens == expected
+        engine.generate(prompts, **options)
+    assert engine.generate(PROMPTS, **options).tokens == expected
+
+
+@pytest.mark.parametrize(("last", "forgotten"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("name", ["none", "attention-chain"])
+def test_a_cancelled_prompt_whose_states_are_not_finite_leaves_nothing(name, last, forgotten, monkeypatch):
+    monkeypatch.setitem(kv_cache.BUCKETS, "cpu", 16)  # attention reads beyond a row's own tokens
+    target = Target(tiny_model(), None)
+    options = {"max_new_tokens": 12, "eos_token_ids": ()}
+    expected = generate(target, None, PROMPTS, **options).tokens
+    bad = absent([*PROMPTS, *expected])
+    target.model.get_input_embeddings().weight.data[bad] = torch.nan
+    engine = Engine(target, make_drafter(name, target), slots=2, chunk=8)
+    cut = []
+    engine.submit([5] * 8, max_new_tokens=1, on_step=lambda *_: last and cut[0].cancel())
+    cut.append(engine.submit([bad] * (6 if last else 20), **options))
+    engine.step()
+    cut[0].cancel()
+    if forgotten:
+        engine.forget()
+    assert engine.generate(PROMPTS, **options).tokens == expected
+    assert cut[0].finish_reason == "cancelled"
 
 
 class Poisoned(Oracle):
@@ -115,7 +138,7 @@ def test_rejected_tokens_whose_states_are_not_finite_leave_nothing(target, bucke
     assert (made.tokens, made.finish_reasons) == (expected, ["length"] * 3)
 
 
-def test_texts_that_were_made_are_returned_if_there_is_no_memory_for_another(target, monkeypatch, caplog):
+def test_the_others_are_complete_if_there_is_no_memory_for_one(target, monkeypatch):
     expected = generate(target, None, PROMPTS, max_new_tokens=8, eos_token_ids=()).tokens
     engine = Engine(target, slots=2)
     engine.generate(PROMPTS[:1], max_new_tokens=8)
@@ -127,12 +150,12 @@ def test_texts_that_were_made_are_returned_if_there_is_no_memory_for_another(tar
         return grow(capacity)
 
     monkeypatch.setattr(engine.cache, "grow", limited)
-    made = engine.generate([*PROMPTS, [1] * 90], max_new_tokens=8, eos_token_ids=())
-    assert made.tokens == [*expected, []]
-    assert made.finish_reasons == ["length"] * 3 + ["memory"]
-    assert "1 of 4 texts" in caplog.text
+    prompts, texts = [[1] * 90, *PROMPTS], [[] for _ in range(4)]
     with pytest.raises(UserError, match="too little memory for a prompt of 90 tokens"):
-        engine.generate([[1] * 90], max_new_tokens=8)
+        engine.generate(
+            prompts, max_new_tokens=8, eos_token_ids=(), on_step=lambda row, new, drafted: texts[row].extend(new)
+        )
+    assert texts == [[], *expected]
 
 
 def test_a_cache_grows_to_what_is_needed_if_there_is_no_memory_for_more(target, monkeypatch):

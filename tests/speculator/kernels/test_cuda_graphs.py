@@ -326,6 +326,21 @@ def test_three_failed_or_wrong_graphs_switch_capturing_off(kind, monkeypatch):
     assert made == (Double.made, kind.made if kind is not refused else 0)
 
 
+@pytest.mark.parametrize("name", ["head-chain", "attention-tree"])
+def test_a_request_whose_states_are_not_finite_leaves_captures_on(name, monkeypatch):
+    """NaN differs from NaN, and what is compared holds the states of all rows."""
+    target = Target(tiny_model().double(), None)
+    target.model.get_input_embeddings().weight.data[31] = torch.nan
+    capturing(monkeypatch, Double)
+    engine = Engine(target, make_drafter(name, target), slots=2)
+    settings = {"max_new_tokens": 60, "eos_token_ids": ()}
+    bad, good = engine.submit([5, 31], **settings), engine.submit([1, 2, 3], **settings)
+    engine.run()
+    assert (bad.finish_reason, good.finish_reason) == ("not_finite", "length")
+    assert (graphs.Captured.failures, Double.made > 1) == (0, True)
+    assert all(buffer.isfinite().all() for buffer in (*engine.cache.state, *engine.rows.memory.buffers))
+
+
 @pytest.mark.parametrize("fault", [RuntimeError("not permitted"), torch.OutOfMemoryError("CUDA out of memory")])
 def test_a_failed_capture_costs_its_own_key_alone(fault, monkeypatch):
     """The first key fails; graphs of the others are made. After a lack of memory the key is tried again."""

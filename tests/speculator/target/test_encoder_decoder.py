@@ -10,6 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from speculator import Target, UserError
 from speculator.decoding.draft import Draft
+from speculator.target.attention import attention
 from speculator.target.attention.attention import set_attention
 from speculator.target.encoder import positions
 from speculator.target.encoder.encoder import Text
@@ -67,6 +68,11 @@ _IN_FLOAT32 = ("t5gemma", "switch")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_ragged_rows_have_the_models_own_logits(family):
     assert largest_gap(tiny_encoder_decoder(family, torch.float64)) < (1e-5 if family in _IN_FLOAT32 else 1e-11)
+
+
+def test_cross_attention_in_blocks_of_queries_reads_its_mask_in_each(monkeypatch):
+    monkeypatch.setattr(attention, "_SCORES", 200)
+    assert largest_gap(tiny_encoder_decoder("t5gemma", torch.float64)) < 1e-5
 
 
 _WRONG = {
