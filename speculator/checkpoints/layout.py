@@ -63,15 +63,19 @@ class Server:
         name: program and versions.
         loads: whether it loads this head; None if untested.
         how: how to start it, or the reason that it does not load.
+        ran: `loads` was seen in a run; False: it was read in the program's source.
     """
 
     name: str
     loads: bool | None
     how: str
+    ran: bool = True
 
     @property
     def verdict(self) -> str:
         """`loads` in words, before a server's name: "loads in", "DOES NOT LOAD in" or "not tried in"."""
+        if self.loads and not self.ran:
+            return "by its source, loads in"
         return {True: "loads in", False: "DOES NOT LOAD in", None: "not tried in"}[self.loads]
 
 

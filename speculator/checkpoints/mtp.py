@@ -29,6 +29,7 @@ from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, load
+from speculator.checkpoints.sglang import NAME as SGLANG
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import JsonObject, read_json
@@ -447,7 +448,7 @@ def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     if config.num_hidden_layers > 1:
         vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
     sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")
-    return [vllm, Server("SGLang 0.5.23", None, sglang)]
+    return [vllm, Server(SGLANG, None, sglang)]
 
 
 MTP = Layout(

@@ -230,12 +230,13 @@ def test_export_names_the_servers_that_do_not_load_the_head():
 
 
 @pytest.mark.parametrize(("changes", "name"), [({}, "dspark"), (DFLASH, "dflash")])
-def test_vllm_runs_no_head_of_a_target_that_gives_it_no_hidden_states(tmp_path, changes, name):
+def test_servers_run_no_head_of_a_target_that_gives_them_no_hidden_states(tmp_path, changes, name):
     MixtralConfig().save_pretrained(tmp_path)
     made = head(tmp_path, **changes)
-    vllm = layout_of(name, made).servers(made.config, "F")[0]
-    assert vllm.loads is False
+    vllm, sglang, _ = layout_of(name, made).servers(made.config, "F")
+    assert (vllm.loads, sglang.loads) == (False, False)
     assert "mixtral" in vllm.how
+    assert "set_dflash_layers_to_capture" in sglang.how
 
 
 @pytest.mark.parametrize("name", ["dflash", "speculators", "transformers"])

@@ -176,9 +176,9 @@ def test_the_card_shows_how_to_run_the_head(run):
     text = write_card(run).read_text()
     assert 'load_head("D", target)' in text
     assert "speculator generate --target org/base --speculator D" in text
-    assert "\nloads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve org/base --speculative-config" in text
+    assert "\nby its source, loads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve org/base --speculative-config" in text
     assert "\nDOES NOT LOAD in vLLM 0.33" in text
-    assert "\n[arctic]\nloads in arctic-inference 0.3.0" in text
+    assert "\n[arctic]\nby its source, loads in arctic-inference 0.3.0" in text
 
 
 def test_the_adapter_of_the_target_is_named(tmp_path):

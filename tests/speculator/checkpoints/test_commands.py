@@ -44,7 +44,10 @@ def test_export_lists_the_servers(head, tmp_path, target_folder, capsys):
     assert export(head, output) == 0
     shown = capsys.readouterr().out
     assert f"base model: {target_folder}" in shown
-    assert f"loads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve {target_folder} --speculative-config" in shown
+    assert (
+        f"by its source, loads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve {target_folder} --speculative-config"
+        in shown
+    )
     assert f'"model": "{output}", "num_speculative_tokens": 3' in shown
     assert "DOES NOT LOAD in vLLM 0.10 to 0.32" in shown
     assert "DOES NOT LOAD in vLLM 0.33" in shown
