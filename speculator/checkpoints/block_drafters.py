@@ -238,7 +238,9 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         **shape,
         "num_hidden_layers": layers.num_hidden_layers,
         "n_predict": nested["block_size"] - (not from_anchor),
-        "draft_vocab_size": draft_vocab_size(read.get("draft_vocab_size", layers.vocab_size), layers.vocab_size),
+        "draft_vocab_size": draft_vocab_size(
+            read.get("draft_vocab_size", 32000 if foreign else None), layers.vocab_size
+        ),
         "aux_layers": [k + 1 for k in nested[_LAYERS]],
         "mask_token_id": nested["mask_token_id"],
         "markov_rank": rank,

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +39,8 @@ from speculator.heads.mtp.model import MTPSpeculator
 from speculator.target.fingerprint import fingerprint, same_target
 
 (_WEIGHTS, _INDEX), _ADDED = files.SAFETENSORS, "model-mtp.safetensors"
+_LARGE = 10_000_000
+"""Least bytes of a file that is hard-linked: cards, configs and templates have fewer, and people edit them."""
 _TABLES = "embed_tokens.weight", "word_embeddings.weight"
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Matrices of all experts as transformers has them, and those of one expert that lie in them one below the other."""
@@ -346,7 +349,8 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     for ours, tensor in head.state_dict().items():
         back, rounded = again[ours], tensor.detach().cpu().to(again[ours].dtype)
         # Half a step of float8 is an eighth of a number at most.
-        error = rounded.abs().max() / 8 if stored.quantization else 0
+        scaled = any(stored.scale_name(name) for name in stored.parts(ours, tensor))
+        error = rounded.abs().max() / 8 if scaled else 0
         if not (back - rounded).abs().max() <= error:
             raise UserError(f"the written layers differ in {ours}; nothing was kept")
 
@@ -414,12 +418,13 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
 
 
 def _link(source: Path, copy: Path) -> None:
-    """Hard-link a file as `copy`, or copy its content if it can't be linked there."""
+    """Hard-link a large file as `copy`; copy one that may be edited there, or that can't be linked."""
     # A target's shards may have hundreds of gigabytes. In a hub's cache they are links: the copy names the file itself.
-    try:
-        os.link(source.resolve(), copy)
-    except OSError:
-        shutil.copyfile(source, copy)
+    if source.stat().st_size >= _LARGE:
+        with suppress(OSError):
+            os.link(source.resolve(), copy)
+            return
+    shutil.copyfile(source, copy)
 
 
 # --- the layout

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig
 
 from speculator import UserError
-from speculator.checkpoints import layout_of, load_any, recognise, save
+from speculator.checkpoints import config_of, layout_of, load_any, recognise, save
 from speculator.checkpoints.layout import ORIGIN
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.target.fingerprint import fingerprint
@@ -194,6 +194,10 @@ def test_a_folder_of_the_speculators_library_is_read(tmp_path, from_anchor):
         return
     again = load_any(tmp_path / "flat")
     assert same(made, again)
+    config.pop("draft_vocab_size")
+    config["transformer_layer_config"]["vocab_size"] = 50000
+    (tmp_path / "flat" / "config.json").write_text(json.dumps(config))
+    assert config_of(tmp_path / "flat").draft_vocab_size == 32000  # the library's default
     assert (again.config.aux_layers, again.n_predict) == ([1, 2], 3)
     assert again.config.base_model_name_or_path == "base"
 

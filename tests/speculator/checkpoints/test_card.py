@@ -213,6 +213,16 @@ def test_the_license_is_the_base_models(tmp_path):
     assert str(tmp_path) not in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize(("own", "after"), [("license: llama3.1\nlicense_link: x\n", "llama3.1"), ("", None)])
+def test_a_copied_card_has_the_license_of_the_new_base(tmp_path, own, after):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text(f"---\n{own}language: en\n---\n# Base\n")
+    (tmp_path / "card.md").write_text("---\nlicense: other\nlicense_name: theirs\nbase_model: old/base\n---\n# Mine\n")
+    copy_card(tmp_path / "card.md", tmp_path / "copy.md", ("old/base", str(tmp_path / "base")), tiny_head())
+    data = ModelCard.load(tmp_path / "copy.md").data.to_dict()
+    assert (data.get("license"), data.get("license_name")) == (after, None)
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "eval/report.json"])
 def test_a_damaged_record_leaves_no_card(run, name):
     (run.parent / name).write_text("{")
