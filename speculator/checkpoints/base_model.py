@@ -71,9 +71,11 @@ def same_matrices(config: SpeculatorConfig) -> bool | None:
     if known is None or name is None or trained_for is None or is_gguf(name):
         return None
     kinds: tuple[Which, ...] = ("embedding", "output")
-    found = {which: _read(name, known, which) for which in kinds}
-    fits = [None if matrix is None else _fits(trained_for, which, matrix) for which, matrix in found.items()]
-    return None if None in fits else all(fits)
+    for which in kinds:
+        found = _read(name, known, which)
+        if found is None or not _fits(trained_for, which, found):
+            return None if found is None else False
+    return True
 
 
 def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:

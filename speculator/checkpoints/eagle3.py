@@ -52,6 +52,16 @@ SHAPE = {
     "fc_norm": bool,
     "norm_output": bool,
 }
+_CONSTANT: JsonObject = {"hidden_act": "silu", "tie_word_embeddings": False}
+LAYER: dict[str, str | None] = {
+    "hidden_size": "emb_dim",
+    "intermediate_size": "inner_dim",
+    **{name: name for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")},
+    "hidden_act": None,
+    **{name: name for name in ("rms_norm_eps", "rope_parameters", "max_position_embeddings")},
+    "tie_word_embeddings": None,
+}
+"""Fields of a layer's transformers config as written, with the head's fields that they hold; None: a constant."""
 KEPT = {**layout.KEPT, "aux_layers": list, "sliding_window": int, "own_embedding": bool}
 NEUTRAL: JsonObject = {
     "mlp_bias": False,
@@ -104,8 +114,6 @@ _NESTED = {
 """Fields that are read or harmless in `eagle_config` and `dflash_config` only."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-_OTHER_LISTS = ("target_layer_ids", "aux_hidden_state_layer_ids")
-"""Keys that name the layers of block drafters. Programs that use them in EAGLE-3 heads number them differently."""
 EMBEDDING = "embed_tokens.weight"
 _log = logging.getLogger(__name__)
 _STEPS = 7  # in EAGLE and SpecForge, which do not write it
@@ -128,20 +136,8 @@ def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
 
     No field is left out, because some readers have no defaults.
     """
-    return {
-        "hidden_size": config.emb_dim,
-        "intermediate_size": config.inner_dim,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": config.rope_parameters,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": False,
-        **more,
-    }
+    made = {theirs: getattr(config, ours) if ours else _CONSTANT[theirs] for theirs, ours in LAYER.items()}
+    return {**made, **more}
 
 
 def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
@@ -196,9 +192,7 @@ def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, Json
         (layers.hidden_act != "silu", f"{file}: hidden_act is {layers.hidden_act!r}; must be 'silu'"),
         (size not in (None, layers.hidden_size), f"{file}: target_hidden_size is {size}, not {layers.hidden_size}"),
     )
-    renamed = {"emb_dim": layers.hidden_size, "inner_dim": layers.intermediate_size}
-    same = ATTENTION.keys() - renamed.keys() - {"n_predict"}
-    return layers, {**{name: getattr(layers, name) for name in same}, **renamed}
+    return layers, {ours: getattr(layers, theirs) for theirs, ours in LAYER.items() if ours}
 
 
 def from_llama(read: ForeignConfig, file: Path) -> JsonObject:
@@ -316,10 +310,7 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
     count = len(aux_layers or range(DEFAULT_AUX_LAYERS))
     refuse(
         (nested.get("use_aux_hidden_state") is False, f"{file}: use_aux_hidden_state must not be false"),
-        *(
-            (read.get(name) is not None, f"{file}: {name} is not read in an EAGLE-3 head: name k in {AUX_LAYERS}")
-            for name in _OTHER_LISTS
-        ),
+        *other_lists(read, file),
         (
             read.get("num_aux_hidden_states") not in (None, count),
             f"{file}: num_aux_hidden_states is {read.get('num_aux_hidden_states')}, and {count} layers are named",
@@ -336,6 +327,13 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         "own_embedding": not files.read_names(file.parent).isdisjoint((EMBEDDING, PREFIX + EMBEDDING)),
         **{name: read.get(name) for name in ORIGIN},
     }
+
+
+def other_lists(read: ForeignConfig, file: Path) -> list[tuple[bool, str]]:
+    """Return faults for `refuse`: keys of block drafters, which other trainers number differently in such heads."""
+    why = f"is not read in an EAGLE-3 head: name the layers, as k, in {AUX_LAYERS}"
+    keys = ("target_layer_ids", "aux_hidden_state_layer_ids")
+    return [(read.get(name) is not None, f"{file}: {name} {why}") for name in keys]
 
 
 def _aux_layers(read: ForeignConfig, nested: ForeignConfig, file: Path) -> list[int] | None:

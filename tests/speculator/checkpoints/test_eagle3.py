@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from transformers import AutoConfig, DeepseekV3Config, Gemma2Config, GptOssConfi
 
 from speculator import HeadDrafter, Sampling, Target, UserError, generate
 from speculator.__main__ import main
-from speculator.checkpoints import layout_of, load_any, recognise, save
-from speculator.checkpoints.eagle3 import AUX_LAYERS
+from speculator.checkpoints import layout_of, layouts, load_any, recognise, save
+from speculator.checkpoints.eagle3 import AUX_LAYERS, FLAGS
 from speculator.checkpoints.layout import ORIGIN
 from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.native import declared_fields
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.target.fingerprint import fingerprint
 
@@ -285,6 +287,42 @@ def test_a_head_published_by_eagle_is_read(tmp_path, base):
     assert same_function(again, head)
 
 
+VALUES = {
+    **dict.fromkeys((*FLAGS, "attention_bias", "qk_norm", "own_embedding"), (False, True)),
+    **dict.fromkeys(("vocab_size", "emb_dim", "inner_dim"), (24, 32)),
+    **dict.fromkeys(("n_predict", "num_attention_heads"), (4, 8)),
+    "num_key_value_heads": (2, 4, 1),
+    "head_dim": (4, 6),
+    "rms_norm_eps": (1e-6, 1e-5),
+    "rope_parameters": ({"rope_type": "default", "rope_theta": 9.0}, YARN),
+    "max_position_embeddings": (64, 128),
+    "aux_layers": (None, [2, 4, 5], [1, 3], [0, 1, 2, 7]),
+    "draft_vocab_size": (None, 5),
+    "sliding_window": (None, 2),
+    "base_model_name_or_path": ("org/unknown", "org/other"),
+    "base_model_adapter": (None, "org/adapter"),
+    "base_model_fingerprint": (None, "some"),
+    "trained_length": (None, 7),
+    "training_data": (None, ["a", "b"]),
+}
+"""Values of every field that the layouts keep."""
+
+
+@pytest.mark.parametrize("name", [FLAT, SPECULATORS])
+def test_a_config_comes_back_for_any_values_of_its_fields(monkeypatch, name):
+    layout = next(each for each in layouts() if each.name == name and each.head is Eagle3Speculator)
+    assert VALUES.keys() == (layout.shape.keys() | layout.kept.keys()) & declared_fields(Eagle3SpeculatorConfig).keys()
+    draw, stored = random.Random(0), set()
+    monkeypatch.setattr("speculator.checkpoints.files.read_names", lambda folder: stored)
+    for _ in range(250):  # every pair of values is met
+        given = {field: draw.choice(values) for field, values in VALUES.items()}
+        given["fc_norm"] &= not given["norm_before_fc"]
+        stored = {"embed_tokens.weight"} if given["own_embedding"] else set()
+        made = json.loads(json.dumps(layout.fields(Eagle3SpeculatorConfig(**given), "float32")))
+        read = layout.translate(made, Path("head/config.json"))
+        assert {field: read.get(field) for field in VALUES} == given
+
+
 def test_a_head_without_t2d_is_read(tmp_path, head):
     """As NVIDIA's ModelOpt writes them: t2d follows from d2t."""
     folder = write(head, tmp_path / "flat", FLAT)
@@ -417,6 +455,7 @@ def test_a_wrong_flat_config_fails_in_one_line(tmp_path, head, change, key):
         (lambda c: c.pop("speculators_config"), "speculators_config"),
         (lambda c: c["speculators_config"].update(proposal_methods=[]), "malformed"),
         (lambda c: c.pop("norm_before_residual"), "norm_before_residual"),
+        (lambda c: c.update(aux_hidden_state_layer_ids=[2, 4, 5]), "aux_hidden_state_layer_ids is not read"),
     ],
 )
 def test_a_wrong_speculators_config_fails_in_one_line(tmp_path, head, change, key):
