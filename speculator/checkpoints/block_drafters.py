@@ -310,7 +310,7 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
 
         def server(program: str, lacks: list[str], how: str, refused: str | None, ran: bool) -> Server:
             why = f"does not run {', '.join(lacks)}" if lacks else refused
-            return Server(program, not why, why or how, ran)
+            return Server(program, not why, why or how, ran=ran)
 
         llama = llama_cpp.lacks_of_block(config, name)
         run = f"llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max {config.n_predict}"

@@ -70,7 +70,7 @@ class Server:
     name: str
     loads: bool | None
     how: str
-    ran: bool = True
+    ran: bool = field(default=True, kw_only=True)
 
     @property
     def verdict(self) -> str:
