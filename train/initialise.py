@@ -100,11 +100,12 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
         length: number of tokens in a training row.
     """
     config, options, made = run.config, run.config.speculator, copy.deepcopy(run.head)
-    made.base_model_name_or_path = config.target.name_or_path
-    made.base_model_adapter = config.target.adapter
+    # Elsewhere a relative path is no path, and may look like a hub id.
+    made.base_model_name_or_path = _absolute(config.target.name_or_path)
+    made.base_model_adapter = config.target.adapter and _absolute(config.target.adapter)
     made.base_model_fingerprint = target.fingerprint
     made.trained_length = length
-    made.training_data = config.data.sources
+    made.training_data = [_absolute(source) for source in config.data.sources]
     where = start_of(config)
     start = None if where is None else load_any(where)
     if start is not None:
@@ -131,6 +132,14 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
     elif made.starts_from_target(options.initialise == "target"):
         head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
     return bind(head, target)
+
+
+def _absolute(source: str) -> str:
+    """Return a path on this machine as an absolute one, with the weight of a source (`@0.5`) as it is."""
+    path, *weight = source.rsplit("@", 1)
+    if Path(source).exists():
+        path, weight = source, []
+    return "@".join([str(Path(path).resolve()), *weight]) if Path(path).exists() else source
 
 
 def _reach(head: SpeculatorConfig) -> None:

@@ -112,7 +112,7 @@ def _layout_by_config(folder: Path) -> Layout:
 
 
 def config_of(folder: str | Path) -> SpeculatorConfig:
-    """Read the config of the head in a folder or hub id, in any layout; its weights are neither read nor checked."""
+    """Read the config of the head in a folder or hub id, in any layout, without checking its weights."""
     folder = head_folder(folder)
     return load_config(folder, _layout_by_config(folder))
 

@@ -32,7 +32,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     serve = commands.vllm(config.base_model_name_or_path, "ARCTIC_INFERENCE_ENABLED=1", **options)
     how = f"{serve} (as many tokens as heads)"
     return [
-        Server("arctic-inference 0.3.0 with vLLM 0.26.0 and CUDA", True, how),
+        Server("arctic-inference 0.3.0 with vLLM 0.26.0 and CUDA", True, how, ran=False),
         Server("arctic-inference with another vLLM", False, "if enabled, it stops vLLM with a RuntimeError"),
     ]
 

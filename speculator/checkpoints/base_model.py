@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from speculator.checkpoints import files
-from speculator.checkpoints.layout import base_config
+from speculator.checkpoints.layout import base_config, located
 from speculator.errors import UserError, refuse
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
@@ -61,8 +61,8 @@ def with_own_embedding(head: MLPSpeculator) -> MLPSpeculator:
     return head.with_own_embedding(base_matrix(head.config, "embedding").to(head.device))
 
 
-def same_embedding(config: SpeculatorConfig) -> bool | None:
-    """Return whether the base model's embedding fits the fingerprint in a head's config.
+def same_matrices(config: SpeculatorConfig) -> bool | None:
+    """Return whether the base model's embedding and output matrix fit the fingerprint in a head's config.
 
     None: one of them is missing, or the base model is a GGUF file.
     """
@@ -70,8 +70,12 @@ def same_embedding(config: SpeculatorConfig) -> bool | None:
     known = base_config(name)
     if known is None or name is None or trained_for is None or is_gguf(name):
         return None
-    found = _read(name, known, "embedding")
-    return None if found is None else _fits(trained_for, "embedding", found)
+    kinds: tuple[Which, ...] = ("embedding", "output")
+    for which in kinds:
+        found = _read(name, known, which)
+        if found is None or not _fits(trained_for, which, found):
+            return None if found is None else False
+    return True
 
 
 def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
@@ -81,6 +85,7 @@ def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
 
 def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
     """Read the embedding or output matrix of the model `name`, a folder or cached hub id; None if it is not there."""
+    name = located(name)
     # In the hub's cache the folder of a revision is found by one of its files.
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)

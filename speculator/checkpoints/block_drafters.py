@@ -18,7 +18,7 @@ from pathlib import Path
 import transformers
 from torch import Tensor
 
-from speculator.checkpoints import commands, layout, llama_cpp, vllm
+from speculator.checkpoints import commands, layout, llama_cpp, sglang, vllm
 from speculator.checkpoints.base_model import base_matrix
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.eagle3 import (
@@ -238,7 +238,9 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         **shape,
         "num_hidden_layers": layers.num_hidden_layers,
         "n_predict": nested["block_size"] - (not from_anchor),
-        "draft_vocab_size": draft_vocab_size(read.get("draft_vocab_size", layers.vocab_size), layers.vocab_size),
+        "draft_vocab_size": draft_vocab_size(
+            read.get("draft_vocab_size", 32000 if foreign else None), layers.vocab_size
+        ),
         "aux_layers": [k + 1 for k in nested[_LAYERS]],
         "mask_token_id": nested["mask_token_id"],
         "markov_rank": rank,
@@ -301,22 +303,22 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
         # SGLang counts the slots of a block, the anchor's included, and vLLM the drafted tokens.
         slots = config.n_predict + 1
         head = ("--speculative-draft-model-path", folder, "--speculative-algorithm", method.upper())
-        sglang = ("sglang", "serve", "--model-path", BASE, *head, "--speculative-num-draft-tokens", str(slots))
+        serve = ("sglang", "serve", "--model-path", BASE, *head, "--speculative-num-draft-tokens", str(slots))
         convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
         cut = ["a draft vocabulary"] * (config.draft_vocab_size is not None)
         no_markov = ["a DSpark head of Markov rank 0"] * (name == "dspark" and not config.markov_rank)
 
-        def server(program: str, lacks: list[str], how: str, refused: str | None) -> Server:
+        def server(program: str, lacks: list[str], how: str, refused: str | None, ran: bool) -> Server:
             why = f"does not run {', '.join(lacks)}" if lacks else refused
-            return Server(program, not why, why or how)
+            return Server(program, not why, why or how, ran=ran)
 
         llama = llama_cpp.lacks_of_block(config, name)
         run = f"llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max {config.n_predict}"
         on = vllm.NAME if name == "dflash" else f"{vllm.NAME} on a GPU"
         return [
-            server(on, no_markov, commands.vllm(base, **options), vllm.refusal(base)),
-            server("SGLang 0.5.23", cut + no_markov, line_for_folder(base, *sglang), None),
-            server(llama_cpp.NAME, llama, f"{convert}, then {run}", llama_cpp.refusal(base)),
+            server(on, no_markov, commands.vllm(base, **options), vllm.refusal(base), name == "dflash"),
+            server(sglang.NAME, cut + no_markov, line_for_folder(base, *serve), sglang.refusal(base, method), False),
+            server(llama_cpp.NAME, llama, f"{convert}, then {run}", llama_cpp.refusal(base), True),
         ]
 
     return listed

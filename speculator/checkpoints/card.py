@@ -24,6 +24,7 @@ from speculator.tables import BASELINES, DRAFTERS, markdown_table
 from speculator.verdict import headlines
 
 NAME = "README.md"
+_LICENSE = ("license", "license_name", "license_link")
 _HUB_DATASET = re.compile(r"(\w[\w.-]*/[\w.-]+)(/[\w.,-]+)?(:[^/@]+)?(@[\d.]+)?")  # org/name/config:split@weight
 _LOCAL_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)(@[\d.]+)?$")
 _TEMPLATE = Path(__file__).with_name("model_card.md")
@@ -46,7 +47,7 @@ def copy_card(card: Path, copy: Path, renamed: tuple[str | None, str] | None, he
 
     Args:
         renamed: the base model's name until now, and the one that replaces it in the card; None: it stays. One that is
-            no hub id removes it from the header.
+            no hub id removes it from the header. The licence becomes the new one's, or goes if its card is not here.
     """
     text = read_text(card)
     for name, value in _shape(head).items():
@@ -56,6 +57,9 @@ def copy_card(card: Path, copy: Path, renamed: tuple[str | None, str] | None, he
         with suppress(ValueError, yaml.YAMLError):  # a header that is not YAML stays
             changed: Any = ModelCard(text, ignore_metadata_errors=True)
             changed.data.base_model = base if _is_hub_id(base) else None
+            licence = _license(base)
+            for name in _LICENSE:
+                changed.data[name] = licence.get(name)
             text = str(changed)
         text = _rename_target(text, old, str(public_name(base))) if old else text
     write_text(copy, text)
@@ -249,7 +253,7 @@ def _license(base: str | None) -> dict[str, str]:
     known = {}
     with suppress(ValueError, yaml.YAMLError):
         known = metadata_load(file) or {}
-    return {name: known[name] for name in ("license", "license_name", "license_link") if known.get(name)}
+    return {name: known[name] for name in _LICENSE if known.get(name)}
 
 
 def _is_hub_id(name: str) -> bool:

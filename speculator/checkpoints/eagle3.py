@@ -1,7 +1,7 @@
 """The flat layout of EAGLE-3 heads: a Llama config of the one layer, as SGLang, SpecForge, EAGLE and vLLM read it.
 
 The auxiliary layers are written twice, because servers count differently: vLLM's top-level key holds k, SGLang's key in
-`eagle_config` holds k - 1, the layer whose output it is. Rope is also written twice, for readers older than
+`eagle_config` k - 1 for most targets (`sglang.HOLDS_K`). Rope is also written twice, for readers older than
 `rope_parameters`. The draft vocabulary is d2t, the difference of each row's token and index, and t2d, a mask of the
 tokens that have a row.
 """
@@ -18,14 +18,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from speculator.checkpoints import commands, files, layout, llama_cpp, vllm
+from speculator.checkpoints import commands, files, layout, llama_cpp, sglang, vllm
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, origin
+from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, base_config, origin
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import Json, JsonObject
-from speculator.heads.attention.base import AttentionConfig
+from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig, default_aux_layers
 from speculator.heads.base import Speculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
@@ -52,6 +52,16 @@ SHAPE = {
     "fc_norm": bool,
     "norm_output": bool,
 }
+_CONSTANT: JsonObject = {"hidden_act": "silu", "tie_word_embeddings": False}
+LAYER: dict[str, str | None] = {
+    "hidden_size": "emb_dim",
+    "intermediate_size": "inner_dim",
+    **{name: name for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")},
+    "hidden_act": None,
+    **{name: name for name in ("rms_norm_eps", "rope_parameters", "max_position_embeddings")},
+    "tie_word_embeddings": None,
+}
+"""Fields of a layer's transformers config as written, with the head's fields that they hold; None: a constant."""
 KEPT = {**layout.KEPT, "aux_layers": list, "sliding_window": int, "own_embedding": bool}
 NEUTRAL: JsonObject = {
     "mlp_bias": False,
@@ -97,6 +107,11 @@ _READ_OR_HARMLESS = {
     ),
     *("base_model_adapter", "base_model_fingerprint", "unk_token_id", "attention_bias", "qk_norm"),
 }
+_NESTED = {
+    *("use_aux_hidden_state", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    *("output_multiplier", "input_embedding_scale"),
+}
+"""Fields that are read or harmless in `eagle_config` and `dflash_config` only."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
@@ -121,20 +136,8 @@ def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
 
     No field is left out, because some readers have no defaults.
     """
-    return {
-        "hidden_size": config.emb_dim,
-        "intermediate_size": config.inner_dim,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": config.rope_parameters,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": False,
-        **more,
-    }
+    made = {theirs: getattr(config, ours) if ours else _CONSTANT[theirs] for theirs, ours in LAYER.items()}
+    return {**made, **more}
 
 
 def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
@@ -173,7 +176,10 @@ def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, Json
         raise UserError(f"{file}: {' '.join(str(error).split())}") from None
     size = read.get("target_hidden_size")
     known = {*type(layers)().to_dict(), *NEUTRAL, *_READ_OR_HARMLESS, *FLAGS, AUX_LAYERS}
-    if strange := [name for name in read if name not in known and not name.startswith(("_", "speculators_"))]:
+    strange = [name for name in read if name not in known and not name.startswith(("_", "speculators_"))]
+    for part in ("eagle_config", "dflash_config"):
+        strange += [f"{name} in {part}" for name in read.get(part) or () if name not in known | _NESTED]
+    if strange:
         _log.warning(f"{file}: {', '.join(strange)} not read: a layer that it changes would draft something else here")
     refuse(
         *(
@@ -186,9 +192,7 @@ def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, Json
         (layers.hidden_act != "silu", f"{file}: hidden_act is {layers.hidden_act!r}; must be 'silu'"),
         (size not in (None, layers.hidden_size), f"{file}: target_hidden_size is {size}, not {layers.hidden_size}"),
     )
-    renamed = {"emb_dim": layers.hidden_size, "inner_dim": layers.intermediate_size}
-    same = ATTENTION.keys() - renamed.keys() - {"n_predict"}
-    return layers, {**{name: getattr(layers, name) for name in same}, **renamed}
+    return layers, {ours: getattr(layers, theirs) for theirs, ours in LAYER.items() if ours}
 
 
 def from_llama(read: ForeignConfig, file: Path) -> JsonObject:
@@ -276,8 +280,8 @@ def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
     # Written twice: vLLM reads the key at the top, SGLang the one in `eagle_config`.
     aux_layers: JsonObject = {}
     if config.aux_layers is not None:
-        # Our k is the state after k layers, so layer k - 1 put it out, counted from 0.
-        nested: JsonObject = {AUX_LAYERS: [k - 1 for k in config.aux_layers], "use_aux_hidden_state": True}
+        ids = sglang.write_ids(config.aux_layers, config.base_model_name_or_path)
+        nested: JsonObject = {**({AUX_LAYERS: ids} if ids else {}), "use_aux_hidden_state": True}
         aux_layers = {AUX_LAYERS: config.aux_layers, "eagle_config": nested}
     return {
         "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else EAGLE3.architecture],
@@ -299,35 +303,59 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
 
     An embedding among the weights beside it counts as the head's own; `bind` drops it later if it equals the target's.
     """
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         refuse((name not in read, f"{file}: {name} is missing"))
     nested = read.get("eagle_config") or {}
-    refuse((nested.get("use_aux_hidden_state") is False, f"{file}: use_aux_hidden_state must not be false"))
+    aux_layers = _aux_layers(read, nested, file)
+    count = len(aux_layers or range(DEFAULT_AUX_LAYERS))
+    refuse(
+        (nested.get("use_aux_hidden_state") is False, f"{file}: use_aux_hidden_state must not be false"),
+        *other_lists(read, file),
+        (
+            read.get("num_aux_hidden_states") not in (None, count),
+            f"{file}: num_aux_hidden_states is {read.get('num_aux_hidden_states')}, and {count} layers are named",
+        ),
+    )
     flags = {name: nested.get(name, read.get(name, False)) for name in FLAGS}
     shape = from_llama({**read, **flags}, file)
     return {
         **shape,
         **flags,
         "n_predict": read.get("ttt_length", _STEPS),
-        "draft_vocab_size": draft_vocab_size(read["draft_vocab_size"], shape["vocab_size"]),
-        "aux_layers": _aux_layers(read.get(AUX_LAYERS), nested.get(AUX_LAYERS), file),
+        "draft_vocab_size": draft_vocab_size(read.get("draft_vocab_size"), shape["vocab_size"]),
+        "aux_layers": aux_layers,
         "own_embedding": not files.read_names(file.parent).isdisjoint((EMBEDDING, PREFIX + EMBEDDING)),
         **{name: read.get(name) for name in ORIGIN},
     }
 
 
-def _aux_layers(inputs: list[int] | None, outputs: list[int] | None, file: Path) -> list[int] | None:
-    """Return the auxiliary layers by vLLM's key (`inputs`, k) or SGLang's (`outputs`, k - 1); None if both are absent.
+def other_lists(read: ForeignConfig, file: Path) -> list[tuple[bool, str]]:
+    """Return faults for `refuse`: keys of block drafters, which other trainers number differently in such heads."""
+    why = f"is not read in an EAGLE-3 head: name the layers, as k, in {AUX_LAYERS}"
+    keys = ("target_layer_ids", "aux_hidden_state_layer_ids")
+    return [(read.get(name) is not None, f"{file}: {name} {why}") for name in keys]
 
-    Raises a UserError if they disagree.
+
+def _aux_layers(read: ForeignConfig, nested: ForeignConfig, file: Path) -> list[int] | None:
+    """Return the auxiliary layers k by vLLM's key or SGLang's in `nested`, `eagle_config`; None if both are absent.
+
+    Raises a UserError if they disagree. Logs a warning if only SGLang's is there and its numbering is not certain.
     """
-    try:
-        from_outputs = [k + 1 for k in outputs] if outputs else None
-    except TypeError:
-        raise UserError(f"{file}: {AUX_LAYERS} in eagle_config is {outputs!r}, not a list of layers") from None
-    if inputs and from_outputs and inputs != from_outputs:
-        raise UserError(f"{file}: {AUX_LAYERS} is {inputs}, and {outputs} in eagle_config, where each must be 1 less")
-    return inputs or from_outputs
+    named, ids, base = read.get(AUX_LAYERS), nested.get(AUX_LAYERS), read.get("base_model_name_or_path")
+    if not ids:
+        return named
+    if not isinstance(ids, list) or not all(isinstance(k, int) for k in ids):
+        raise UserError(f"{file}: {AUX_LAYERS} in eagle_config is {ids!r}, not a list of layers")
+    if named and named not in sglang.numberings(ids, base):
+        raise UserError(f"{file}: {AUX_LAYERS} is {named}, and {ids} in eagle_config, where each must be 1 less")
+    found = sglang.read_ids(ids, base)
+    # The tests of `HOLDS_K` agree about lists that begin with 1, but for gpt-oss's last layer.
+    if not named and base_config(base) is None and ids[0] != 1:
+        _log.warning(
+            f"{file}: {AUX_LAYERS} {ids} in eagle_config is read as the outputs of layers, so as {found}; for some "
+            f"targets SGLang takes such a list as it is: then write it as {AUX_LAYERS} at the top level"
+        )
+    return named or found
 
 
 def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
@@ -353,12 +381,19 @@ def vllm_server(config: Eagle3SpeculatorConfig, folder: str) -> Server:
     return Server("vLLM 0.32 and 0.33", True, commands.vllm(config.base_model_name_or_path, **options))
 
 
+def _are_default(aux_layers: list[int], base: str | None) -> bool:
+    """Return whether these are the default layers of the target, or of any if it isn't found."""
+    target = base_config(base)
+    layers = target.get_text_config().num_hidden_layers if target else max(aux_layers[-1] + 3, 7)
+    return layers >= 7 and aux_layers == default_aux_layers(layers)
+
+
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load an `eagle3` head, each with its command or the reason that it can't.
 
     SGLang and EAGLE's own code count as unable if the head sets a field that they would silently ignore.
     """
-    base = config.base_model_name_or_path
+    base, aux_layers = config.base_model_name_or_path, config.aux_layers
     foreign = {
         "norm_before_residual": config.norm_before_residual,
         "attention_bias": config.attention_bias,
@@ -366,23 +401,30 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
         "qk_norm": config.qk_norm,
         "an embedding of its own": config.own_embedding,
     }
-    sglang = [name for name, used in foreign.items() if used]
-    eagle = sglang + [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    ignored = [name for name, used in foreign.items() if used]
+    eagle = ignored + [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    if aux_layers and not _are_default(aux_layers, base):
+        eagle.append("aux_layers")
+    if (config.rope_parameters or {}).get("rope_type", "default") != "default":
+        eagle.append("the rope")
+    if aux_layers and sglang.write_ids(aux_layers, base) is None:
+        ignored.append("aux_layers")
     llama = llama_cpp.lacks_of_eagle3(config)
     refused = f"does not run {', '.join(llama)}" if llama else llama_cpp.refusal(base)
     convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
     algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
     how = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
     ignores = "silently ignores {}, so it drafts something else".format
+    unable = ignores(", ".join(ignored)) if ignored else sglang.refusal(base, "eagle3")
     return [
         vllm_server(config, folder),
-        Server("SGLang 0.5.23", not sglang, ignores(", ".join(sglang)) if sglang else how),
+        Server(sglang.NAME, not unable, unable or how, ran=False),
         Server(
             llama_cpp.NAME,
             refused is None,
             refused or f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3",
         ),
-        Server("EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder"),
+        Server("EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder", ran=False),
     ]
 
 

@@ -52,11 +52,11 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
             f"revision main; a smaller --speculate silently changes what the head computes; best at temperature 0)"
         )
     return [
-        Server("vLLM 0.5.1 to 0.9.2 (V0 engine)", True, vllm),
+        Server("vLLM 0.5.1 to 0.9.2 (V0 engine)", True, vllm, ran=False),
         Server("vLLM 0.10 to 0.32", False, f"refuses at start: {_REFUSED}; for 0.32 export --format vllm-plugin"),
         Server("vLLM 0.33 and later", False, "no longer has this speculator"),
-        Server("TGI", config.tie_weights and bool(base), tgi),
-        Server("fms-extras, IBM TGIS", True, "the layout is theirs; dormant"),
+        Server("TGI", config.tie_weights and bool(base), tgi, ran=False),
+        Server("fms-extras, IBM TGIS", True, "the layout is theirs; dormant", ran=False),
     ]
 
 

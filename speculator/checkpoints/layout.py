@@ -6,7 +6,8 @@ missing weights random; here names, shapes and dtypes must match exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,19 @@ class Server:
         name: program and versions.
         loads: whether it loads this head; None if untested.
         how: how to start it, or the reason that it does not load.
+        ran: `loads` was seen in a run; False: it was read in the program's source.
     """
 
     name: str
     loads: bool | None
     how: str
+    ran: bool = field(default=True, kw_only=True)
 
     @property
     def verdict(self) -> str:
         """`loads` in words, before a server's name: "loads in", "DOES NOT LOAD in" or "not tried in"."""
+        if self.loads and not self.ran:
+            return "by its source, loads in"
         return {True: "loads in", False: "DOES NOT LOAD in", None: "not tried in"}[self.loads]
 
 
@@ -218,13 +223,31 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     return head
 
 
+_FOLDERS: dict[str, str] = {}
+
+
+@contextmanager
+def base_in(name: str, folder: str) -> Iterator[None]:
+    """Read the base model `name` from a folder inside the block: a head keeps its hub id while a matrix is read."""
+    _FOLDERS[name] = folder
+    try:
+        yield
+    finally:
+        del _FOLDERS[name]
+
+
+def located(name: str) -> str:
+    """Return the folder of `base_in` for a base model, or its own name."""
+    return _FOLDERS.get(name, name)
+
+
 def base_config(name: str | None) -> PreTrainedConfig | None:
     """Return the config of the base model, a folder, GGUF file or cached hub id; None if it can't be read.
 
     Nothing is downloaded.
     """
     try:
-        return read_config(name, local_files_only=True) if name else None
+        return read_config(located(name), local_files_only=True) if name else None
     except Exception:  # not a config that transformers can read
         return None
 

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
 from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, load
+from speculator.checkpoints.sglang import NAME as SGLANG
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import JsonObject, read_json
@@ -37,6 +39,8 @@ from speculator.heads.mtp.model import MTPSpeculator
 from speculator.target.fingerprint import fingerprint, same_target
 
 (_WEIGHTS, _INDEX), _ADDED = files.SAFETENSORS, "model-mtp.safetensors"
+_LARGE = 10_000_000
+"""Least bytes of a file that is hard-linked: cards, configs and templates have fewer, and people edit them."""
 _TABLES = "embed_tokens.weight", "word_embeddings.weight"
 _DEFAULT: JsonObject = {"zero_first": False, "recycle_normed": True}
 _OPTIONS = "speculator_options"
@@ -358,7 +362,8 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     for ours, tensor in head.state_dict().items():
         back, rounded = again[ours], tensor.detach().cpu().to(again[ours].dtype)
         # Half a step of float8 is an eighth of a number at most.
-        error = rounded.abs().max() / 8 if stored.quantization else 0
+        scaled = any(stored.scale_name(name) for name in stored.parts(ours, tensor))
+        error = rounded.abs().max() / 8 if scaled else 0
         if not (back - rounded).abs().max() <= error:
             raise UserError(f"the written layers differ in {ours}; nothing was kept")
 
@@ -431,12 +436,13 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
 
 
 def _link(source: Path, copy: Path) -> None:
-    """Hard-link a file as `copy`, or copy its content if it can't be linked there."""
+    """Hard-link a large file as `copy`; copy one that may be edited there, or that can't be linked."""
     # A target's shards may have hundreds of gigabytes. In a hub's cache they are links: the copy names the file itself.
-    try:
-        os.link(source.resolve(), copy)
-    except OSError:
-        shutil.copyfile(source, copy)
+    if source.stat().st_size >= _LARGE:
+        with suppress(OSError):
+            os.link(source.resolve(), copy)
+            return
+    shutil.copyfile(source, copy)
 
 
 # --- the layout
@@ -477,7 +483,7 @@ def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     call = f"AutoModelForCausalLM.from_pretrained({json.dumps(folder)}).generate(..., use_mtp=True)"
     return [
         vllm,
-        server("SGLang 0.5.23", None, sglang, _DEFAULT),
+        server(SGLANG, None, sglang, _DEFAULT),
         server("transformers 5.23", True if kind in _TRANSFORMERS else None, call, _DEFAULT),
     ]
 

@@ -25,6 +25,7 @@ from speculator.checkpoints.eagle3 import (
     from_d2t,
     from_llama,
     llama,
+    other_lists,
     vllm_server,
     with_d2t,
 )
@@ -86,6 +87,7 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
             f"{file}: norm_before_residual is missing; vLLM assumes true, and speculators false",
         ),
     )
+    refuse(*other_lists(read, file))
     layer, about = read["transformer_layer_config"], read["speculators_config"]
     steps = about["proposal_methods"][0]["speculative_tokens"]
     base = about["verifier"]["name_or_path"]

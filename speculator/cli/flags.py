@@ -142,4 +142,6 @@ def push(parser: OneLineParser) -> None:
     """Upload a head's folder to the Hugging Face hub, with a model card."""
     parser.add_argument("--speculator", required=True, type=Path, help="folder of a head, in any layout")
     parser.add_argument("--repo_id", required=True, help="repository org/name, created if necessary")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument(
+        "--private", action="store_true", help="make a new repository private; an existing public one is an error"
+    )

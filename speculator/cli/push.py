@@ -33,6 +33,11 @@ def run(arguments: argparse.Namespace) -> None:
         _stage(folder, Path(copies), patterns)
         try:
             made = api.create_repo(repo, private=arguments.private or None, exist_ok=True)
+            # The hub ignores `private` if the repository exists.
+            public = arguments.private and not api.repo_info(made.repo_id).private
+            refuse((public, "--private, but this repository exists and is public; nothing was uploaded"))
+            if not (folder / NAME).is_file() and api.file_exists(made.repo_id, NAME):
+                (Path(copies) / NAME).unlink(missing_ok=True)  # someone may have edited the one there
             commit = api.upload_folder(
                 repo_id=made.repo_id, folder_path=copies, commit_message=f"Draft head from {folder.resolve().name}"
             )

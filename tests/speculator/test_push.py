@@ -18,10 +18,16 @@ from speculator.checkpoints import layouts, save
 
 
 class Hub:
-    """Takes the place of `HfApi`'s two requests."""
+    """Takes the place of `HfApi`'s requests."""
 
     def __init__(self):
-        self.created, self.files, self.error = [], {}, None
+        self.created, self.files, self.error, self.existing = [], {}, None, None
+
+    def repo_info(self, repo):
+        return SimpleNamespace(private=self.created[-1][1] if self.existing is None else False)
+
+    def file_exists(self, repo, name):
+        return name in (self.existing or ())
 
     def create_repo(self, repo, *, private, exist_ok):
         if self.error:
@@ -41,7 +47,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch):
     made = Hub()
-    for name in ("create_repo", "upload_folder"):
+    for name in ("create_repo", "upload_folder", "repo_info", "file_exists"):
         monkeypatch.setattr(HfApi, name, staticmethod(getattr(made, name)))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     return made
@@ -99,6 +105,22 @@ def test_a_name_without_a_namespace_is_the_users(hub, head, capsys):
 def test_the_repository_is_private_on_request(hub, head):
     assert push(head, "--private") == 0
     assert hub.created == [("org/name", True)]
+    assert hub.files
+
+
+def test_an_existing_public_repository_gets_nothing_private(hub, head, capsys):
+    hub.existing = ["config.json"]
+    assert "exists and is public; nothing was uploaded" in refused(capsys, push(head, "--private"))
+    assert not hub.files
+
+
+def test_a_made_card_does_not_replace_the_one_on_the_hub(hub, head):
+    hub.existing = ["README.md"]
+    assert push(head) == 0
+    assert hub.files.keys() == {"config.json", "model.safetensors"}
+    (head / "README.md").write_text("my own words")
+    assert push(head) == 0
+    assert hub.files["README.md"] == b"my own words"
 
 
 def test_without_a_token_nothing_is_sent(hub, head, capsys, monkeypatch, tmp_path):

@@ -63,6 +63,19 @@ def test_a_head_starts_from_the_rows_of_the_targets_matrix(target):
     torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
 
 
+def test_a_head_records_local_targets_and_rows_by_absolute_paths(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    (tmp_path / "chats.jsonl").touch()
+    run = config()
+    run.target.name_or_path, run.target.adapter = "models/base", "org/adapter"
+    run.data.sources = ["chats.jsonl@0.5", "org/data@2", "python-sources@1"]
+    made = new_head(settled(run, target), target, ROWS, 6).config
+    assert made.base_model_name_or_path == str(tmp_path / "models" / "base")
+    assert made.base_model_adapter == "org/adapter"
+    assert made.training_data == [f"{tmp_path}/chats.jsonl@0.5", "org/data@2", "python-sources@1"]
+
+
 ATTENTION = {"architecture": "eagle3", "options": {"aux_layers": [0, 1]}}
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig
 
 from speculator import UserError
-from speculator.checkpoints import layout_of, load_any, recognise, save
+from speculator.checkpoints import config_of, layout_of, load_any, recognise, save
 from speculator.checkpoints.layout import ORIGIN
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.target.fingerprint import fingerprint
@@ -194,6 +194,10 @@ def test_a_folder_of_the_speculators_library_is_read(tmp_path, from_anchor):
         return
     again = load_any(tmp_path / "flat")
     assert same(made, again)
+    config.pop("draft_vocab_size")
+    config["transformer_layer_config"]["vocab_size"] = 50000
+    (tmp_path / "flat" / "config.json").write_text(json.dumps(config))
+    assert config_of(tmp_path / "flat").draft_vocab_size == 32000  # the library's default
     assert (again.config.aux_layers, again.n_predict) == ([1, 2], 3)
     assert again.config.base_model_name_or_path == "base"
 
@@ -230,12 +234,13 @@ def test_export_names_the_servers_that_do_not_load_the_head():
 
 
 @pytest.mark.parametrize(("changes", "name"), [({}, "dspark"), (DFLASH, "dflash")])
-def test_vllm_runs_no_head_of_a_target_that_gives_it_no_hidden_states(tmp_path, changes, name):
+def test_servers_run_no_head_of_a_target_that_gives_them_no_hidden_states(tmp_path, changes, name):
     MixtralConfig().save_pretrained(tmp_path)
     made = head(tmp_path, **changes)
-    vllm = layout_of(name, made).servers(made.config, "F")[0]
-    assert vllm.loads is False
+    vllm, sglang, _ = layout_of(name, made).servers(made.config, "F")
+    assert (vllm.loads, sglang.loads) == (False, False)
     assert "mixtral" in vllm.how
+    assert "set_dflash_layers_to_capture" in sglang.how
 
 
 @pytest.mark.parametrize("name", ["dflash", "speculators", "transformers"])

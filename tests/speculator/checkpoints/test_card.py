@@ -178,9 +178,9 @@ def test_the_card_shows_how_to_run_the_head(run):
     text = write_card(run).read_text()
     assert 'load_head("D", target)' in text
     assert "speculator generate --target org/base --speculator D" in text
-    assert "\nloads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve org/base --speculative-config" in text
+    assert "\nby its source, loads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve org/base --speculative-config" in text
     assert "\nDOES NOT LOAD in vLLM 0.33" in text
-    assert "\n[arctic]\nloads in arctic-inference 0.3.0" in text
+    assert "\n[arctic]\nby its source, loads in arctic-inference 0.3.0" in text
 
 
 def test_the_adapter_of_the_target_is_named(tmp_path):
@@ -213,6 +213,16 @@ def test_the_license_is_the_base_models(tmp_path):
     assert data["license"] == "llama3.1"
     assert "base_model" not in data  # a local folder is not a repository
     assert str(tmp_path) not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("own", "after"), [("license: llama3.1\nlicense_link: x\n", "llama3.1"), ("", None)])
+def test_a_copied_card_has_the_license_of_the_new_base(tmp_path, own, after):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text(f"---\n{own}language: en\n---\n# Base\n")
+    (tmp_path / "card.md").write_text("---\nlicense: other\nlicense_name: theirs\nbase_model: old/base\n---\n# Mine\n")
+    copy_card(tmp_path / "card.md", tmp_path / "copy.md", ("old/base", str(tmp_path / "base")), tiny_head())
+    data = ModelCard.load(tmp_path / "copy.md").data.to_dict()
+    assert (data.get("license"), data.get("license_name")) == (after, None)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "eval/report.json"])

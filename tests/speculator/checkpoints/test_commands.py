@@ -1,5 +1,8 @@
 import json
+import os
 import shlex
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +10,7 @@ from conftest import tiny_block_head, tiny_head, tiny_mtp_head
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig
 
-from speculator import MLPSpeculator, MLPSpeculatorConfig
+from speculator import MLPSpeculator, MLPSpeculatorConfig, Target
 from speculator.__main__ import main
 from speculator.checkpoints import layout_of, layouts, save
 
@@ -44,7 +47,10 @@ def test_export_lists_the_servers(head, tmp_path, target_folder, capsys):
     assert export(head, output) == 0
     shown = capsys.readouterr().out
     assert f"base model: {target_folder}" in shown
-    assert f"loads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve {target_folder} --speculative-config" in shown
+    assert (
+        f"by its source, loads in vLLM 0.5.1 to 0.9.2 (V0 engine): vllm serve {target_folder} --speculative-config"
+        in shown
+    )
     assert f'"model": "{output}", "num_speculative_tokens": 3' in shown
     assert "DOES NOT LOAD in vLLM 0.10 to 0.32" in shown
     assert "DOES NOT LOAD in vLLM 0.33" in shown
@@ -67,10 +73,11 @@ def test_a_base_model_that_was_not_checked_is_reported(tmp_path, capsys):
 def test_a_copied_card_names_the_new_base_model(head, tmp_path, target_folder):
     text = "---\nlicense: mit\nbase_model: old/base\ntags:\n- x\n---\n\n# Mine\n\nnaïve\n"
     (head / "README.md").write_text(text, encoding="utf-8")
-    for flags, base in (([], "old/base"), (["--base_model", "new/base"], "new/base")):
-        output = tmp_path / str(len(flags))
-        assert export(head, output, *flags) == 0
-        assert (output / "README.md").read_text(encoding="utf-8") == text.replace("old/base", base)
+    assert export(head, tmp_path / "same") == 0
+    assert (tmp_path / "same" / "README.md").read_text(encoding="utf-8") == text
+    text = text.replace("license: mit\n", "")
+    assert export(head, tmp_path / "other", "--base_model", "new/base") == 0
+    assert (tmp_path / "other" / "README.md").read_text(encoding="utf-8") == text.replace("old/base", "new/base")
     assert export(head, tmp_path / "here", "--base_model", str(target_folder)) == 0
     copied = (tmp_path / "here" / "README.md").read_text(encoding="utf-8")
     assert copied == text.replace("base_model: old/base\n", "")  # a folder is not a repository
@@ -80,6 +87,30 @@ def test_a_copied_card_names_the_new_base_model(head, tmp_path, target_folder):
     (head / "README.md").write_text("# no header\n")
     assert export(head, tmp_path / "bare", "--base_model", "new/base") == 0
     assert (tmp_path / "bare" / "README.md").read_text() == "---\nbase_model: new/base\n---\n# no header\n"
+
+
+def test_a_folder_of_the_recorded_base_does_not_replace_its_hub_id(tmp_path, target_folder, capsys):
+    about = {"base_model_fingerprint": Target.load(target_folder).fingerprint}
+    folder = head_folder(tmp_path / "head", "org/base", **about)
+    (folder / "README.md").write_text("---\nbase_model: org/base\n---\n")
+    assert export(folder, tmp_path / "same", "--base_model", str(target_folder), layout="vllm-plugin") == 0
+    shown = capsys.readouterr().out
+    assert "org/base" in shown
+    assert "base_model: org/base" in (tmp_path / "same" / "README.md").read_text()
+    written = json.loads((tmp_path / "same" / "config.json").read_text())
+    assert written["base_model_name_or_path"] == "org/base"
+    other = head_folder(tmp_path / "other", "org/base", base_model_fingerprint="another:0000")
+    assert export(other, tmp_path / "changed", "--base_model", str(target_folder)) == 0
+    written = json.loads((tmp_path / "changed" / "config.json").read_text())
+    assert written["base_model_name_or_path"] == str(target_folder)
+
+
+def test_a_base_whose_matrices_cannot_be_read_stops_no_export_that_needs_none(tmp_path, target_folder, capsys):
+    copied = Path(shutil.copytree(target_folder, tmp_path / "base"))
+    os.truncate(copied / "model.safetensors", 100)
+    folder = head_folder(tmp_path / "head", copied, base_model_fingerprint="some:0000")
+    assert export(folder, tmp_path / "out") == 0
+    assert "of the same sizes; weights not compared: " in capsys.readouterr().out
 
 
 def test_a_base_that_is_no_language_model_is_refused(tmp_path, capsys):

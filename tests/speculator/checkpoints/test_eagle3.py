@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -8,13 +9,15 @@ import torch
 from checkpoint_folders import edit, edit_tensors, refused
 from conftest import tiny_block_head
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Gemma2Config, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, DeepseekV3Config, Gemma2Config, GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from speculator import HeadDrafter, Sampling, Target, UserError, generate
 from speculator.__main__ import main
-from speculator.checkpoints import layout_of, load_any, recognise, save
+from speculator.checkpoints import layout_of, layouts, load_any, recognise, save
+from speculator.checkpoints.eagle3 import AUX_LAYERS, FLAGS
 from speculator.checkpoints.layout import ORIGIN
 from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.native import declared_fields
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.target.fingerprint import fingerprint
 
@@ -284,6 +287,42 @@ def test_a_head_published_by_eagle_is_read(tmp_path, base):
     assert same_function(again, head)
 
 
+VALUES = {
+    **dict.fromkeys((*FLAGS, "attention_bias", "qk_norm", "own_embedding"), (False, True)),
+    **dict.fromkeys(("vocab_size", "emb_dim", "inner_dim"), (24, 32)),
+    **dict.fromkeys(("n_predict", "num_attention_heads"), (4, 8)),
+    "num_key_value_heads": (2, 4, 1),
+    "head_dim": (4, 6),
+    "rms_norm_eps": (1e-6, 1e-5),
+    "rope_parameters": ({"rope_type": "default", "rope_theta": 9.0}, YARN),
+    "max_position_embeddings": (64, 128),
+    "aux_layers": (None, [2, 4, 5], [1, 3], [0, 1, 2, 7]),
+    "draft_vocab_size": (None, 5),
+    "sliding_window": (None, 2),
+    "base_model_name_or_path": ("org/unknown", "org/other"),
+    "base_model_adapter": (None, "org/adapter"),
+    "base_model_fingerprint": (None, "some"),
+    "trained_length": (None, 7),
+    "training_data": (None, ["a", "b"]),
+}
+"""Values of every field that the layouts keep."""
+
+
+@pytest.mark.parametrize("name", [FLAT, SPECULATORS])
+def test_a_config_comes_back_for_any_values_of_its_fields(monkeypatch, name):
+    layout = next(each for each in layouts() if each.name == name and each.head is Eagle3Speculator)
+    assert VALUES.keys() == (layout.shape.keys() | layout.kept.keys()) & declared_fields(Eagle3SpeculatorConfig).keys()
+    draw, stored = random.Random(0), set()
+    monkeypatch.setattr("speculator.checkpoints.files.read_names", lambda folder: stored)
+    for _ in range(250):  # every pair of values is met
+        given = {field: draw.choice(values) for field, values in VALUES.items()}
+        given["fc_norm"] &= not given["norm_before_fc"]
+        stored = {"embed_tokens.weight"} if given["own_embedding"] else set()
+        made = json.loads(json.dumps(layout.fields(Eagle3SpeculatorConfig(**given), "float32")))
+        read = layout.translate(made, Path("head/config.json"))
+        assert {field: read.get(field) for field in VALUES} == given
+
+
 def test_a_head_without_t2d_is_read(tmp_path, head):
     """As NVIDIA's ModelOpt writes them: t2d follows from d2t."""
     folder = write(head, tmp_path / "flat", FLAT)
@@ -309,6 +348,8 @@ def test_a_head_of_the_whole_vocabulary_is_read_with_a_null_size_and_with_tables
     edit_tensors(folder, lambda t: t.update(d2t=torch.zeros(V, dtype=torch.int64), t2d=torch.ones(V, dtype=torch.bool)))
     assert load_any(folder).config.draft_vocab_size is None
     edit(folder, lambda config: config.update(draft_vocab_size=None))
+    assert same_function(load_any(folder), head)
+    edit(folder, lambda config: config.pop("draft_vocab_size"))
     assert same_function(load_any(folder), head)
     edit_tensors(folder, lambda t: t["t2d"].fill_(False))
     assert "d2t" in refused(folder)
@@ -393,6 +434,9 @@ def test_a_wrong_tensor_fails_in_one_line(tmp_path, head, change, name):
         ({"num_key_value_heads": 3}, "multiple of 3"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}}, "dynamic"),
         ({"eagle_config": [1]}, "malformed"),
+        ({"target_layer_ids": [1, 3, 4]}, "target_layer_ids is not read in an EAGLE-3 head"),
+        ({"aux_hidden_state_layer_ids": [2, 4, 5]}, "aux_hidden_state_layer_ids is not read in an EAGLE-3 head"),
+        ({"num_aux_hidden_states": 5}, "num_aux_hidden_states is 5, and 3 layers are named"),
         ({"torch_dtype": "fp16"}, "fp16"),
         ({"rope_parameters": None, "rope_scaling": {"rope_type": "yarn"}}, "factor"),
     ],
@@ -411,6 +455,7 @@ def test_a_wrong_flat_config_fails_in_one_line(tmp_path, head, change, key):
         (lambda c: c.pop("speculators_config"), "speculators_config"),
         (lambda c: c["speculators_config"].update(proposal_methods=[]), "malformed"),
         (lambda c: c.pop("norm_before_residual"), "norm_before_residual"),
+        (lambda c: c.update(aux_hidden_state_layer_ids=[2, 4, 5]), "aux_hidden_state_layer_ids is not read"),
     ],
 )
 def test_a_wrong_speculators_config_fails_in_one_line(tmp_path, head, change, key):
@@ -459,15 +504,54 @@ def test_inspect_export_and_card_describe_the_head(tmp_path, base, capsys):
         assert fact in shown
 
 
-@pytest.mark.parametrize("name", [FLAT, SPECULATORS])
+@pytest.mark.parametrize(("name", "server"), [(FLAT, "vLLM"), (SPECULATORS, "vLLM"), (FLAT, "SGLang")])
 @pytest.mark.parametrize(("target", "loads"), [(Gemma2Config(), False), (LlamaConfig(), True), (None, True)])
-def test_vllm_runs_no_head_of_a_target_that_gives_it_no_hidden_states(tmp_path, base, name, target, loads):
+def test_servers_run_no_head_of_a_target_that_gives_them_no_hidden_states(tmp_path, base, name, server, target, loads):
     if target is not None:
         target.save_pretrained(tmp_path)
     config = head_of(base, base_model_name_or_path=str(tmp_path) if target else "org/unknown").config
-    (vllm,) = (each for each in layout_of(name, head_of(base)).servers(config, "D") if each.name.startswith("vLLM"))
-    assert vllm.loads is loads
-    assert ("gemma2" in vllm.how) is not loads
+    (found,) = (each for each in layout_of(name, head_of(base)).servers(config, "D") if each.name.startswith(server))
+    assert found.loads is loads
+    assert ("gemma2" in found.how) is not loads
+    assert ("by its source" in found.verdict) == (loads and server == "SGLang")
+
+
+@pytest.mark.parametrize(
+    ("target", "aux_layers", "ids"),
+    [
+        (LlamaConfig, [3, 12, 21], [2, 11, 20]),
+        (GptOssConfig, [3, 12, 21], [2, 11, 20]),
+        (GptOssConfig, [3, 12, 24], [2, 11, 23]),
+        (DeepseekV3Config, [2, 12, 21], [1, 11, 20]),
+        (DeepseekV3Config, [3, 12, 21], [3, 12, 21]),
+        (DeepseekV3Config, [1, 12, 21], None),
+    ],
+)
+def test_sglangs_list_is_numbered_as_it_reads_it_for_the_target(tmp_path, base, target, aux_layers, ids):
+    target(num_hidden_layers=24).save_pretrained(tmp_path / "target")
+    head = head_of(base, aux_layers=aux_layers, base_model_name_or_path=str(tmp_path / "target"))
+    folder = write(head, tmp_path / "flat", FLAT)
+    assert config_of(folder)["eagle_config"].get(AUX_LAYERS) == ids
+    (found,) = (each for each in layout_of(FLAT, head).servers(head.config, "D") if each.name.startswith("SGLang"))
+    assert found.loads is (ids is not None)
+    edit(folder, lambda config: config.pop(AUX_LAYERS))
+    assert load_any(folder).config.aux_layers == (aux_layers if ids else None)
+    if target is GptOssConfig:  # the target's 24 in the list shows that it holds k
+        edit(folder, lambda config: config["eagle_config"].update({AUX_LAYERS: [3, 12, 24]}))
+        assert load_any(folder).config.aux_layers == [3, 12, 24]
+
+
+@pytest.mark.parametrize(("ids", "warned"), [([24, 30, 36], True), ([1, 11, 20], False)])
+def test_a_numbering_that_depends_on_an_unknown_target_is_warned_of(tmp_path, base, caplog, ids, warned):
+    folder = write(head_of(base, base_model_name_or_path="org/unknown"), tmp_path / "flat", FLAT)
+    edit(folder, lambda config: config.update({AUX_LAYERS: None, "eagle_config": {AUX_LAYERS: ids}}))
+    assert load_any(folder).config.aux_layers == [k + 1 for k in ids]
+    assert (f"{ids} in eagle_config is read as the outputs" in caplog.text) is warned
+    edit(folder, lambda config: config.update({AUX_LAYERS: ids}))
+    assert load_any(folder).config.aux_layers == ids
+    edit(folder, lambda config: config["eagle_config"].update(aux_layer_ids=ids))
+    load_any(folder)
+    assert "aux_layer_ids in eagle_config not read" in caplog.text
 
 
 def test_a_head_whose_number_of_heads_no_llama_config_can_have_is_not_exported(tmp_path, base):
@@ -479,10 +563,23 @@ def test_a_head_whose_number_of_heads_no_llama_config_can_have_is_not_exported(t
     assert layout_of(FLAT, head).stores(head_of(base, num_attention_heads=3, num_key_value_heads=1, qk_norm=True))
 
 
-def test_what_eagles_own_code_ignores_says_nothing_of_other_programs(base):
-    head = head_of(base)
+@pytest.mark.parametrize(
+    ("changes", "ignored"),
+    [
+        ({"fc_norm": True}, "fc_norm"),
+        ({"aux_layers": [3, 4, 5]}, "aux_layers"),
+        ({"aux_layers": [3, 4, 5], "base_model_name_or_path": None}, "aux_layers"),
+        ({"rope_parameters": YARN}, "the rope"),
+        ({}, None),
+        ({"base_model_name_or_path": None}, None),
+        ({"aux_layers": None}, None),
+    ],
+)
+def test_what_eagles_own_code_ignores_says_nothing_of_other_programs(base, changes, ignored):
+    head = head_of(base, **{"fc_norm": False, "norm_output": False, **changes})
     own = layout_of(FLAT, head).servers(head.config, "D")[-1]
-    assert (own.name, own.loads) == ("EAGLE's own code", False)
+    assert (own.name, own.loads) == ("EAGLE's own code", ignored is None)
+    assert ignored is None or f"ignores {ignored}, so" in own.how
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         *(pytest.param(family, "loose", 1, marks=pytest.mark.soak) for family in ("qwen3_next", "glm4_moe_lite")),
     ],
 )
-def test_mtp_layers_are_read_and_exported_in_the_form_of_their_folder(tmp_path, family, experts, shards, capsys):
+def test_mtp_layers_are_read_and_exported_in_the_form_of_their_folder(
+    tmp_path, family, experts, shards, capsys, monkeypatch
+):
     folder, model, mtp = folder_of(tmp_path, family, experts=experts, shards=shards, dtype=torch.bfloat16)
     target = Target(model, tokenizer=None)
     hidden, tokens = torch.randn(1, 4, 32), torch.arange(6)[None]
@@ -89,6 +91,8 @@ def test_mtp_layers_are_read_and_exported_in_the_form_of_their_folder(tmp_path, 
     )
 
     (folder / "README.md").write_text("about the model")
+    least = min(file.stat().st_size for file in folder.glob("*.safetensors"))
+    monkeypatch.setattr("speculator.checkpoints.mtp._LARGE", least)
     save_head(tuned(folder), tmp_path / "head", layout_of("native", tuned(folder)))
     (tmp_path / "head" / "README.md").write_text("about the head")
     out = export(tmp_path, None, folder)
@@ -103,11 +107,12 @@ def test_mtp_layers_are_read_and_exported_in_the_form_of_their_folder(tmp_path, 
     assert experts == "fused" or not layer - {re.sub(r".*layers\.\d+\.", "", name) for name in own}
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in own if not name.endswith(("correction_bias", "expert_bias"))}
-    # Only shards with MTP layers are written; the index and all else is linked.
+    # Only shards with MTP layers are written; other shards are linked, and small files, which people edit, copied.
     index = "model.safetensors.index.json"
     for file in folder.iterdir():
         holds = file.suffix == ".safetensors" and bool(own & set(load_file(file)))
-        assert (file.stat().st_ino == (out / file.name).stat().st_ino) is not holds
+        linked = file.stat().st_ino == (out / file.name).stat().st_ino
+        assert linked is (not holds and file.stat().st_size >= least), file.name
     assert shards == 1 or (out / index).read_bytes() == (folder / index).read_bytes()
     # The same again, from the written folder: nothing changes.
     again = export(tmp_path, None, out, "again")
@@ -249,6 +254,21 @@ def test_a_quantised_layer_is_dequantised_and_quantised_again(tmp_path, scheme):
     (tmp_path / "read_back").mkdir()
     for twice in (export(tmp_path, None, out, "twice"), export(tmp_path / "read_back", again, out)):
         assert (twice / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_only_what_has_a_scale_may_differ_by_half_a_step(tmp_path, monkeypatch):
+    folder, model, mtp = folder_of(tmp_path, "glm4_moe", hidden_size=40)
+    quantised(folder, hub_tensors(model, mtp), "blocks", SCHEMES["blocks"])
+
+    def damaging(tensors, file, metadata):
+        tensors["model.layers.2.enorm.weight"] = tensors["model.layers.2.enorm.weight"] * 1.02
+        save_file(tensors, file, metadata=metadata)
+
+    monkeypatch.setattr("speculator.checkpoints.mtp.save_file", damaging)
+    head = tuned(folder)
+    head.config.base_model_name_or_path = str(folder)
+    with pytest.raises(UserError, match="the written layers differ in"):
+        save_head(head, tmp_path / "out", layout_of("mtp", head))
 
 
 @pytest.mark.parametrize(
