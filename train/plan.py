@@ -39,9 +39,11 @@ from train.sizes import Prompt, expected_prompts, expected_rows
 if TYPE_CHECKING:
     from train.settle import Run
 
-_USUAL_MFU = 0.33
-"""Share of the peak that recipes reached on an H100: 29 to 38%."""
+_USUAL_MFU, _SMALL_MFU = 0.33, 0.08
+"""Shares of the peak that recipes reached on an H100: 29 to 38%, and 7 to 9% for a target of 135 million weights."""
+_SMALL = 1e9  # weights, below which a target's kernels are too short for a large GPU
 _TIMES = "(a third of the GPU's peak, as measured on an H100 for training; generation is not measured)"
+_TIMES_OF_SMALL = "(8% of the GPU's peak, as measured on an H100 for training; generation is not measured)"
 _COPIES = "copies of weights, for products of few rows"
 _GUESSED = (
     "stage2: the prompts are not known yet; figures for stage2.generate.prompt_tokens, and chats are taken whole. The "
@@ -440,10 +442,13 @@ class Plan:
     def _expected_time(self) -> str:
         """Return a line about the time of each phase that runs here, and of all."""
         elsewhere = self.generated if self.served else ()
-        phases = {name: self.seconds(name) / _USUAL_MFU for name in self.tokens() if name not in elsewhere}
+        small = self.weights < _SMALL
+        share = {name: _SMALL_MFU if small and name in self.stages else _USUAL_MFU for name in self.tokens()}
+        phases = {name: self.seconds(name) / share[name] for name in self.tokens() if name not in elsewhere}
         parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in phases.items())
         waiting = ", without waiting for servers" * self.served
-        return f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} {_TIMES}"
+        how = _TIMES_OF_SMALL if small else _TIMES
+        return f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} {how}"
 
 
 def _idle_experts(model: nn.Module, text: PreTrainedConfig) -> int:
