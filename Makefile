@@ -94,8 +94,8 @@ check: .venv/installed
 docs: .venv/installed
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
 
-# Long tests: kills, damaged files, memory growth, interrupts. They take under an hour on two cores. Run one part with
-# `make soak PART=kills`.
+# Long tests: kills, damaged files, memory growth, interrupts. They take under two hours on two cores. Run one part with
+# `make soak PART=kills`, or whole journeys over a covering matrix, an hour of one core, with `make soak PART=matrix`.
 soak: .venv/installed
 	$(BIN)/python -m pytest -v -m soak -n 2 --dist loadfile tests -k "$(PART)"
 

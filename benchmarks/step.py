@@ -10,6 +10,7 @@ weights say nothing about acceptance, so the speedup is a projection from a publ
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -20,11 +21,13 @@ from transformers.utils import logging
 from benchmarks.shapes import PRESETS, bandwidth, draft_bytes, random_head, random_target, step_bytes
 from speculator import HeadDrafter, Sampling, Target
 from speculator.device import dtype_name, hardware
-from speculator.drafters.measure import BLOCK, StepSeconds, interquartile_mean, measure
+from speculator.drafters.measure import interquartile_mean, measure_costs, paired_steps
 from speculator.errors import OneLineParser, refuse, refuse_below, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import MLPSpeculator
 from speculator.tables import markdown_table
+
+_BLOCK = 5  # steps
 
 
 def measure_steps(
@@ -33,12 +36,13 @@ def measure_steps(
     """Measure chains of `length` for `rows` sequences of `context` tokens; `rate` is in bytes per second."""
     torch.manual_seed(0)
     prompts = torch.randint(target.vocab_size, (rows, context)).tolist()
-    costs = StepSeconds()
-    measure(target, HeadDrafter(head, length), prompts, Sampling(), blocks, costs)
-    draft, v = costs.ratios()
-    decode, c = interquartile_mean(costs.plain) / (BLOCK - 1), draft / length
+    steps = paired_steps(target, HeadDrafter(head, length), prompts, Sampling(), blocks * _BLOCK)
+    (entry,) = measure_costs(target, None, (), [(rows, True)], math.inf)
+    step, decode = interquartile_mean(b / a for a, b in steps), interquartile_mean(a for a, _ in steps)
+    v = min(step, entry.of(0, length * rows, False))
+    c = (step - v) / length
     # Random weights reject nearly every draft, so rows grow by about one token per step while they are measured.
-    live = context + blocks * BLOCK // 2
+    live = context + blocks * _BLOCK // 2
     plain, wide = (step_bytes(target, rows, live + width) / rate for width in (1, 1 + length))
     return {
         "batch_size": rows,
@@ -89,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, action="append", help="repeatable (default: 1, 8 and 32)")
     # Steps after 448 tokens read 512 positions; those after 512 tokens read 1,024 until a finer bucket pays.
     parser.add_argument("--context", type=int, default=448, help="tokens before the first step (default: 448)")
-    parser.add_argument("--blocks", type=int, default=16, help=f"timed blocks of {BLOCK} steps (default: 16)")
+    parser.add_argument("--blocks", type=int, default=16, help=f"timed blocks of {_BLOCK} steps (default: 16)")
     parser.add_argument("--output", type=Path, help="folder for step-PRESET.json and step-PRESET.md")
     arguments = parser.parse_args(argv)
     return run_command(parser.prog, lambda: run(arguments))

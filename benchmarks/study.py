@@ -103,7 +103,6 @@ INDEPENDENT = "independent"
 ARCHITECTURES = [
     Arm("MLP", KL),
     Arm("independent heads", KL, shape={"architecture": INDEPENDENT}),
-    Arm("LSTM", KL, shape={"architecture": "lstm", "inner_dim": 171}),  # as many weights as the MLP
     Arm("MTP layer", KL, rates=(1.25e-3, 2.5e-3, 5e-3), shape={"architecture": "mtp"}),
     Arm("EAGLE-3", KL, rates=(2.5e-3, 5e-3, 1e-2), shape={"architecture": "eagle3"}),
 ]
@@ -205,7 +204,6 @@ class CachedTarget(InProcessTarget):
         tokens: Tensor,  # [B, S]
         documents: Tensor,  # [B, S] all the same
         aux_layers: Sequence[int],
-        sources: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         if tuple(aux_layers) != self._wanted:
             self._wanted, self._kept = tuple(aux_layers), {}

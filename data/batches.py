@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 _FEATURES = {
     "input_ids": Sequence(Value("int32")),
     "loss_mask": Sequence(Value("int8")),
-    "rejected": Sequence(Value("int8")),
     "source_ids": Sequence(Value("int32")),
 }
 _POLL_SECONDS = 0.2
@@ -159,8 +158,7 @@ class Batches:
         finished, stored = self.finished, stored_record(folder)
         if stored is not None:
             for name, value in record.items():
-                # Rows that are finished are only read, in whatever order they have their samplings.
-                if stored.get(name) != value and not (finished and name == "order_of_samplings"):
+                if stored.get(name) != value:
                     raise UserError(
                         f"{folder} was made with {name} {json.dumps(stored.get(name))}, not {json.dumps(value)}: "
                         "choose another folder, or remove that one"

@@ -223,7 +223,7 @@ async def _fetch(
         if len(finished[batch]) == len(batches[batch]):
             nonlocal written_at
             made, seconds = finished.pop(batch), time.monotonic() - written_at
-            rows = [[each.columns(False) for each in made[row].rows] for row in batches[batch]]
+            rows = [[each.columns() for each in made[row].rows] for row in batches[batch]]
             models, skipped = sorted({server.model for server in servers}), sum(not each for each in rows)
             answered, cut = dict(by_server.pop(batch)), sum(each.cut for each in made.values())
             work.write(batch, rows, servers=answered, models=models, skipped=skipped, cut=cut, seconds=seconds)

@@ -62,28 +62,21 @@ def split_at_answers(messages: list[Message], answers: int | None) -> tuple[list
 
 @dataclass
 class Row:
-    """Tokens of a row, loss mask, marks on tokens that replaced a rejected draft token, and what an encoder reads."""
+    """Tokens of a row, loss mask, and what an encoder reads."""
 
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
     source: Sequence[int] = ()
 
-    def add(self, ids: Sequence[int], has_loss: int, rejected: Sequence[int] = ()) -> None:
-        """Append tokens; `has_loss` (0 or 1) is the loss mask of all of them.
-
-        Args:
-            rejected: per token, 1 if it replaced a rejected draft token, else 0 (default: all 0).
-        """
+    def add(self, ids: Sequence[int], has_loss: int) -> None:
+        """Append tokens; `has_loss` (0 or 1) is the loss mask of all of them."""
         self.ids += ids
         self.mask += [has_loss] * len(ids)
-        self.rejected += rejected or [0] * len(ids)
 
-    def columns(self, mark_rejected: bool) -> dict[str, list[int]]:
-        """Return "input_ids", "loss_mask", "source_ids" if there is a source, and "rejected" if `mark_rejected`."""
+    def columns(self) -> dict[str, list[int]]:
+        """Return "input_ids", "loss_mask", and "source_ids" if there is a source."""
         columns = {"input_ids": self.ids, "loss_mask": self.mask}
-        columns |= {"source_ids": list(self.source)} if self.source else {}
-        return columns | ({"rejected": self.rejected} if mark_rejected else {})
+        return columns | ({"source_ids": list(self.source)} if self.source else {})
 
 
 class Answering:
@@ -114,14 +107,13 @@ class Answering:
         self.rows = [Row(source=source_of(conversation.ids))]
         self.rows[0].add(conversation.ids, 0)
 
-    def add(self, tokens: list[int], ended: bool, rejected: Sequence[int] = ()) -> None:
+    def add(self, tokens: list[int], ended: bool) -> None:
         """Append an answer to the last row, and set `prompt` to the tokens before the next answer, or to None.
 
-        An answer that has not `ended` by itself, as at its length limit, ends the conversation. `rejected` is 1 for
-        each of the `tokens` that replaced a rejected draft token.
+        An answer that has not `ended` by itself, as at its length limit, ends the conversation.
         """
         row = self.rows[-1]
-        row.add(tokens, 1, rejected)
+        row.add(tokens, 1)
         self.answers += 1
         self.cut += self._ends and not ended
         prompt, self.prompt = self.prompt or [], None
@@ -155,4 +147,4 @@ class Answering:
             self.rows.pop()
             return
         end = len(row.mask) - row.mask[::-1].index(1)
-        row.ids, row.mask, row.rejected = row.ids[:end], row.mask[:end], row.rejected[:end]
+        row.ids, row.mask = row.ids[:end], row.mask[:end]

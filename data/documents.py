@@ -26,7 +26,6 @@ class Content(TypedDict, total=False):
         tools: tools of a chat.
         dropped: number of messages that were cut off before a chat's first.
         document_ids: for each token of a packed row, the number of its document.
-        rejected: for each token whether it replaced a rejected draft token.
         source_ids: tokens that an encoder reads.
         unread: names of its keys that look like marks, and that we do not follow.
     """
@@ -41,7 +40,6 @@ class Content(TypedDict, total=False):
     input_ids: list[int]
     loss_mask: list[int]
     document_ids: list[int]
-    rejected: list[int]
     source_ids: list[int]
     unread: list[str]
 
@@ -95,16 +93,12 @@ class TokenDocument(TypedDict, total=False):
     Attributes:
         id: that of the document.
         input_ids, loss_mask: tokens, and for each whether it has loss.
-        rejected: for each token whether it replaced a rejected draft token (default: none did).
-        source_ids: tokens that an encoder reads.
         chat: facts of a chat, in its first row.
     """
 
     id: Required[str]
     input_ids: Required[list[int]]
     loss_mask: Required[list[int]]
-    rejected: list[int]
-    source_ids: list[int]
     chat: ChatFacts
 
 

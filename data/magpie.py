@@ -91,7 +91,7 @@ def self_rows(
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
     Returns:
-        Rows {"input_ids", "loss_mask": 1 on the answers}, with `mark_rejected` also "rejected". manifest.json holds the
+        Rows {"input_ids", "loss_mask": 1 on the answers}. manifest.json holds the
         settings, "rows", "tokens" (of the answers), "answers", "cut" (see `generate_rows`), "dropped" (counts by
         reason), "seconds", and "passes": facts from the manifest of each pass.
 
@@ -128,7 +128,6 @@ def self_rows(
         "batch_size": batch_size,
         "seed": writing.seed,
         "template": users.template,
-        **({"mark_rejected": True} if writing.mark_rejected else {}),
         **({"after": seen} if seen else {}),
     }
     work = Batches(Path(folder), record, [], progress=False)
@@ -138,10 +137,8 @@ def self_rows(
     seconds: list[float] = []
     counts: Counter[str] = Counter()
 
-    def generate(what: str, prompts: list[list[int]], how: Writing):
-        """Let the target continue all prompts; return the new tokens of each, and marks of rejected draft tokens.
-
-        The marks are 1 for each new token that replaced a rejected draft token; [] without `mark_rejected`.
+    def generate(what: str, prompts: list[list[int]], how: Writing) -> list[list[int]]:
+        """Let the target continue all prompts; return the new tokens of each.
 
         Args:
             what: "prompts" or "answers", for the folder and the progress bar.
@@ -181,9 +178,7 @@ def self_rows(
         if what == "answers":
             counts.update({name: manifest.get(name, 0) for name in _ANSWER_FACTS})
         # Each generated row repeats its prompt, which is cut off.
-        pairs = list(zip(generated, map(len, prompts), strict=True))
-        rejected = [row["rejected"][length:] if how.mark_rejected else [] for row, length in pairs]
-        return [row["input_ids"][length:] for row, length in pairs], rejected
+        return [row["input_ids"][length:] for row, length in zip(generated, map(len, prompts), strict=True)]
 
     turn = Writing(
         samplings=(asking.sampling,), max_new_tokens=asking.max_prompt_tokens, seed=writing.seed, ends=users.ends
@@ -193,15 +188,15 @@ def self_rows(
     # Two passes per turn: all user turns, then all answers. Only chats whose answer has ended get another turn.
     while active and len(passes) < 2 * asking.turns:
         prompts = [users.prompt(chat) for chat in active]
-        user_turns, _ = generate("prompts", prompts, turn)
+        user_turns = generate("prompts", prompts, turn)
         reasons = [users.add(chat, tokens) for chat, tokens in zip(active, user_turns, strict=True)]
         dropped.update(reason for reason in reasons if reason)
         asked = [chat for chat, reason in zip(active, reasons, strict=True) if not reason]
         if not asked:
             break
         answers = generate("answers", [chat.ids for chat in asked], writing)
-        for chat, tokens, rejected in zip(asked, *answers, strict=True):
-            chat.add(tokens, 1, rejected)
+        for chat, tokens in zip(asked, answers, strict=True):
+            chat.add(tokens, 1)
         active = [chat for chat in asked if chat.ids[-1] in target.eos_token_ids and users.has_room(chat)]
     written = [chat for chat in chats if chat.ids]
     if not written:
@@ -214,7 +209,7 @@ def self_rows(
         "seconds": sum(seconds),
         "passes": passes,
     }
-    return work.conclude(lambda: ((chat.columns(writing.mark_rejected) for chat in written), facts))
+    return work.conclude(lambda: ((chat.columns() for chat in written), facts))
 
 
 def summary(folder: Path) -> str:

@@ -16,7 +16,7 @@ from data.batches import Batches, BatchFacts, Clocks, wait_for_record
 from data.conversations import Answering, Conversation
 from data.writing import Writing
 from speculator.decoding.engine import Engine
-from speculator.decoding.request import Generation, Request, check_prompts, rejection_marks
+from speculator.decoding.request import Generation, Request, check_prompts
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter, FixedTree, HeadDrafter
@@ -59,7 +59,7 @@ def generate_rows(
     Args:
         target: the model.
         drafter: proposes tokens; None: plain decoding. An adaptive one uses the step costs that the folder records, so
-            that a resumed run gives the same rows. With `mark_rejected` it always drafts, in its fastest shape.
+            that a resumed run gives the same rows.
         prompts: token ids, or conversations, of which every answer is made, each after the answers before it. The
             longest are decoded first, so that a lack of memory shows early.
         folder: the output, shared by all processes.
@@ -70,9 +70,8 @@ def generate_rows(
 
     Returns:
         Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the order
-        of the prompts, for a conversation one row or several (see `Answering`); with `mark_rejected` also "rejected", 1
-        on each token that replaced a rejected draft token. With an encoder the prompt is in "source_ids", and
-        "input_ids" begin with the decoder's start tokens.
+        of the prompts, for a conversation one row or several (see `Answering`). With an encoder the prompt is in
+        "source_ids", and "input_ids" begin with the decoder's start tokens.
         manifest.json in the folder holds the settings, "prompts" (their hash), "rows", "tokens" (new ones), "answers",
         "cut" (answers of chats that reached `max_new_tokens`), "acceptance_length", "tokens_per_second" ("speculative"
         and "plain", without prefill, timed one after the other on the same few rows) and "seconds" (all rows and
@@ -102,9 +101,6 @@ def generate_rows(
         notes["costs"] = costs
         table = CostTable(entries_from_json(costs), learns=False)
         drafter = AdaptiveDrafter(drafter.head, drafter.choices, drafter.lookup, table, packed=drafter.packed)
-        if writing.mark_rejected:
-            shape = drafter.fastest(all(each.greedy for each in writing.samplings), slots)
-            drafter = HeadDrafter(drafter.head, shape)
     # A few batches are decoded twice, with and without drafts, for the speedup that the manifest reports.
     # Evenly spread: the pieces go from long prompts to short ones.
     samples = min(len(pieces), max(1, int(_TIMED_SHARE * len(prompts)) // batch_size), 2)
@@ -117,7 +113,6 @@ def generate_rows(
         **record_of(writing, chats),
         "batch_size": batch_size,
         **({"max_prompt_tokens": most} if max_prompt_tokens else {}),
-        **({"mark_rejected": True} if writing.mark_rejected else {}),
         **({"ends": stopping} if writing.ends else {}),
     }
     drafting, plain = (Engine(target, who, slots=slots, capacity=longest) for who in (drafter, None))
@@ -155,7 +150,7 @@ def generate_rows(
             whole = [step for each in made for step in each.steps if not step.cut]
             steps = [len(whole), sum(step.accepted + 1 for step in whole)]
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
-            rows = [[row.columns(writing.mark_rejected) for row in each.rows] for each in answering]
+            rows = [[row.columns() for row in each.rows] for each in answering]
             cut = sum(each.cut for each in answering)
             work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), cut=cut, **clocks)
         return work.finish(_summary)
@@ -195,7 +190,7 @@ def _answer(
             for request, row, each in finished:
                 request.check()
                 made.append(request)
-                each.add(request.tokens, request.finish_reason == "eos", rejection_marks(request.steps))
+                each.add(request.tokens, request.finish_reason == "eos")
                 if each.prompt is not None:
                     unfinished.append(ask(row, each))
                     # To the front of the queue: the slot that has just become free holds this conversation.
@@ -240,7 +235,6 @@ def record_of(writing: Writing, chats: Sequence[Conversation]) -> JsonObject:
     prompts = [[[*source_of(chat.ids), *chat.ids], list(chat.later)] for chat in chats]
     return {
         "sampling": settings[0] if len(settings) == 1 else settings,
-        **({"order_of_samplings": "shuffled"} if len(settings) > 1 else {}),  # rows took turns once
         "seed": writing.seed,
         "max_new_tokens": writing.max_new_tokens,
         "rows": len(chats),

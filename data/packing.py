@@ -1,4 +1,4 @@
-"""Pack documents into rows of at most one length, or give each a row of its own."""
+"""Pack documents into rows of at most one length."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from data.documents import Columns, TokenDocument
 
-COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
+COLUMNS = ("input_ids", "document_ids", "loss_mask")
 _OPEN_ROWS = 32
 """Rows that wait for a document that fits. Chats of 100 to 1,500 tokens then fill 99% of rows of 4,096."""
 
@@ -18,12 +18,11 @@ def pack(documents: Iterable[TokenDocument], length: int, max_tokens: int | None
     has loss everywhere, fills rows of its own and is cut at their ends. Rows may be shorter than `length`, and come in
     the order in which they are full.
 
-    Every row has the columns "input_ids", "document_ids", "loss_mask" and "rejected" [at most length]: two positions
-    belong to the same document iff their document ids agree, e.g. (length 8, EOS 0, prompts and their completions)
+    Every row has the columns "input_ids", "document_ids" and "loss_mask" [at most length]: two positions belong to the
+    same document iff their document ids agree, e.g. (length 8, EOS 0, prompts and their completions)
         input_ids     5 9 3 0 7 7 0
         document_ids  0 0 0 0 1 1 1
         loss_mask     0 0 1 1 0 1 1
-        rejected      0 0 0 0 0 1 0    tokens that replaced a rejected draft token, if the document marks them
     A row's first document id is the number of its documents that began in another row and are continued here. These
     come first: a row that starts with the rest of one cut document has the ids 1, 2, 3, ...
 
@@ -63,7 +62,6 @@ class _OpenRow:
         self.columns["document_ids"] += [self.documents] * (end - begin)
         self.columns["input_ids"] += document["input_ids"][begin:end]
         self.columns["loss_mask"] += document["loss_mask"][begin:end]
-        self.columns["rejected"] += _rejected(document)[begin:end]
         self.rests += begin > 0
         self.documents += 1
         return end
@@ -98,26 +96,3 @@ def _fill(documents: Iterable[TokenDocument], length: int) -> Iterator[Columns]:
                 rows.remove(fullest)
                 yield fullest.finished()
     yield from (row.finished() for row in (*rows, text) if row.used)
-
-
-def one_per_row(documents: Iterable[TokenDocument], length: int, max_tokens: int | None = None) -> Iterator[Columns]:
-    """Yield a row for each document of an encoder-decoder target, with its "source_ids", cut to `length` tokens.
-
-    It stops before the rows have more than `max_tokens` tokens in all.
-    """
-    emitted = 0
-    for document in documents:
-        row = {
-            "input_ids": document["input_ids"][:length],
-            "loss_mask": document["loss_mask"][:length],
-            "rejected": _rejected(document)[:length],
-        }
-        emitted += (size := len(row["input_ids"]))
-        if max_tokens is not None and emitted > max_tokens:
-            return
-        yield {**row, "document_ids": [0] * size, "source_ids": document["source_ids"]}
-
-
-def _rejected(document: TokenDocument) -> list[int]:
-    """Return for each token 1 if it replaced a rejected draft token, else 0."""
-    return document.get("rejected") or [0] * len(document["input_ids"])

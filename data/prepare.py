@@ -17,9 +17,8 @@ from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from data.mixture import Mixture, SourceError
-from data.packing import COLUMNS, one_per_row, pack
+from data.packing import COLUMNS, pack
 from data.readers import SPLITS, fingerprint
-from data.rendering import Pairs
 from data.sources import token_documents
 from data.tally import Tally
 from data.workers import default_processes
@@ -39,7 +38,7 @@ class TooLittleTextError(SourceError):
 
 @dataclass(frozen=True, kw_only=True)
 class RowRequest:
-    """A request for the rows of one split of some sources: packed, or with `pairs` one row per document.
+    """A request for the rows of one split of some sources, packed.
 
     Attributes:
         length: number of tokens in a row.
@@ -49,7 +48,6 @@ class RowRequest:
         max_bad_rows: largest share of unusable rows in the training split; they are skipped with a warning. Other
             splits are small, so any share is accepted once it is above 0.
         num_proc: processes that render and tokenize; the rows do not depend on it.
-        pairs: for an encoder-decoder target, the decoder's start tokens and the longest source; else None.
     """
 
     mixture: Mixture
@@ -60,7 +58,6 @@ class RowRequest:
     first_rows: int | None = None
     max_bad_rows: float = 0.0
     num_proc: int | None = None
-    pairs: Pairs | None = None
 
     @property
     def name(self) -> str:
@@ -77,7 +74,6 @@ class RowRequest:
         identity = {
             "sources": [[fingerprint(source.location), source.weight] for source in self.mixture.sources],
             "arguments": [self.split, self.length, self.max_tokens, self.first_rows],
-            "pairs": self.pairs and [*self.pairs.start, self.pairs.longest],
             "special_tokens": [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id],
             "tokenizer": hashlib.sha256(self.tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
             "chat_template": self.tokenizer.chat_template,
@@ -176,15 +172,12 @@ def _prepare(folder: Path, request: RowRequest) -> None:
     counts = dict.fromkeys(("documents", "rows", "tokens", "tokens_with_loss"), 0)
     tally, name = Tally(request.max_share), request.name
     processes = request.num_proc or default_processes()
-    documents = token_documents(
-        request.mixture, request.split, request.tokenizer, tally=tally, processes=processes, pairs=request.pairs
-    )
-    make, columns = (one_per_row, (*COLUMNS, "source_ids")) if request.pairs else (pack, COLUMNS)
-    features = Features({column: List(Value("int32")) for column in columns})
+    documents = token_documents(request.mixture, request.split, request.tokenizer, tally=tally, processes=processes)
+    features = Features({column: List(Value("int32")) for column in COLUMNS})
     bar = Progress(title=f"tokenising {name}", unit="tokens", unit_scale=True, total=request.max_tokens)
 
     def rows() -> Iterator[dict[str, list[int]]]:
-        for row in make(documents, request.length, request.max_tokens):
+        for row in pack(documents, request.length, request.max_tokens):
             counts["rows"] += 1
             counts["tokens"] += len(row["input_ids"])
             counts["tokens_with_loss"] += sum(row["loss_mask"])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice, pairwise
 from typing import Any
@@ -34,19 +33,6 @@ _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """How documents become rows of an encoder-decoder target: the encoder reads the prompt, the decoder the answer.
-
-    Attributes:
-        start: tokens with which every text of the decoder starts.
-        longest: largest number of tokens of a source, the encoder's input.
-    """
-
-    start: Sequence[int]
-    longest: int
-
-
 def load_tokenizer(
     name: str,
     revision: str | None = None,
@@ -65,7 +51,7 @@ def load_tokenizer(
         tokenizer("a", verbose=False)
         with suppress(OSError, ValueError):  # a folder with a tokenizer alone
             pair = read_config(name, trust_remote_code, revision=revision).is_encoder_decoder
-            refuse((pair, "only train.py, and data generate and eval without --server, read an encoder-decoder model"))
+            refuse((pair, "only data generate and eval without --server read an encoder-decoder model"))
     except Exception as error:  # the libraries raise many types for damaged files
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -110,9 +96,8 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     tally: Tally | None = None,
     processes: int = 1,
-    pairs: Pairs | None = None,
 ) -> Iterator[TokenDocument]:
-    """Yield documents as rows {"id", "input_ids", "loss_mask", "rejected"}, with `pairs` also "source_ids".
+    """Yield documents as rows {"id", "input_ids", "loss_mask"}.
 
     A packed row becomes one row per document, and a chat one or several, the first of which has "chat": `ChatFacts`.
 
@@ -122,11 +107,10 @@ def render(
         tally: counts the documents that are used, those that can't be rendered (default: the first one raises), which
             are skipped, and chats.
         processes: processes that render. The rows do not depend on it, but more processes read further ahead.
-        pairs: the target is an encoder-decoder model; prompts are then read without a chat template.
     """
     tally = tally or Tally()
-    documents = (document if pairs else as_chat(document, tokenizer) for document in documents)
-    work = partial(_render_batch, tokenizer=tokenizer, pairs=pairs)
+    documents = (as_chat(document, tokenizer) for document in documents)
+    work = partial(_render_batch, tokenizer=tokenizer)
     for rendered in map_in_order(work, _batches(documents), processes):
         for each in rendered:
             if isinstance(each, RowError):
@@ -139,19 +123,16 @@ def render(
                 yield row
 
 
-def _render_batch(
-    batch: list[Document], tokenizer: PreTrainedTokenizerBase, pairs: Pairs | None
-) -> list[list[TokenDocument] | RowError]:
+def _render_batch(batch: list[Document], tokenizer: PreTrainedTokenizerBase) -> list[list[TokenDocument] | RowError]:
     """Return, for each document of a batch, its rows or the RowError of a bad document."""
     # One call for all texts: the tokenizer then uses all cores, unless this is one of several processes.
-    single = [] if pairs else batch
-    tokens = iter(text_tokens([document["text"] for document in single if "text" in document], tokenizer))
-    chats = _chats([document for document in single if "messages" in document], tokenizer)
+    tokens = iter(text_tokens([document["text"] for document in batch if "text" in document], tokenizer))
+    chats = _chats([document for document in batch if "messages" in document], tokenizer)
     found: list[list[TokenDocument] | RowError] = []
     for document in batch:
         try:
             with errors_of_row(document["where"]):
-                found.append(_rows_of(document, tokenizer, pairs, tokens, chats))
+                found.append(_rows_of(document, tokenizer, tokens, chats))
         except RowError as error:
             found.append(error)
     return found
@@ -160,7 +141,6 @@ def _render_batch(
 def _rows_of(
     document: Document,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Pairs | None,
     tokens: Iterator[list[int]],
     chats: Iterator[Any],
 ) -> list[TokenDocument]:
@@ -168,9 +148,7 @@ def _rows_of(
 
     A text takes the next of its batch's `tokens`, and a chat the next of its batch's `chats`, which are from `_chats`.
     """
-    if pairs:
-        return [_pair(document, tokenizer, pairs)]
-    rendered: Any  # pairs or triples: token ids, loss mask, and maybe the marks of rejected drafts
+    rendered: list[tuple[list[int], list[int]]]  # token ids and loss mask
     facts: ChatFacts | None = None
     if "text" in document:
         ids = _with_eos(next(tokens), tokenizer)
@@ -184,10 +162,7 @@ def _rows_of(
         rendered = [_completion(document, tokenizer)]
     else:
         rendered = list(_unpacked(document, tokenizer))
-    rows: list[TokenDocument] = []
-    for ids, mask, *marks in rendered:
-        rejected = marks[0] if marks else [0] * len(ids)
-        rows.append({"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected})
+    rows: list[TokenDocument] = [{"id": document["id"], "input_ids": ids, "loss_mask": mask} for ids, mask in rendered]
     if facts is not None:
         rows[0]["chat"] = facts
     return rows
@@ -232,36 +207,6 @@ def _check_wanted(document: Document) -> None:
         raise NothingToLearnError(document["where"], 'completions with "label": false')
 
 
-def _pair(document: Document, tokenizer: PreTrainedTokenizerBase, pairs: Pairs) -> TokenDocument:
-    """Return the row of a prompt and its completion: "source_ids" for the encoder, and "input_ids" of the decoder.
-
-    The decoder's tokens begin with those of `pairs.start`, which have no loss. A document may consist of tokens.
-    """
-    start, where = list(pairs.start), document["where"]
-    if "completion" in document:
-        _check_wanted(document)
-        (source,) = text_tokens([document["prompt"]], tokenizer)
-        written = tokenizer(text_target=document["completion"], split_special_tokens=True, verbose=False)["input_ids"]
-        # The tokenizer may have added the BOS token that the start tokens end with.
-        begun = written[: len(start) - 1] == start[1:]
-        ids = _with_eos([start[0], *written] if begun else [*start, *written], tokenizer)
-        mask = [0] * len(start) + [1] * (len(ids) - len(start))
-    elif "source_ids" in document:
-        check_tokens(document, tokenizer)
-        source, ids, mask = document["source_ids"], document["input_ids"], document["loss_mask"]
-        if ids[: len(start)] != start:
-            raise RowError(where, f"the answer does not begin with the decoder's start tokens {start}")
-    else:
-        raise RowError(where, 'an encoder-decoder target needs rows with the texts "prompt" and "completion"')
-    if not source:
-        raise RowError(where, "an empty prompt")
-    if len(source) > pairs.longest:
-        kind = f"more than {pairs.longest}, by data.seq_length or the encoder"
-        raise RowError(where, f"a prompt of {len(source)} tokens: {kind}", f"prompts of {kind}")
-    rejected = document.get("rejected") or [0] * len(ids)
-    return {"id": document["id"], "input_ids": ids, "loss_mask": mask, "rejected": rejected, "source_ids": source}
-
-
 def check_tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a RowError if a row has tokens that are not in the tokenizer's vocabulary."""
     highest = max(document["input_ids"] + document.get("source_ids", []))
@@ -270,17 +215,16 @@ def check_tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> None
         raise RowError(document["where"], fault, "a token outside of the tokenizer's vocabulary")
 
 
-def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], ...]]:
-    """Yield (token ids, loss mask, rejected marks) of each document of a row of tokens; a bad row raises a RowError."""
+def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield (token ids, loss mask) of each document of a row of tokens; a bad row raises a RowError."""
     ids, mask = document["input_ids"], document["loss_mask"]
     check_tokens(document, tokenizer)
     if "source_ids" in document:
-        raise RowError(document["where"], '"source_ids", which only encoder-decoder targets read')
-    none = [0] * len(ids)
-    columns = zip(document.get("document_ids", none), ids, mask, document.get("rejected", none), strict=True)
+        raise RowError(document["where"], '"source_ids", of an encoder-decoder target, for which no head is trained')
+    columns = zip(document.get("document_ids", [0] * len(ids)), ids, mask, strict=True)
     for _, part in groupby(columns, key=lambda column: column[0]):
-        _, *columns_of_part = zip(*part, strict=True)
-        yield tuple(map(list, columns_of_part))
+        _, own, has_loss = zip(*part, strict=True)
+        yield list(own), list(has_loss)
 
 
 def document_text(

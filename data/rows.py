@@ -1,8 +1,7 @@
 """Read the rows of a source. The keys of a row determine its format (`FORMATS`); the first match wins.
 
 {"input_ids": [...], "loss_mask": [...]}    tokens; the default mask is all ones, without the tokens whose "labels" are
-                                            -100; "rejected" marks tokens that replaced a rejected draft token;
-                                            "source_ids" are what an encoder reads
+                                            -100; "source_ids" are what an encoder reads
 {"messages": [{"role", "content"}, ...]}    a chat; "tools" are passed to the chat template, "system" comes first
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format; also "conversation", as in WildChat
 {"prompt": "...", "completion": "..."}      texts; or messages, TRL's conversational form of a chat
@@ -39,7 +38,7 @@ from speculator.chat import (
 from speculator.errors import UserError, check_text, first_line
 from speculator.files import Json
 
-_TOKENS = ("input_ids", "loss_mask", "document_ids", "rejected", "source_ids")
+_TOKENS = ("input_ids", "loss_mask", "document_ids", "source_ids")
 _SYNONYMS = {
     "conversation": "conversations",
     "chosen_messages": "messages",
@@ -125,7 +124,7 @@ def errors_of_row(where: str) -> Iterator[None]:
 
 def content(row: Any, where: str) -> Content:
     """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
-    `input_ids`, `loss_mask` and maybe `document_ids`, `rejected` and `source_ids`.
+    `input_ids`, `loss_mask` and maybe `document_ids` and `source_ids`.
 
     Args:
         row: the parsed row; a key whose value is null counts as missing.
@@ -411,7 +410,7 @@ def _tokens(given: dict[str, Json], where: str) -> Content:
         if (len(column) != len(ids) and name != "source_ids") or not column:
             many = f'values of "{name}" for'
             raise RowError(where, f"{len(column)} {many} {len(ids)} tokens", f"another number of {many} the tokens")
-    for name in (*_MASKS, "rejected"):
+    for name in _MASKS:
         if not set(columns.get(name, [])) <= {0, 1}:
             raise RowError(where, f'"{name}" must contain only 0 and 1')
     masks = [columns[name] for name in (*_MASKS, "labels") if name in columns]
@@ -455,13 +454,13 @@ _BESIDE_TOKENS = ("labels", "attention_mask", "position_ids", "special_tokens_ma
 _CHAT = ("completion", "tools", "system", *_MARKS)
 _ALPACA = ("instruction", "input", "output", "history")
 FORMATS = [
-    Format('"input_ids"', (*_TOKENS, *_MASKS, *_BESIDE_TOKENS, *_WEIGHTS), _has("input_ids"), _tokens),
-    Format('"messages"', ("messages", *_CHAT), _has("messages"), _messages),
-    Format('"conversations"', ("conversations", *_CHAT), _has("conversations"), _messages),
-    Format('"completion" as messages', ("prompt", "history", *_CHAT), _is_chat_pair, _from_chat_pair),
-    Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, _from_alpaca),
-    Format('"prompt" and "completion"', ("prompt", "history", *_CHAT), _has("prompt", "completion"), _from_pair),
-    Format('"text"', ("text", *_WEIGHTS), _has("text"), _from_text),
+    Format('"input_ids"', (*_TOKENS, *_MASKS, *_BESIDE_TOKENS, *_WEIGHTS), _has("input_ids"), read=_tokens),
+    Format('"messages"', ("messages", *_CHAT), _has("messages"), read=_messages),
+    Format('"conversations"', ("conversations", *_CHAT), _has("conversations"), read=_messages),
+    Format('"completion" as messages', ("prompt", "history", *_CHAT), _is_chat_pair, read=_from_chat_pair),
+    Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, read=_from_alpaca),
+    Format('"prompt" and "completion"', ("prompt", "history", *_CHAT), _has("prompt", "completion"), read=_from_pair),
+    Format('"text"', ("text", *_WEIGHTS), _has("text"), read=_from_text),
 ]
 """The formats, in the order in which they are tried."""
 KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.documents import Document, TokenDocument, digest_of
 from data.mixture import Mixture, SourceError
 from data.readers import SPLITS, fingerprint, read
-from data.rendering import Pairs, render
+from data.rendering import render
 from data.tally import COPY, EMPTY, Tally
 
 _FEW = 200
@@ -115,7 +115,6 @@ def token_documents(
     *,
     tally: Tally | None = None,
     processes: int = 1,
-    pairs: Pairs | None = None,
 ) -> Iterator[TokenDocument]:
     """Yield the documents of one split, rendered by `data.rendering.render`.
 
@@ -126,14 +125,13 @@ def token_documents(
         split: "train", "validation" or "held-out"; None: all three.
         tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
         processes: processes that render; the documents do not depend on it.
-        pairs: for an encoder-decoder target, the decoder's start tokens and the longest source; else None.
     """
     parts = streams(mixture, split, tally)
     if not mixture.weights:
-        return render(interleave(parts, (), len), tokenizer, tally, processes, pairs)
+        return render(interleave(parts, (), len), tokenizer, tally, processes)
     # The streams are read in turn, each by processes of its own.
     each = max(1, processes // len(parts))
-    rendered = [render(stream, tokenizer, tally, each, pairs) for stream in parts]
+    rendered = [render(stream, tokenizer, tally, each) for stream in parts]
     return interleave(rendered, mixture.weights, lambda document: len(document["input_ids"]))
 
 

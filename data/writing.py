@@ -25,14 +25,12 @@ class Writing:
         max_new_tokens: largest number of new tokens. An answer also ends with EOS, which it keeps, or with the context.
         seed: seed of the first row.
         ends: stop tokens and strings (default: the target's EOS).
-        mark_rejected: mark the tokens that replaced a rejected draft token. Rows of a server have no marks.
     """
 
     samplings: tuple[Sampling, ...] = (Sampling(temperature=1.0),)
     max_new_tokens: int = 256
     seed: int = 0
     ends: Ends | None = None
-    mark_rejected: bool = False
 
     def sampling(self, row: int, rows: int, answer: int = 0) -> Sampling:
         """Return the sampling of an answer, with a seed of its own.

@@ -1,4 +1,4 @@
-"""Draw docs/speedup.svg, the chart of the README, from a report: `python docs/chart.py`."""
+"""The chart of the README, docs/speedup.svg, drawn from a report."""
 
 from __future__ import annotations
 
@@ -54,7 +54,3 @@ def svg() -> str:
             "</svg>\n",
         ]
     )
-
-
-if __name__ == "__main__":
-    CHART.write_text(svg(), encoding="utf-8")

@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import chart
+
 DOCS = Path(__file__).resolve().parent
 MARK = re.compile(r"^(<!-- generated: (\w+) ?(.*?) -->\n)(?s:.*?)^(<!-- end -->)$", re.MULTILINE)
 _SHARED_BY = 3
@@ -69,9 +71,9 @@ def filled(text: str) -> str:
 
 
 def stale() -> dict[Path, str]:
-    """Return the pages whose tables differ from the code, each with the text that it should have."""
-    pages = {page: page.read_text() for page in sorted(DOCS.rglob("*.md"))}
-    return {page: wanted for page, text in pages.items() if (wanted := filled(text)) != text}
+    """Return the pages whose tables differ from the code, and the chart; each with the text that it should have."""
+    wanted = {page: filled(page.read_text()) for page in sorted(DOCS.rglob("*.md"))} | {chart.CHART: chart.svg()}
+    return {page: text for page, text in wanted.items() if page.read_text() != text}
 
 
 def commands() -> list[str]:
@@ -122,7 +124,7 @@ def _flag(action: argparse.Action) -> tuple[str, str]:
     name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
     value = str(action.metavar or action.dest.upper())
     if action.option_strings and action.nargs != 0 and value != action.dest.upper():
-        name = f"{name} {value}"
+        name = f"{name} {value}".replace("|", "\\|")  # a bare one would end the cell
     choices = f": {', '.join(f'`{choice}`' for choice in action.choices)}" if action.choices else ""
     return f"`{name}`", "**Required:** " * action.required + _text(action.help) + choices
 

@@ -50,9 +50,8 @@ def table(a: Report, b: Report) -> str:
     if not common:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")
     lines = _changes({name: a[name] for name in _NAMES}, {name: b[name] for name in _NAMES})
-    lines += _changes(*(report.get("versions", {}) for report in (a, b))) + _changes(a["settings"], b["settings"])
-    older = any(_CONTENT not in row for pair in common for row in pair)  # by a version that wrote none
-    names = _CONDITIONS if older or a["target"] != b["target"] else (*_CONDITIONS, _CONTENT)
+    lines += _changes(a["versions"], b["versions"]) + _changes(a["settings"], b["settings"])
+    names = _CONDITIONS if a["target"] != b["target"] else (*_CONDITIONS, _CONTENT)
     for row, other in common:
         lines += _changes({f"rule, {row['drafter']}": row["rule"]}, {f"rule, {row['drafter']}": other["rule"]})
         lines += _changes(_conditions(row, names), _conditions(other, names))
@@ -87,7 +86,8 @@ def _conditions(row: ReportRow, names: Sequence[str]) -> dict[str, object]:
 
     `names` are keys of a row.
     """
-    return {f"{name} of {row['name']}": row.get(name) for name in names}
+    values: Mapping[str, object] = row
+    return {f"{name} of {row['name']}": values[name] for name in names}
 
 
 def pairs(a: list[ReportRow], b: list[ReportRow]) -> Iterator[tuple[ReportRow, ReportRow]]:
@@ -125,7 +125,7 @@ def _decoder(row: ReportRow, other: ReportRow) -> str:
 def _draft(row: ReportRow) -> str:
     """Return the draft of a row as a phrase: the length of a chain, or "a tree of 8 tokens, 3 deep"."""
     depth = row[_LENGTH]
-    nodes = row.get("nodes", depth)
+    nodes = row["nodes"]
     return f"a tree of {nodes} tokens, {depth} deep" if nodes > depth else str(depth)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,9 @@ from eval.suites import Suite
 from eval.timing import Decoded, Engines, Timed, time_ours, time_transformers
 from speculator.decoding.sampling import Sampling
 from speculator.device import has_accelerator
-from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, HybridDrafter, NgramDrafter
-from speculator.drafters.measure import StepSeconds, measure
+from speculator.drafters import Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter
+from speculator.drafters.costs import CostEntry
+from speculator.drafters.measure import measure_costs, paired_steps
 from speculator.drafters.price import LONGEST_PATH
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
@@ -28,7 +30,7 @@ from speculator.terminal import Progress, working
 
 _ONE_PROMPT = ("hf_prompt_lookup", "hf_assisted")  # transformers supports these at batch size 1 only
 _COST_BATCHES = 16  # batches, evenly spread over the suite, after which the costs of a step are measured
-_COST_BLOCKS = 16  # blocks of steps to measure per drafter and suite
+_COST_STEPS = 64  # steps to measure per drafter and suite
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Decoder:
     """One way to decode.
 
     Attributes:
-        key: "none", "head", "head 2", "hybrid", "ngram", "draft_model", "adaptive" or a baseline's name.
+        key: "none", "head", "head 2", "ngram", "draft_model", "adaptive" or a baseline's name.
         run: decodes one batch and appends the result to a `Timed`; its arguments are the token ids of each prompt, the
             sampling, the most new tokens of a prompt, the `Timed`, and the tokens that end a completion ([]: none).
         drafter: drafter of the built-in engine; None for plain decoding and for transformers.
@@ -60,7 +62,6 @@ def decoders(
     batch_size: int,
     engines: Engines | None = None,
     rule: str | None = None,
-    hybrid: bool = False,
 ) -> tuple[list[Decoder], dict[str, str]]:
     """Return the decoders to compare (plain decoding first), and {key: reason} of the baselines that can't run.
 
@@ -73,7 +74,6 @@ def decoders(
         batch_size: prompts decoded together; some baselines can't run above 1.
         engines: engines that other decoders share, to which new ones are added.
         rule: accept rule of every drafter that supports it (default: each drafter's own).
-        hybrid: also measure the hybrid draft of the head's first chain and n-gram lookup.
     """
     length = lengths[0]
     drafters: dict[str, Drafter | None] = {"none": None}
@@ -82,8 +82,6 @@ def decoders(
             f"head {each}" if number else "head": HeadDrafter(head, each) for number, each in enumerate(lengths)
         }
     drafters["ngram"] = NgramDrafter(LONGEST_PATH)
-    if hybrid and head is not None:
-        drafters["hybrid"] = HybridDrafter(HeadDrafter(head, length), NgramDrafter(LONGEST_PATH))
     if draft_model is not None:
         drafters["draft_model"] = DraftModelDrafter(draft_model, target, length)
     engines = {} if engines is None else engines
@@ -175,7 +173,8 @@ class Measured:
         timed: timings by decoder key; all decoders ran the same batches in the same order.
         categories: category of each batch.
         conversations: number of each batch's conversation; its turns share the number.
-        costs: seconds of drafting and verification by decoder key.
+        steps: seconds of plain steps and of the drafted steps after them, by decoder key.
+        verification: what the target pays for the tokens that it verifies; None if nothing drafts.
         not_run: why baselines could not run, by decoder key.
         turns_left_out: number of turns whose conversation had outgrown the context.
     """
@@ -183,7 +182,8 @@ class Measured:
     timed: dict[str, Timed]
     categories: list[str] = field(default_factory=list)
     conversations: list[int] = field(default_factory=list)
-    costs: dict[str, StepSeconds] = field(default_factory=dict)
+    steps: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    verification: CostEntry | None = None
     not_run: dict[str, str] = field(default_factory=dict)
     turns_left_out: int = 0
 
@@ -195,7 +195,7 @@ class Measured:
         self.timed.pop(decoder.key, None)
 
     def of_category(self, category: str) -> Measured:
-        """Return the measurements of one category; `costs` stays empty, because it is not split by category."""
+        """Return the measurements of one category; `steps` stays empty, because it is not split by category."""
         at = [i for i, name in enumerate(self.categories) if name == category]
         timed = {key: Timed([part.batches[i] for i in at]) for key, part in self.timed.items()}
         return Measured(timed, [category] * len(at), [self.conversations[i] for i in at])
@@ -228,7 +228,7 @@ def measure_suite(
     with working(f"{name}: warming up"):
         table = _warm_up(target, table, suite, parts, sampling, max_new_tokens, stop_at, measured)
     measured.timed = {decoder.key: Timed() for decoder in table}
-    measured.costs = {decoder.key: StepSeconds() for decoder in table if decoder.drafter}
+    measured.steps = {decoder.key: [] for decoder in table if decoder.drafter}
     cost_batches = _cost_batches(parts)
     order = list(table)
     progress = Progress(parts, title=name, unit="prompts" if batch_size == 1 else "batches")
@@ -269,11 +269,14 @@ def measure_suite(
                 halfway = list(map(target.text, prompts))
                 for text, answer in zip(halfway, plain, strict=True):
                     text += answer[: len(answer) // 2]
-                blocks = -(-_COST_BLOCKS // len(cost_batches))
+                count = -(-_COST_STEPS // len(cost_batches))
                 for decoder in table:
                     if decoder.drafter:
-                        costs = measured.costs[decoder.key]
-                        measure(target, decoder.drafter, halfway, seeded, blocks, costs, decoder.rule)
+                        timed = paired_steps(target, decoder.drafter, halfway, seeded, count, decoder.rule)
+                        measured.steps[decoder.key] += timed
+    if measured.steps:
+        rows = max(map(len, parts))
+        (measured.verification,) = measure_costs(target, None, (), [(rows, sampling.greedy)], math.inf)
     return measured
 
 

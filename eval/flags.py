@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from eval.tracking import Tracker
-from speculator.cli.shared_flags import add_drafter_flags, add_revision, add_target_flags
+from speculator.cli.shared_flags import add_drafter_flags, add_filters, add_revision, add_target_flags
 from speculator.errors import OneLineParser
 from speculator.tables import OPTIONAL
 
@@ -30,15 +30,6 @@ def add_flags(parser: OneLineParser, max_prompts: int | None) -> None:
         "--prompt_tokens", type=int, default=64, help="tokens of a prompt that is cut from text (default: 64)"
     )
     parser.add_argument("--max_new_tokens", type=int, default=128, help="new tokens per prompt and turn (default: 128)")
-
-
-def add_filters(parser: OneLineParser) -> None:
-    """Add the flags that filter what is sampled above temperature 0, as the server does that will serve the head."""
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
-    what = "sample from the most likely tokens of this total probability (default: 1)"
-    parser.add_argument("--top_p", type=float, default=1.0, help=what)
-    what = "sample from tokens at least this likely relative to the most likely (default: 0)"
-    parser.add_argument("--min_p", type=float, default=0.0, help=what)
 
 
 def run(parser: OneLineParser) -> None:
@@ -96,7 +87,6 @@ def run(parser: OneLineParser) -> None:
         help="small causal LM with the target's tokenizer, measured as another drafter; --trust_remote_code "
         "counts for it too",
     )
-    parser.add_argument("--hybrid", action="store_true", help="also measure the hybrid draft of head and n-gram lookup")
     parser.add_argument(
         "--baseline",
         action="append",

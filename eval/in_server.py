@@ -28,7 +28,7 @@ _REQUESTS = 8  # at a time
 _LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
 """Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
 _OWN_DECODING: dict[str, tuple] = dict.fromkeys(
-    ("num_speculative_tokens", "rule", "baseline", "draft_model", "adapter", "hybrid"), (None, False)
+    ("num_speculative_tokens", "rule", "baseline", "draft_model", "adapter"), (None, False)
 )
 _OWN_DECODING |= {"batch_size": (None, [1]), "repeats": (1,), "report_to": ("none",), "dtype": ("auto",)}
 """Flags that a measurement in a server has no use for, with the values that change nothing."""

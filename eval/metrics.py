@@ -17,6 +17,7 @@ from speculator.decoding.request import Generation, Step
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
+from speculator.drafters.measure import interquartile_mean
 from speculator.report import Bucket, Figures, Interval, ReportRow, Spread
 from speculator.tables import BASELINES
 from speculator.target.model import Target
@@ -229,25 +230,32 @@ def row(
             "dtype": dtype_name(target.dtype),
         }
     if drafter:
-        result |= _prediction(measured, decoder, drafter.num_speculative_tokens, result["acceptance_length"])
+        result |= _prediction(measured, decoder, drafter, result["acceptance_length"])
     names = dict.fromkeys(measured.categories)
     if any(names):
         result["categories"] = [_category(name, decoder, measured.of_category(name)) for name in names]
     return result
 
 
-def _prediction(measured: Measured, decoder: Decoder, length: int, acceptance_length: float) -> ReportRow:
+def _prediction(measured: Measured, decoder: Decoder, drafter: Drafter, acceptance_length: float) -> ReportRow:
     """Return "cost" {"draft": c, "verify": v} in plain steps, "rows_busy" and "predicted_speedup".
 
     The prediction is E / (G c + v) (2211.17192, theorem 3.8) times "rows_busy", the share of busy rows relative to
-    plain decoding: a batch runs until its slowest row ends. E is the acceptance length, and G = `length`.
+    plain decoding: a batch runs until its slowest row ends. E is the acceptance length, and G the draft's length. A
+    whole step is timed; v is what the target pays for the verified tokens by its cost entry, and the rest is drafting.
     """
-    draft, verify = measured.costs[decoder.key].ratios()
-    busy = rows_busy(measured.timed[decoder.key]) / rows_busy(measured.timed["none"])
+    timed, entry, length = measured.timed[decoder.key], measured.verification, drafter.num_speculative_tokens
+    assert entry is not None  # something drafts
+    step = interquartile_mean(drafted / plain for plain, drafted in measured.steps[decoder.key])
+    # A tree's steps say how deep they drafted; its tokens are verified whole.
+    drafted = [each.drafted for batch in timed.batches for row in batch.steps for each in row]
+    tokens = drafter.nodes / length * sum(drafted) / max(1, len(drafted))
+    verify = min(step, entry.of(0, tokens * entry.rows, False))
+    busy = rows_busy(timed) / rows_busy(measured.timed["none"])
     return {
-        "cost": {"draft": draft / length, "verify": verify},
+        "cost": {"draft": (step - verify) / length, "verify": verify},
         "rows_busy": busy,
-        "predicted_speedup": acceptance_length / (draft + verify) * busy,
+        "predicted_speedup": acceptance_length / step * busy,
     }
 
 

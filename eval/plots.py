@@ -25,7 +25,6 @@ _COLOURS = {
     "head": "#1f6feb",
     "ngram": "#d9822b",
     "draft_model": "#8250df",
-    "hybrid": "#0a7d8c",
     "adaptive": "#1a7f37",
 }
 _SHADES = ("#1f6feb", "#54aeff", "#0a3069", "#80ccff", "#0550ae", "#b6e3ff")  # draft lengths of one head
@@ -153,10 +152,7 @@ def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 
 def _acceptance(axis, rows: list[ReportRow], lengths: set[int]) -> None:
-    """Draw the acceptance rate by draft position of heads and draft models.
-
-    Lookup and hybrid drafts are left out: they have other positions.
-    """
+    """Draw the acceptance rate by draft position of heads and draft models; lookup has other positions."""
     for row in drafter_rows(rows):
         if row["drafter"] in ("head", "draft_model"):
             rates = row["acceptance_by_position"][: reached(row)]

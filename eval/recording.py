@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,3 +53,19 @@ class RecordingEngine(Engine):
         assert verified.kept is not None
         self._logits.append(verified.kept[0, : 1 + verified.accepted[0]])
         return verified
+
+
+def recorded_steps(
+    target: Target, drafter: Drafter, prompt: list[int], sampling: Sampling, count: int
+) -> Iterator[tuple[Draft, Verified]]:
+    """Decode up to `count` drafted steps after a prompt, until the context ends; yield each one's draft and result."""
+    engine = RecordingEngine(target, drafter)
+    most = count * (drafter.num_speculative_tokens + 1) + 1
+    request = engine.submit(prompt, sampling, logprobs=0, max_new_tokens=most, eos_token_ids=())
+    while count and not request.finish_reason:
+        engine.newest = None
+        engine.step()
+        if engine.newest is not None:
+            count -= 1
+            yield engine.newest
+    request.cancel()

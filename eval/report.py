@@ -47,7 +47,7 @@ def facts(report: Report) -> dict[str, str]:
     missing baseline did not run.
     """
     settings = report["settings"]
-    assisted: Any = settings.get("hf_assisted") or {}  # reports of older versions lack it
+    assisted: Any = settings["hf_assisted"] or {}
     own = ", ".join(f"{name} {value}" for name, value in assisted.items())
     return {
         "target": report["target"],

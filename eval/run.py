@@ -54,11 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
     """
     check_flags(arguments)
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
-    others = arguments.hybrid or arguments.draft_model or arguments.baseline
+    others = arguments.draft_model or arguments.baseline
     refuse(
         (
             arguments.server != "ours" and others,
-            "--as measures the head: no --hybrid, --draft_model or --baseline with it",
+            "--as measures the head: no --draft_model or --baseline with it",
         ),
         (
             arguments.server != "ours" and arguments.rule == "match",
@@ -98,7 +98,6 @@ def run(arguments: argparse.Namespace) -> None:
             draft_model=draft_model,
             baselines=arguments.baseline or default,
             rule=arguments.rule,
-            hybrid=arguments.hybrid,
             server=arguments.server,
         ),
         speculator_name="@".join(filter(None, (arguments.speculator, arguments.speculator_revision))),
@@ -137,7 +136,6 @@ class Compared:
         draft_model: a draft model to measure too.
         baselines: names from `speculator.tables.OPTIONAL`.
         rule: accept rule of every drafter above temperature 0 (default: each drafter's own).
-        hybrid: also measure the hybrid draft of head and n-gram lookup.
         server: a name from `eval.flags.SERVERS`. Another server's drafts are compared with plain decoding only.
     """
 
@@ -146,7 +144,6 @@ class Compared:
     draft_model: Target | None = None
     baselines: Collection[str] = ()
     rule: str | None = None
-    hybrid: bool = False
     server: str = "ours"
 
 
@@ -189,9 +186,7 @@ def evaluate(
     for batch_size in batch_sizes:
         engines: Engines = {}
         if server == "ours":
-            fixed, reasons = decoders(
-                target, head, chains, draft_model, compared.baselines, batch_size, engines, rule, compared.hybrid
-            )
+            fixed, reasons = decoders(target, head, chains, draft_model, compared.baselines, batch_size, engines, rule)
             not_run |= reasons
         else:
             fixed = server_decoders(target, head, chains, engines, rule)

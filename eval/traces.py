@@ -116,15 +116,12 @@ def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -
     """Return the path of a draft that the page shows, as (token, source) pairs, and the number of drafted tokens.
 
     The path has the accepted tokens, and then the first child of each token, down to a leaf. The source is `key`, the
-    decoder's, unless head and lookup share the draft. The draft has one row.
+    decoder's, or who drafted the row adaptively. The draft has one row.
     """
     drafted = int(draft.lengths[0])
     tokens, parents = draft.tokens[0, :drafted].tolist(), draft.before[0, :drafted].tolist()
-    sources = [key] * drafted
-    if key in ("adaptive", "hybrid"):
-        of_head = int(draft.base.lengths[0]) if draft.base else drafted
-        of_head = 0 if isinstance(getattr(drafter, "shape", None), PathOrDraft) else of_head
-        sources = ["head" if i < of_head else "ngram" for i in range(drafted)]
+    if key == "adaptive":
+        key = "ngram" if isinstance(getattr(drafter, "shape", None), PathOrDraft) else "head"
     places = []
     at = 0  # position in the verification; draft token i is at position i + 1
     for token in verified.tokens[0, 1 : 1 + int(verified.accepted[0])].tolist():
@@ -135,7 +132,7 @@ def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -
     while (child := next((i for i in range(drafted) if parents[i] == at), None)) is not None:
         places.append(child)
         at = child + 1
-    return [(tokens[i], sources[i]) for i in places], drafted
+    return [(tokens[i], key) for i in places], drafted
 
 
 def piece(tokenizer: PreTrainedTokenizerBase | None, before: Sequence[int], token: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from eval.recording import recorded_steps
 from eval.suites import Suite, check_flags, check_rows, first_turns, sampling_of
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints.hub import is_hub_id
@@ -18,7 +19,7 @@ from speculator.cli import model_flags
 from speculator.decoding.drafter import Shape
 from speculator.drafters.costs import CostTable
 from speculator.drafters.fixed_tree import FixedTree
-from speculator.drafters.measure import measure_costs, timed_steps
+from speculator.drafters.measure import measure_costs
 from speculator.drafters.price import expected_tokens, fastest_shape
 from speculator.drafters.tuning import PROMPT_HASHES, TUNED, Ranks, Tuning, choices_of, measured_on, shapes_to_measure
 from speculator.errors import UserError, refuse
@@ -223,7 +224,7 @@ def rank_acceptance(
     title = f"tuning: acceptance at temperature {sampling.temperature:g}"
     for number, prompt in enumerate(Progress(prompts, title=title, unit="prompts")):
         own = replace(sampling, seed=sampling.seed + number)
-        for draft, result in timed_steps(target, drafter, [prompt], own, steps):
+        for draft, result in recorded_steps(target, drafter, prompt, own, steps):
             path, tokens = result.tokens[0, 1:].tolist(), draft.tokens[0].tolist()
             accepted = int(result.accepted[0])
             if not {int(result.tokens[0, 0]), *path[:accepted]}.isdisjoint(eos):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache, lru_cache
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from transformers import PreTrainedTokenizerBase
@@ -147,21 +147,52 @@ def chat_text(
                 without = _render(tokenizer, template, messages, None, ask, variables)
             if without == text:  # else it writes them in this chat, if not in the probe
                 raise RefusedError("the chat template leaves out the tools")
-        for number, message in enumerate(messages):
-            content = (message.get("content") or "").strip()
-            escaped = json.dumps(content, ensure_ascii=False)[1:-1]  # as the filter `tojson` writes it
-            if message["role"] in ("user", "assistant") or content in text or escaped in text:
-                continue
-            # The template may also write the content in a way of its own: does it write another one in this place?
-            other: Message = {**message, "content": _MARK}
-            marked = [*messages[:number], other, *messages[number + 1 :]]
-            if _MARK not in _render(tokenizer, template, marked, tools, ask, variables):
-                raise RefusedError(f"the chat template leaves out messages of the role {message['role']!r:.40}")
+        if doubtful := _not_found(text, messages):
+            # The template may also write contents in a way of its own: does it write others in their places?
+            marked = list(messages)
+            for number in doubtful:
+                marked[number] = {**messages[number], "content": f"{_MARK}{number}."}
+            written = set(re.findall(rf"{_MARK}(\d+)\.", _render(tokenizer, template, marked, tools, ask, variables)))
+            left_out = [messages[number]["role"] for number in doubtful if str(number) not in written]
+            if left_out:
+                raise RefusedError(f"the chat template leaves out messages of the role {left_out[0]!r:.40}")
         return text
     except RefusedError:
         raise
     except Exception as error:  # a template may raise anything
         raise RefusedError(f"the chat template rejects the messages: {first_line(error)}") from None
+
+
+def _not_found(text: str, messages: list[Message]) -> list[int]:
+    """Return the numbers of messages, of users and assistants apart, whose contents are not known to be in the text.
+
+    Takes time in proportion to the text: after the first that is not found, the others are not looked for.
+    """
+    others = [number for number, message in enumerate(messages) if message["role"] not in ("user", "assistant")]
+    place = 0  # of the last content that was found: most templates write messages in their order
+    for index, number in enumerate(others):
+        content = (messages[number].get("content") or "").strip()
+        forms = {
+            content,
+            json.dumps(content, ensure_ascii=False)[1:-1],
+        }  # as it is, and as the filter `tojson` writes it
+        found = _find(text, forms, place)
+        place = _find(text, forms, 0) if found < 0 else found
+        if place < 0:
+            return others[index:]
+    return []
+
+
+def _find(text: str, forms: set[str], start: int) -> int:
+    """Return the first place at or after `start` where the text has one of the forms; -1: it has none."""
+    # In windows that double: a form that is nowhere is not looked for far beyond the place of another.
+    longest, reach = max(map(len, forms)), 1024
+    while True:
+        places = [text.find(form, start, start + longest + reach) for form in forms]
+        places = [place for place in places if place >= 0]
+        if places or start + longest + reach >= len(text):
+            return min(places, default=-1)
+        reach *= 2
 
 
 def _render(
@@ -465,16 +496,11 @@ def _end_token(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> 
     return tokenizer.get_vocab()[found[0]] if found else None
 
 
-# A call is "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>"; "to=functions.f" may also
-# stand before the channel.
-_CHANNEL = re.compile(
-    r"(?:to=([^\s<]+)\s*)?<\|channel\|>(\w+)(?:\s*to=([^\s<]+))?(?:[^<]|<\|constrain\|>)*<\|message\|>"
-    r"(.*?)(?=<\|(?:end|return|call|start|channel)\|>|\Z)",
-    re.DOTALL,
-)
+_CHANNEL_MARK = re.compile(r"<\|(start|channel|message|end|return|call)\|>")
 THINK_END = "</think>"
 """The mark after the thoughts of an answer."""
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_MOST_CALLS = 256  # of one answer; further ones stay text
+_CALL, _CALL_END = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
 
 
 def answer_message(
@@ -512,11 +538,11 @@ def answer_message(
         if "reasoning_content" in template:
             thought, text = split_thought(text)
         if "tool_calls" in template:
-            with suppress(ValueError, KeyError, TypeError):
-                called = list(map(json.loads, _CALL.findall(text)))
+            with suppress(KeyError, TypeError):
+                called, rest = _calls_in(text)
                 if called and all(map(_is_call, called)):
                     found = [{"name": call["name"], "arguments": call.get("arguments")} for call in called]
-                    text = _CALL.sub("", text).rstrip()
+                    text = rest.rstrip()
     message["content"] = text
     if thought:
         message["thinking" if "message.thinking" in template else "reasoning_content"] = thought
@@ -525,6 +551,23 @@ def answer_message(
             {"type": "function", "function": {"name": call["name"], "arguments": arguments_of(call)}} for call in found
         ]
     return message
+
+
+def _calls_in(text: str) -> tuple[list[Any], str]:
+    """Return the JSON objects between `<tool_call>` and `</tool_call>`, and the text without them."""
+    # The JSON decoder finds the end of a call: a regular expression would search the rest of the text for it, once for
+    # each call that has none. The decoder counts lines up to an error, so the number of calls has a limit too.
+    calls, kept, place = [], [], 0
+    for begin in islice(_CALL.finditer(text), _MOST_CALLS):
+        if begin.start() < place:  # in the arguments of the last call
+            continue
+        with suppress(ValueError, RecursionError):
+            call, stop = json.JSONDecoder().raw_decode(text, begin.end())
+            if end := _CALL_END.match(text, stop):
+                calls.append(call)
+                kept.append(text[place : begin.start()])
+                place = end.end()
+    return calls, "".join([*kept, text[place:]])
 
 
 def _is_call(function: Any) -> bool:
@@ -541,8 +584,16 @@ def channels(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> list[
     """Return (name, recipient of a call or "", text) of each channel of an answer, whose last one may be cut off."""
     if not has_channels(tokenizer):
         return []
-    found = _CHANNEL.findall(decoded(tokenizer, answer, special=True))
-    return [(name, before or after, text) for before, name, after, text in found]
+    # A call is "to=functions.f<|channel|>commentary json<|message|>{...}<|call|>", or has "to=.." after "commentary".
+    # Split at the marks, "commentary.." is one piece before the mark of the message, and "to=.." three.
+    pieces, found = _CHANNEL_MARK.split(decoded(tokenizer, answer, special=True)), []
+    for i in range(3, len(pieces), 2):
+        name = re.match(r"\w+", pieces[i - 1])
+        if pieces[i] == "message" and pieces[i - 2] == "channel" and name:
+            before = pieces[i - 3].split()[-1:]
+            to = re.search(r"to=([^\s<]+)", before[0] if before and "to=" in before[0] else pieces[i - 1])
+            found.append((name[0], to[1] if to else "", pieces[i + 1]))
+    return found
 
 
 def split_thought(text: str) -> tuple[str, str]:

@@ -21,6 +21,22 @@ class UserError(Exception):
     """Wrong input. The message says what is wrong, where, and what to do."""
 
 
+REMOVED = {
+    "rejected_token_weight": "weighting tokens after rejected drafts made heads worse with every seed",
+    "min_confidence": "ending drafts by their confidence gained less than 3%",
+    "hybrid": "one tree of a head's draft and a lookup path was slower than lookup alone",
+    "lstm": "an LSTM head accepted as much as an MLP head and cost more",
+    "early_exit": "drafting with the target's first layers was slower than plain decoding",
+}
+"""Names of flags and settings that are gone, and why. docs/results.md has the figures."""
+
+
+def removed(name: str) -> str | None:
+    """Return the message for a flag or setting, such as "stage2.min_p", that is gone; None for any other."""
+    why = REMOVED.get(re.split(r"[-. ]", name)[-1])
+    return why and f"{name} is gone: {why} (docs/results.md, measured and left out)"
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Argument parser that prints one-line errors, and rejects abbreviated flags and empty paths."""
 
@@ -33,6 +49,8 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        message = (unknown and removed(unknown[1])) or message
         self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))} (--help explains)\n")
 
 
@@ -112,6 +130,19 @@ def check_secret(where: str, secret: str) -> None:
     """
     if not re.fullmatch(r"[!-~]*", secret):
         raise UserError(f"{where} contains a space, a line end or another character that a key can't contain")
+
+
+def read_secret(variable: str, flag: str = "", given: str | None = None) -> str:
+    """Return the API key that a flag has `given`, or else that of an environment variable; "" without either.
+
+    Raises a UserError for an empty key: a variable that was to be filled in would open a server to everyone.
+    """
+    where, secret = (f"${variable}", os.environ.get(variable)) if given is None else (flag, given)
+    if secret is None:
+        return ""
+    refuse((not secret.strip(), f"{where} is empty: give a key, or leave it out"))
+    check_secret(where, secret.strip())
+    return secret.strip()
 
 
 def hide(text: str, *secrets: str) -> str:

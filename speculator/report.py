@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from speculator.files import Json
 
-if TYPE_CHECKING:
-    from typing_extensions import NotRequired
-
 
 class RunRecord(TypedDict, total=False):
-    """The content of a run's config.yaml; `settings` are those of `RunConfig`, in older versions fewer."""
+    """The content of a run's config.yaml; `settings` are those of `RunConfig`."""
 
     settings: dict[str, Any]
     processes: int
@@ -237,7 +234,7 @@ class Round(TypedDict):
         old, new: folders of the heads.
         answer_tokens: number of answer tokens in the round.
         newest: name of the newest file of recorded traffic that was read.
-        newest_tokens: number of answer tokens in `newest`, which may grow later; missing in older versions.
+        newest_tokens: number of answer tokens in `newest`, which may grow later.
         gate: result of the comparison.
         outcome: "in use", or the reason that the new head is not.
         finished: time of the end, in seconds since 1970.
@@ -247,7 +244,7 @@ class Round(TypedDict):
     new: str
     answer_tokens: int
     newest: str
-    newest_tokens: NotRequired[int]
+    newest_tokens: int
     gate: Gate
     outcome: str
     finished: float

@@ -11,7 +11,6 @@ DRAFTERS = {
     "head": "draft head",
     "ngram": "n-gram lookup",
     "draft_model": "draft model",
-    "hybrid": "hybrid draft",
     "adaptive": "adaptive",
 }
 """Drafters: name in report.json, name in tables."""

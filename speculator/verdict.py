@@ -53,8 +53,11 @@ def _of_suite(rows: list[ReportRow]) -> Iterator[str]:
 
 def _off(rows: list[ReportRow]) -> str:
     """Return a clause on temperatures at which adaptive drafting drafted nothing in most steps; "" without any."""
-    shares = [(row.get("undrafted_share", 0.0), row) for row in rows]  # not in reports of older versions
-    off = [f"{share:.0%} of the steps at temperature {row['temperature']:g}" for share, row in shares if share > 0.5]
+    off = [
+        f"{row['undrafted_share']:.0%} of the steps at temperature {row['temperature']:g}"
+        for row in rows
+        if row["undrafted_share"] > 0.5
+    ]
     return f"; at batch size {rows[0]['batch_size']} it drafted nothing in {' and '.join(off)}" if off else ""
 
 
@@ -88,8 +91,7 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
         advice = f"the head may be worth serving {whom}: its interval{where} includes 1, so measure more prompts"
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
     else:
-        tokens = head["num_speculative_tokens"]
-        nodes = head.get("nodes", tokens)  # not in reports of older versions
+        tokens, nodes = head["num_speculative_tokens"], head["nodes"]
         tree = f", a tree {tokens} deep" if nodes > tokens else ""
         advice = f"worth serving {whom}: {nodes} token{'s' * (nodes != 1)} per draft{tree}"
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"

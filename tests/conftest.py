@@ -464,7 +464,7 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
 def quick(monkeypatch) -> None:
     """Whole reports of evaluation, whose intervals and costs are less precise."""
     monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
-    monkeypatch.setattr("eval.decoders._COST_BLOCKS", 2)
+    monkeypatch.setattr("eval.decoders._COST_STEPS", 8)
     monkeypatch.setattr("speculator.drafters.measure._ROUNDS", 1)
 
 

@@ -1,4 +1,4 @@
-"""Drafters by name: a source and a shape, such as `head-chain`, `hybrid-block-chain` or `adaptive-attention`."""
+"""Drafters by name: a source and a shape, such as `head-chain` or `adaptive-attention`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from conftest import (
     DFLASH,
     DFLASH2,
-    VOCAB,
-    ScriptedLookup,
     alternating_drafter,
     tiny_block_head,
     tiny_head,
@@ -21,10 +19,8 @@ from speculator import (
     Chain,
     Drafter,
     DraftModelDrafter,
-    EarlyExitDrafter,
     FixedTree,
     HeadDrafter,
-    HybridDrafter,
     NgramDrafter,
     Target,
     Tree,
@@ -37,14 +33,12 @@ DRAFT_TOKENS = [1, 4, 5, 9, 10, 14, 17, 19, 22, 26, 28, 31]
 SHAPES = {
     "chain": Chain(3),
     "greedy-chain": Chain(3, sampled=False),
-    "cautious-chain": Chain(3, min_confidence=0.3),
     "tree": Tree((4, 3, 2), nodes=8),
     "candidates": Candidates((3, 2, 1)),
     "fixed-tree": FixedTree([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0)]),
 }
 HEADS: dict[str, Callable[[Target], Speculator]] = {
     "head": lambda target: tiny_head(),
-    "lstm": lambda target: tiny_head(architecture="lstm"),
     "attention": lambda target: tiny_head(architecture="eagle3"),
     "pruned": lambda target: tiny_head(draft_tokens=DRAFT_TOKENS),
     "block": tiny_block_head,
@@ -56,7 +50,7 @@ HEADS: dict[str, Callable[[Target], Speculator]] = {
 
 
 def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
-    """Make a drafter for a target, by default the tiny Llama. The lookup of a hybrid draft always finds two tokens."""
+    """Make a drafter for a target, by default the tiny Llama."""
     target = target or Target(tiny_model(), None)
     source, _, shape = name.partition("-")
     if source == "none":
@@ -65,14 +59,7 @@ def make_drafter(name: str, target: Target | None = None) -> Drafter | None:
         return NgramDrafter()
     if source == "adaptive":
         return alternating_drafter(HEADS[shape](target).to(target.device, target.dtype))
-    if source == "hybrid":
-        lookup = ScriptedLookup(2, lambda row: [(row[-1] + k) % VOCAB for k in range(3, 9, 3)])
-        return HybridDrafter(make_drafter(shape, target), lookup)
-    if source == "exit":
-        return EarlyExitDrafter(target, 1, SHAPES[shape])
     if source == "model":  # another random model than the target
         model = Target(tiny_model("qwen3").to(target.device, target.dtype), None)
         return DraftModelDrafter(model, target, SHAPES[shape])
-    if name == "block-cautious-chain":
-        return HeadDrafter(tiny_block_head(target), Chain(3, min_confidence=0.5))
     return HeadDrafter(HEADS[source](target).to(target.device, target.dtype), SHAPES[shape])

@@ -27,7 +27,7 @@ GOOD = [
     {"input": MESSAGES[1:2], "output": "Hello."},
     {"instruction": "Say hi.", "context": "x", "response": "Hi."},
     {"text": "Any text that is long enough to be cut."},
-    {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "rejected": [0, 0, 1], "document_ids": [0, 0, 1]},
+    {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "document_ids": [0, 0, 1]},
     {"turns": ["One?", "Two?"], "category": "b"},
     {"question": "How many?", "category": "b"},
 ]

@@ -28,17 +28,15 @@ SAMPLINGS = {
 }
 NAMES = [
     "none",
-    *(f"head-{shape}" for shape in SHAPES if "cautious" not in shape),
+    *(f"head-{shape}" for shape in SHAPES),
     "model-chain",
     "model-tree",
-    "lstm-chain",
     "pruned-tree",
-    "exit-tree",
     "attention-tree",
     "block-chain",
     "block-tree",
     "ngram",
-    "hybrid-attention-fixed-tree",
+    "attention-fixed-tree",
     "adaptive-attention",
 ]
 

@@ -13,10 +13,11 @@ import uvicorn
 from chat_templates import chat_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from speculator import Engine, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target
+from speculator import Engine, HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target
 from speculator.cli.serve import _bind as bind
+from speculator.decoding.request import Request, StopStrings
 from speculator.server.app import create_app
-from speculator.server.worker import Worker
+from speculator.server.worker import StepOutput, Worker
 
 SLOTS = 4
 
@@ -24,7 +25,7 @@ SLOTS = 4
 @contextmanager
 def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **settings):
     """Start a server and yield its URL and its worker."""
-    worker = Worker(partial(engine, target, slots=slots), drafter)
+    worker = Worker(partial(engine, target, slots=slots), drafter, settings.pop("head", None))
     app = create_app(target, worker, name="tiny", **settings)
     listening = bind("127.0.0.1", 0)
     listening.listen(1024)
@@ -38,6 +39,23 @@ def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **s
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+def outputs(tokenizer, tokens, end, stops=(), min_tokens=0, size=lambda: 1) -> list[StepOutput]:
+    """Outputs of the engine's steps for an answer of `tokens`, each of `size()` tokens.
+
+    `end` is its finish reason if no stop string ends it.
+    """
+    made, left = [], list(tokens)
+    stop = StopStrings(stops, tokenizer) if stops else None
+    request = Request([1], Sampling(), max_new_tokens=len(left) + 1, stop=stop, min_tokens=min_tokens)
+    request.on_step = lambda new, _: made.append(StepOutput(0, new, [], request.finish_reason))
+    while left and not request.finish_reason:
+        count = size()
+        part, left = left[:count], left[count:]
+        request.append(part)
+    made[-1].finish_reason = request.finish_reason or end
+    return made
 
 
 def until(condition, seconds: float = 10.0) -> None:

@@ -22,6 +22,7 @@ from train.config import mapping_names, section_names
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
 
+import chart  # noqa: E402
 import generated  # noqa: E402
 from generated import parser_of  # noqa: E402
 
@@ -144,6 +145,19 @@ def test_rows_of_the_results_are_those_of_their_reports():
             assert bold is None or bold[1].startswith(f"{speedups(suites)[best]:.2f}")
             rows += 1
     assert rows == 12
+
+
+def test_the_readme_has_the_figures_of_its_reports():
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"\((docs/lab/\S+)\) \| \*\*(.+?)\*\* \| (.+?) \|$", text, re.MULTILINE)
+    for report, whole, decoding in rows:
+        found = figures(json.loads((ROOT / report).read_text())["suites"])
+        assert (whole, decoding) == (found["whole answer"], found["speedup, adaptive"].split()[0]), report
+    assert len(rows) == 4
+    alternative = re.search(r"!\[(.*)\]\(docs/speedup.svg\)", text)
+    assert alternative
+    shown = [f"{whole:.2f}" for whole, _ in chart.speedups().values()]
+    assert re.findall(r"\d\.\d\d", alternative[1]) == shown[1:]
 
 
 def speedups(suites: list[dict[str, Any]]) -> dict[str, float]:

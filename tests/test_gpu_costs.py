@@ -13,7 +13,7 @@ from make_believe_gpu import gpu
 from replays import capturing, overwrite
 from transformers import AutoModelForCausalLM
 
-from speculator import Engine, HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target
+from speculator import Engine, HeadDrafter, NgramDrafter, Sampling, Target
 from speculator.decoding import prefill, rows
 from speculator.decoding.rows import Rows
 from speculator.drafters import Chain, FixedTree
@@ -199,12 +199,11 @@ def test_explicit_attention_holds_few_scores_at_a_time(family, monkeypatch):
     assert made[4000][1] <= made[2**26][1] / 2, "the mask"
 
 
-@pytest.mark.parametrize("kind", ["ngram", "hybrid", "adaptive"])
+@pytest.mark.parametrize("kind", ["ngram", "adaptive"])
 def test_new_tokens_are_indexed_after_the_launch_and_before_the_wait(kind, gpu, monkeypatch):
     target, events = long_target(), []
     drafter = {
         "ngram": NgramDrafter,
-        "hybrid": lambda: HybridDrafter(HeadDrafter(tiny_head().to("cuda", torch.bfloat16), 2), NgramDrafter(2)),
         "adaptive": lambda: adaptive(target),
     }[kind]()
     read = NgramDrafter.prepare

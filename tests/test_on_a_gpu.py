@@ -26,7 +26,7 @@ from train.losses import ChunkedLoss
 from train.trainer import Collator, SpeculatorTrainer
 
 __all__ = ["gpu"]
-SAMPLED = ("model-chain", "attention-tree", "block-tree", "hybrid-attention-fixed-tree")
+SAMPLED = ("model-chain", "attention-tree", "block-tree", "attention-fixed-tree")
 """Drafters whose sampled texts are compared; those of `OTHERS` run in `make soak`."""
 OTHERS = ("none", "head-chain", "ngram", "adaptive-attention")
 
@@ -125,9 +125,7 @@ def trainer(target: Target, head: Speculator, folder: str, **changes) -> Specula
     )
 
 
-@pytest.mark.parametrize(
-    "architecture", ["eagle3", "dspark", *(pytest.param(name, marks=pytest.mark.soak) for name in ("mlp", "lstm"))]
-)
+@pytest.mark.parametrize("architecture", ["eagle3", "dspark", pytest.param("mlp", marks=pytest.mark.soak)])
 def test_a_head_trains_on_packed_documents_as_on_the_cpu(architecture, gpu, tmp_path):
     losses = {}
     for device in ("cpu", "cuda"):
@@ -194,7 +192,7 @@ def test_packed_documents_are_kept_apart_without_a_mask(family, gpu):
 
 @pytest.mark.parametrize(
     ("architecture", "most"),
-    [("mlp", 2), pytest.param("lstm", 2, marks=pytest.mark.soak), ("eagle3", 4), ("dspark", 1)],
+    [("mlp", 2), ("eagle3", 4), ("dspark", 1)],
 )
 def test_a_micro_batch_rarely_waits_for_the_device(architecture, most, gpu, tmp_path):
     """Each wait drains the queue of kernels. The Trainer's own five, most of them copies of the batch, don't count."""

@@ -44,7 +44,7 @@ def by_engine(model, head, prompt, temperature):
         ("llama", "mlp", 0.0),
         ("llama", "mlp", 0.7),
         ("llama", "eagle3", 0.7),
-        ("qwen2", "lstm", 0.7),
+        ("qwen2", "mlp", 0.7),
         ("gpt2", "mlp", 1),
     ],
 )

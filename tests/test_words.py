@@ -14,7 +14,7 @@ PACKAGES = ("speculator", "data", "eval", "train")
 WORDS = {
     # a word in names of the code: the files where it may stand
     "pace": ("train/losses.py", "train/config.py"),  # D-PACE; of a run it is the throughput
-    "recurrent": (  # layers of a target; MLP and LSTM heads are RNN heads
+    "recurrent": (  # layers of a target
         "speculator/target/*",
         "speculator/decoding/*",
         "speculator/drafters/*",
@@ -38,7 +38,7 @@ WORDS = {
 
 
 def names(path: Path) -> set[str]:
-    """The names in a file as words: `RNNHead` and `_rnn_head` are rnn_head."""
+    """The names in a file as words: `MLPHead` and `_mlp_head` are mlp_head."""
     with tokenize.open(path) as file:
         found = {token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME}
     return {"_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)).lower() for name in found}

@@ -41,9 +41,10 @@ from speculator.__main__ import build_parser
 from speculator.checkpoints import head_folder, layout_of, load_any
 from speculator.checkpoints.files import read_config
 from speculator.cli.serve import KEY_VARIABLE
+from speculator.clients.connection import base_urls, shown
 from speculator.clients.vllm_updates import VLLMServer
 from speculator.drafters.tuning import TUNED
-from speculator.errors import UserError, check_secret, first_line, refuse
+from speculator.errors import UserError, first_line, read_secret, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
 from speculator.report import Round
 from speculator.terminal import log
@@ -64,8 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     It returns after `--rounds` rounds in all, or never without that flag. Wrong input raises a UserError.
     """
-    key = os.environ.get(KEY_VARIABLE, "") if arguments.api_key is None else arguments.api_key
-    check_secret("--api_key", key)
+    key = read_secret(KEY_VARIABLE, "--api_key", arguments.api_key)
     refuse(
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
         (arguments.layout and not arguments.server, "--layout needs --server"),
@@ -202,7 +202,7 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}{hint}")
     newest, read, since = "", 0, time.time()
     if last is not None:
-        newest, read, since = last["newest"], last.get("newest_tokens", 0), last["finished"]
+        newest, read, since = last["newest"], last["newest_tokens"], last["finished"]
     different, few = set[bytes](), False
     said, again = 0, 0.0
     while True:
@@ -345,7 +345,7 @@ def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
     Raises:
         UserError: the server does not answer, rejects the key, or can't load heads.
     """
-    url = server.rstrip("/").removesuffix("/v1")
+    (url,), server = base_urls([server], "--server"), shown(server)
     try:
         answer = httpx.post(
             f"{url}/v1/speculator/load",

@@ -17,13 +17,12 @@ from speculator.chat import thinks
 from speculator.checkpoints import head_folder, load_any, shipped
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
-from speculator.heads.rnn import RNNHead
 from speculator.target.base import TrainingTarget
 from speculator.target.probe import usable_context
 from speculator.target.sharding import SHARDED
 from speculator.terminal import log
-from train.config import HeadOptions, RunConfig, StageConfig
-from train.initialise import head_class, parameters, start_of, without_memory
+from train.config import RunConfig, StageConfig
+from train.initialise import parameters, start_of, without_memory
 from train.muon import bytes_of_moments
 
 if TYPE_CHECKING:
@@ -123,10 +122,6 @@ def _server(config: RunConfig) -> None:
         (target.parallel != "none", "target.server and target.parallel are mutually exclusive"),
         (target.parallel_size, "target.parallel_size needs parallel tp or fsdp, which target.server excludes"),
         (target.adapter, "target.server: servers run merged weights; merge the adapter"),
-        (
-            config.stage2.max_steps and config.stage2.rejected_token_weight is not None,
-            "stage2.rejected_token_weight needs text that is decoded here, not by target.server",
-        ),
     )
 
 
@@ -171,14 +166,9 @@ def _stage(name: str, stage: StageConfig) -> None:
 def check_is_decoder(name: str, target: PreTrainedConfig) -> None:
     """Raise a UserError for an encoder-decoder model."""
     if target.is_encoder_decoder:
-        raise UserError(f"{name} is an encoder-decoder model, which --plan, --dry_run and target.server don't know")
-
-
-def has_head_for(target: PreTrainedConfig, head: HeadOptions) -> None:
-    """Raise a UserError if a target has an encoder, and the head's architecture drafts for decoders only."""
-    if target.is_encoder_decoder and not issubclass(head_class(head), RNNHead):
         raise UserError(
-            f"speculator.architecture {head.architecture}: encoder-decoder targets have mlp and lstm heads only"
+            f"{name} is an encoder-decoder model, for which no head is trained: n-gram lookup and draft models draft "
+            "for it"
         )
 
 
@@ -191,14 +181,8 @@ def fits_config(run: Run) -> None:
 
 
 def fits_target(run: Run, target: TrainingTarget) -> None:
-    """Raise a UserError if the head, a length or the source `self` does not fit the target, or the head the memory."""
+    """Raise a UserError if the head or a length does not fit the target, or the head the memory."""
     config, head = run.config, run.config.speculator
-    refuse(
-        (
-            target.encoder and run.mixture.names_self,
-            f"{target.name} can't write the source {SELF}: its encoder needs prompts",
-        ),
-    )
     run.head.starts_from_target(head.initialise == "target")
     start = start_of(config)
     if start is not None and not head.warm_start:
@@ -298,8 +282,7 @@ def rows(
     """
     for made in (train_rows, validation_rows):
         tables = made.with_format("arrow").iter(batch_size=1000)
-        read = [name for name in ("input_ids", "source_ids") if name in made.column_names]
-        highest = max(compute.max(table[name].combine_chunks().flatten()).as_py() for table in tables for name in read)
+        highest = max(compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in tables)
         if highest >= target.vocab_size:
             raise UserError(
                 f"the rows hold token {highest}, but {target.name} has only 0..{target.vocab_size - 1}: "

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from speculator.errors import UserError, printable
+from speculator.errors import UserError, printable, removed
 from train.config import (
     HERE,
     ROOT,
@@ -97,6 +97,8 @@ def _explain(parser: ArgumentParser, error: str) -> str:
         error = re.sub(r"Not of type \w+: (\S+) does not conform to restriction v(.*)", r"must be \2, got \1", error)
         return re.sub(r"Expected a <class '(\w+)'>\. Got value: (\S+)", r"expected a value of type \1, got \2", error)
     key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
+    if gone := removed(key):
+        return gone
     known = [action.dest for action in parser._actions]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f"unknown key {key}" + (f": did you mean {near[0]}?" if near else ": --help lists the valid ones")

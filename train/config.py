@@ -52,10 +52,10 @@ class HeadOptions:
     """The draft head's architecture and shape."""
 
     architecture: str = "mlp"
-    """mlp (arXiv 2404.19124), lstm (Arctic's), eagle3 (attention over the target's layers), dspark (blocks) or mtp (the
+    """mlp (arXiv 2404.19124), eagle3 (attention over the target's layers), dspark (blocks) or mtp (the
     layer that the target ships)."""
     n_predict: PositiveInt = 4
-    """Draft positions that training unrolls. mlp and lstm can draft no deeper."""
+    """Draft positions that training unrolls. mlp can draft no deeper."""
     inner_dim: NonNegativeInt = 0
     """Inner size of the head; 0 takes the target's."""
     draft_vocab_size: NonNegativeInt = 0
@@ -194,8 +194,6 @@ class StageConfig:
     target then reads each text once."""
     patience: PositiveInt | None = None
     """Number of checkpoints in a row without a better one after which the stage ends (default: train all steps)."""
-    rejected_token_weight: PositiveFloat | None = None
-    """Weight in the loss of tokens that replaced a rejected draft token, in rows that mark them (default: 1)."""
 
     @property
     def rows_per_step(self) -> int:

@@ -1,9 +1,9 @@
 """`--dry_run`: everything that a config asks for, on tiny stand-ins, one optimiser step per stage.
 
 It finds what is wrong with a recipe in seconds, without a GPU, and with no download but that of a warm start. The
-target is a random model of the same family (a Llama if its config is not on this machine) with a tokenizer of bytes;
-each source is a few chats or texts. The head, the losses, dtypes, sampling and stages stay as configured; steps, rows
-and lengths shrink.
+target is a random model of the same family (a Llama if its config is not on this machine or if it can't be made small)
+with a tokenizer of bytes; each source is a few chats or texts. The head, the losses, dtypes, sampling and stages stay
+as configured; steps, rows and lengths shrink.
 """
 
 from __future__ import annotations
@@ -12,19 +12,26 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from io import StringIO
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from data.mixture import PYTHON_SOURCES, SELF, Source, SourceError
@@ -40,6 +47,16 @@ _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from
 _ROWS_READ = 100  # of each local source
 _ROWS = {"train": 24, "validation": 6, "held-out": 6}
+_MOST_WEIGHTS = 5 * 10**6
+# The sizes that families have besides those of a Llama, by all of their names.
+_MORE_SIZES = {
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), _HIDDEN),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), _INNER),
+    "num_kv_shared_layers": 0,
+}
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -123,7 +140,7 @@ def _family(target: PreTrainedConfig | None) -> str:
 
 
 def _make_target(folder: Path, family: str, layers: int) -> None:
-    """Save a random model of some thousand weights, of the `model_type` `family`, and a tokenizer of bytes."""
+    """Save a random model of the `model_type` `family` (see `_small_model`), and a tokenizer of bytes."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -132,9 +149,10 @@ def _make_target(folder: Path, family: str, layers: int) -> None:
     whole.add_tokens(["<|im_start|>"], special_tokens=True)
     whole.chat_template = _TEMPLATE
     whole.save_pretrained(folder)
-    shape = AutoConfig.for_model(
+    model = _small_model(
         family,
         vocab_size=len(whole),
+        vocab_size_per_layer_input=len(whole),
         hidden_size=_HIDDEN,
         intermediate_size=2 * _HIDDEN,
         num_hidden_layers=layers,
@@ -146,8 +164,21 @@ def _make_target(folder: Path, family: str, layers: int) -> None:
         eos_token_id=whole.eos_token_id,
         pad_token_id=None,
     )
+    model.save_pretrained(folder)
+
+
+def _small_model(family: str, **shape: Any) -> PreTrainedModel:
+    """Return a random model of a family, or a Llama if that family can't be made of less than five million weights."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    with suppress(Exception):  # whatever a family's code says of sizes that do not fit each other
+        config = AutoConfig.for_model(family, **shape, **_MORE_SIZES)
+        with torch.device("meta"):
+            small = AutoModelForCausalLM.from_config(config).num_parameters() < _MOST_WEIGHTS
+        if small:
+            model = AutoModelForCausalLM.from_config(config)
+            model(torch.arange(2)[None])
+            return model
+    return AutoModelForCausalLM.from_config(LlamaConfig(**shape))
 
 
 def _make_source(folder: Path, number: int, processes: int, raw: bool) -> None:

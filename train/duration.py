@@ -89,8 +89,6 @@ def line(inputs: Inputs, target: TrainingTarget, step: float) -> str:
     text = generated_texts(inputs.run, inputs.length, prompts).get("generating")
     if text is not None and prompts:
         text = replace(text, rows=len(prompts))
-    if text is not None and target.encoder:
-        text = replace(text, mean=inputs.length)  # each text is a row
     parts = expected_parts(inputs, text, step, decode)
     if decoder is None:
         parts = {name: seconds for name, seconds in parts.items() if name.startswith("stage")}

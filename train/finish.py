@@ -64,7 +64,7 @@ def summary(config: RunConfig) -> str:
         return "\n".join(commands_for_server(folder / "speculator", shlex.join(target_flags(served))))
     how = shlex.join([*target_flags(target), "--speculator", str(folder / "speculator")])
     report = json.loads((folder / "eval" / "report.json").read_text())
-    chat = any(row.get("chat") for row in report["suites"]) and report["settings"].get("chat_template", True)
+    chat = any(row["chat"] for row in report["suites"]) and report["settings"]["chat_template"]
     trial = "--chat" if chat else '--prompt "..."'
     lines = [
         *headlines(report),

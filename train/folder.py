@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import yaml
 
 from speculator import files
 from speculator.about import git_commit
 from speculator.errors import UserError
 from speculator.files import is_partial, make_folder, read_text, write_text
-from speculator.heads import ARCHITECTURES
 from speculator.report import RunRecord
 from speculator.terminal import log
 from train.config import RunConfig
@@ -62,17 +62,12 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     if not (has_text(folder) or any((folder / name).exists() for name in ("stage2", "speculator"))):
         free.append("stage2")
     before |= {name: now[name] for name in free}
-    # Older versions had fewer options, and one seed for training and text.
-    before["data"].setdefault("seed", before.get("seed"))
-    options = ARCHITECTURES[now["speculator"]["architecture"]].config_class
-    for name in now["speculator"]["options"]:
-        before["speculator"]["options"].setdefault(name, getattr(options, name, None))
     for stage in ("stage1", "stage2"):
         # 4 steps on 2 processes are the rows of 8 steps on 1: the product counts. A stage of epochs compares its steps
         # with those of its checkpoint itself: the record may have the processes of a start that it refused.
         steps = now[stage][_ACCUMULATION]
         done = any((where / "speculator").exists() for where in (folder / stage, folder))
-        same_rows = before[stage].get(_ACCUMULATION, 0) * found["processes"] == steps * processes
+        same_rows = before[stage][_ACCUMULATION] * found["processes"] == steps * processes
         if same_rows or (now[stage]["epochs"] and not done):
             before[stage][_ACCUMULATION] = steps
     difference = _first_difference(before, now)
@@ -142,7 +137,7 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
     now: RunRecord = {"settings": _settings(config), "processes": processes}
     if record.exists():
         begun = _read(record)
-        before = begun.get("fingerprints") or {}
+        before = begun["fingerprints"]
         changed = [name for name, value in (fingerprints or {}).items() if before.get(name, value) != value]
         if changed:
             raise UserError(
@@ -197,7 +192,12 @@ def rows_fingerprint(rows: datasets.Dataset) -> str:
             column = table[name].combine_chunks()
             digest.update(name.encode())
             digest.update(column.value_lengths().to_numpy())
-            digest.update(column.flatten().to_numpy())
+            digest.update(values := column.flatten().to_numpy())
+            if name == "loss_mask" and "rejected" not in table.column_names:
+                # Rows had marks of rejected drafts next, usually none: runs that began with them resume.
+                digest.update(b"rejected")
+                digest.update(column.value_lengths().to_numpy())
+                digest.update(np.zeros_like(values))
     return digest.hexdigest()[:16]
 
 

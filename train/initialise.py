@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from speculator.checkpoints import config_of, head_folder, load_any
 from speculator.checkpoints.loading import bind
 from speculator.checkpoints.native import declared_fields
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError, refuse, removed
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
 from speculator.target.base import TrainingTarget
 from speculator.target.sharding import whole
@@ -103,7 +103,7 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
     made.base_model_name_or_path = config.target.name_or_path
     made.base_model_adapter = config.target.adapter
     made.base_model_fingerprint = target.fingerprint
-    made.trained_length = 0 if target.encoder else length  # pairs may be much shorter
+    made.trained_length = length
     made.training_data = config.data.sources
     where = start_of(config)
     start = None if where is None else load_any(where)
@@ -130,7 +130,7 @@ def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: i
         _reach(head.config)
     elif made.starts_from_target(options.initialise == "target"):
         head.initialise_from(target.embedding_matrix(), whole(target.output_layer().weight))
-    return for_rows(head, target, rows) if target.encoder else bind(head, target)
+    return bind(head, target)
 
 
 def _reach(head: SpeculatorConfig) -> None:
@@ -150,6 +150,8 @@ def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -
 
 def head_class(options: HeadOptions) -> type[Speculator]:
     """Return the class of the configured architecture; raise a UserError for an unknown one."""
+    if gone := removed(f"speculator.architecture {options.architecture}"):
+        raise UserError(gone)
     if options.architecture not in ARCHITECTURES:
         raise UserError(
             f"speculator.architecture: unknown architecture {options.architecture}"

@@ -12,7 +12,6 @@ from data.conversations import Conversation
 from data.mixture import Mixture
 from data.prepare import RowRequest, token_rows
 from data.prompts import Cut, PromptLimits, conversations
-from data.rendering import Pairs
 from data.tally import Tally
 from eval.suites import Suite, from_text
 from speculator.chat import set_template_variables
@@ -81,7 +80,7 @@ def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
     if isinstance(target, ServerTarget):
         target.check(*needed_of_server(run, target.context_length), run.processes)
     mixture, length = with_self_written(run, target), config.data.seq_length
-    if run.shortens and not target.encoder:  # whose rows are as long as their documents
+    if run.shortens:
         whole = rows(run, target, mixture, length, "train", report=False)
         length = shortened_for(length, whole)
     train_rows, validation_rows = (rows(run, target, mixture, length, split) for split in ("train", "validation"))
@@ -123,15 +122,13 @@ def load_target(run: Run) -> TrainingTarget:
         with loading(name):
             target = InProcessTarget.load(name, **given)
     set_template_variables(target.tokenizer, variables)
-    if config.data.raw or target.encoder:  # a source is the prompt as it is
+    if config.data.raw:
         target.tokenizer.chat_template = None
     if isinstance(target, ServerTarget) or config.target.parallel in SHARDED:
         return target
     try:
         return Target.of(target)
     except UserError as error:
-        if target.encoder:  # no server drafts for it either
-            raise
         checks.check_writes_no_text(run, str(error))
         log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
         return target
@@ -156,15 +153,14 @@ def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
 def rows(
     run: Run, target: TrainingTarget, mixture: Mixture, length: int, split: str, report: bool = True
 ) -> datasets.Dataset:
-    """Return the packed rows of one split; with an encoder, a row per document.
+    """Return the packed rows of one split.
 
     Args:
         length: number of tokens in a row.
         split: "train", at most `data.max_tokens` tokens, or "validation", only the rows that are evaluated.
         report: print what became of the rows of the sources.
     """
-    config, encoder = run.config, target.encoder
-    pairs = Pairs(encoder.prefix, min(encoder.longest, length)) if encoder else None
+    config = run.config
     with reporting_full_disk(cache_folder()):
         return token_rows(
             RowRequest(
@@ -176,7 +172,6 @@ def rows(
                 max_bad_rows=config.data.max_bad_rows,
                 first_rows=config.eval.validation_rows if split == "validation" else None,
                 num_proc=config.data.num_proc,
-                pairs=pairs,
             ),
             report,
         )

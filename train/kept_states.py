@@ -24,7 +24,7 @@ from speculator.kernels.compiled import Compiled
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import digest
 from speculator.target.in_process import InProcessTarget
-from train.look_ahead import DOCUMENTS, SOURCES, Batch, Documents
+from train.look_ahead import DOCUMENTS, Batch, Documents
 from train.losses import chunk_tokens, compiling_pays
 
 Tensors: TypeAlias = dict[str, Tensor]
@@ -75,7 +75,7 @@ class KeptStates:
 
     def take(self, inputs: Batch) -> TargetStates:
         """Return the states of a batch; what has no readable file is computed and written first."""
-        rows = self._files(inputs[DOCUMENTS], inputs.get(SOURCES))
+        rows = self._files(inputs[DOCUMENTS])
         found = {file: tensors for row in rows for file, _ in row if (tensors := self._read(file))}
         if any(file not in found for row in rows for file, _ in row):
             found |= self._compute(inputs, rows, found)
@@ -90,18 +90,13 @@ class KeptStates:
         states = joined("states") if self.aux_layers else hidden
         return TargetStates(hidden, states, joined("normalisers") if self.normalisers else None)
 
-    def _files(self, documents: Documents, sources: Sequence[Sequence[int]] | None) -> list[list[tuple[Path, int]]]:
+    def _files(self, documents: Documents) -> list[list[tuple[Path, int]]]:
         """Return the file and the number of tokens of each document, row by row; their content names the files."""
 
-        def file(tokens: Sequence[int], source: Sequence[int] | None) -> Path:
-            content = array("q", tokens).tobytes() + (b"" if source is None else b"|" + array("q", source).tobytes())
-            return self.folder / f"{hashlib.sha256(content).hexdigest()[:32]}.safetensors"
+        def file(tokens: Sequence[int]) -> Path:
+            return self.folder / f"{hashlib.sha256(array('q', tokens).tobytes()).hexdigest()[:32]}.safetensors"
 
-        read: Sequence[Sequence[int] | None] = sources or [None] * len(documents.rows)
-        return [
-            [(file(tokens, source), len(tokens)) for tokens in row]
-            for row, source in zip(documents.rows, read, strict=True)
-        ]
+        return [[(file(tokens), len(tokens)) for tokens in row] for row in documents.rows]
 
     def _read(self, file: Path) -> Tensors | None:
         """Return the tensors of a document; None if there is no file, or a damaged one."""
@@ -115,9 +110,7 @@ class KeptStates:
     ) -> dict[Path, Tensors]:
         """Compute and write the documents of a batch that were not found."""
         # The whole batch, even if a kill left files of some of it: a state's last bits depend on the batch.
-        hidden, states = self.target.training_states(
-            inputs["input_ids"], inputs["document_ids"], self.aux_layers, inputs.get(SOURCES, ())
-        )
+        hidden, states = self.target.training_states(inputs["input_ids"], inputs["document_ids"], self.aux_layers)
         made: dict[Path, Tensors] = {}
         for i, row in enumerate(rows):
             start = 0
@@ -142,7 +135,7 @@ class KeptStates:
 
     def lacking(self, rows: Iterable[Columns]) -> int:
         """Return the number of tokens in the documents of some rows that have no file."""
-        named = (self._files(Documents([row]), [row[SOURCES]] if SOURCES in row else None) for row in rows)
+        named = (self._files(Documents([row])) for row in rows)
         return sum({file: length for (row,) in named for file, length in row if not file.exists()}.values())
 
     def check_room(self, setting: str, tokens: float) -> None:

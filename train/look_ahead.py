@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -18,23 +17,18 @@ from speculator.target.remote.server_target import PendingStates, ServerTarget, 
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
 DOCUMENTS: Final = "documents"
 STATES: Final = "hidden_states"
-SOURCES: Final = "source_ids"
 
 
 class Batch(TypedDict, total=False):
     """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names.
 
     Attributes:
-        token_weights: how many times each token counts in the loss.
-        source_ids: what an encoder reads for each row.
         documents: the rows without padding, if servers run the target or its states are kept.
         hidden_states: the request for the batch's hidden states, which `LookAhead.take` reads.
     """
 
     input_ids: Tensor  # [B, L]
     document_ids: Tensor  # [B, L]
-    token_weights: Tensor  # [B, L]
-    source_ids: list[array]  # B arrays of token ids
     documents: Documents
     hidden_states: _Request
 

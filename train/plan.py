@@ -28,7 +28,6 @@ from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.probe import usable_context
 from speculator.target.sharding import divided
-from train.checks import check_is_decoder
 from train.config import StageConfig
 from train.initialise import without_memory
 from train.kept_states import bytes_per_token
@@ -155,7 +154,6 @@ class Plan:
     def __init__(self, run: Run):
         self.run, self.config, self.head, self.place, target = run, run.config, run.head, run.place, run.target
         assert target is not None
-        check_is_decoder(self.config.target.name_or_path, target)
         if self.config.target.parallel == "device_map":
             raise UserError("target.parallel device_map can't be planned")
         self.text = target.get_text_config()

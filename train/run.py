@@ -58,10 +58,10 @@ _LOAD, _PREPARE, _STAGE1, _GENERATE, _STAGE2, _MEASURE = PHASES = (
 )
 
 
-def announce(config: RunConfig, name: str) -> None:
-    """Print the header of one of the run's `PHASES`, with its number."""
+def announce(config: RunConfig, name: str, where: str = "") -> None:
+    """Print the header of one of the run's `PHASES`, with its number; `where` follows its name."""
     phases = [each for each in PHASES if config.stage2.max_steps or each not in (_GENERATE, _STAGE2)]
-    phase(phases.index(name) + 1, len(phases), name)
+    phase(phases.index(name) + 1, len(phases), name + where)
 
 
 def main(config: RunConfig) -> int:
@@ -151,7 +151,8 @@ def run(asked: RunConfig) -> None:
     if settled.plan is not None:
         settled.plan.refuse_too_large()
     make_cache_folder()  # a machine without one is refused before the target is loaded
-    announce(config, _LOAD)
+    # A launcher may start fewer processes than it was asked for.
+    announce(config, _LOAD, f" on {state.num_processes} process{'es' if state.num_processes > 1 else ''}")
     target = load_target(settled)
     with closing(target) if isinstance(target, ServerTarget) else nullcontext():
         announce(config, _PREPARE)
@@ -186,7 +187,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             with _fitting("stage2.generate.batch_size", config):
                 own_text = generate_own_text(run, target, best, inputs.own_prompts, inputs.length)
             warn_of_cut_answers(folder / "generated", "stage2.generate.max_new_tokens")
-            rows, held = held_out(run, own_text if target.encoder else packed(run, own_text, inputs.length))
+            rows, held = held_out(run, packed(run, own_text, inputs.length))
             if state.is_main_process:
                 log_sizes(run, "stage2", rows, config.data.seq_length)
             checks.batch(run, "stage2", len(rows))

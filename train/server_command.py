@@ -86,7 +86,6 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
     """
     from speculator.target.probe import context_length
     from speculator.target.remote.server_target import ServerTarget
-    from train import checks
     from train.gpus import Place
     from train.inputs import load_target, needed_of_server
     from train.settle import settle
@@ -95,7 +94,6 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
     text = run.text
     assert run.target is not None
     assert text is not None
-    checks.check_is_decoder(config.target.name_or_path, run.target)
     aux_layers, longest = needed_of_server(run, context_length(text, config.target.name_or_path) - 1)
     layers = (*aux_layers, text.num_hidden_layers)
     if not check:

@@ -60,11 +60,11 @@ class Run:
 
         Raises a UserError for a wrong setting, or one that does not fit the target.
         """
-        text = target and text_config(target)
-        config = with_sizes_of_target(asked, text, encoder=bool(target and target.is_encoder_decoder))
-        own, generate = config.data.self_source, config.stage2.generate
         if target is not None:
-            checks.has_head_for(target, config.speculator)
+            checks.check_is_decoder(asked.target.name_or_path, target)
+        text = target and text_config(target)
+        config = with_sizes_of_target(asked, text)
+        own, generate = config.data.self_source, config.stage2.generate
         asking = prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
         filters = {"top_k": generate.top_k, "top_p": generate.top_p, "min_p": generate.min_p}
         return cls(
@@ -85,7 +85,6 @@ class Run:
                 samplings=checks.samplings("stage2.generate", generate.temperatures, **filters),
                 max_new_tokens=generate.max_new_tokens,
                 seed=config.data.seed,
-                mark_rejected=config.stage2.rejected_token_weight is not None,
             ),
         )
 
@@ -142,8 +141,6 @@ def settle(config: RunConfig, processes: int, local_only: bool = False, place: P
     else:
         target = load_config(named.name_or_path, named.trust_remote_code, named.revision)
         place = place or place_of(config.plan or HERE, processes)
-    if target is not None and (config.plan or config.dry_run or named.server):
-        checks.check_is_decoder(named.name_or_path, target)
     run = Run.of(config, target, place)
     checks.settings(run)
     checks.fits_config(run)

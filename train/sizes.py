@@ -43,20 +43,18 @@ _LEAST_STEPS = 50
 """Steps of an epoch, at least."""
 
 
-def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None, encoder: bool = False) -> RunConfig:
+def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None) -> RunConfig:
     """Return the config with a row length, if it has none: a warm start's, or 4,096, within the target's context.
 
     A draft vocabulary that the target's own does not exceed becomes 0, which stands for all tokens.
 
     Args:
         text: the target's text config; None if it is unknown.
-        encoder: the target has an encoder.
     """
     data, head = config.data, config.speculator
     if not data.seq_length:
         most = _LONGEST
-        # As long as it was trained on. With an encoder that is the longest answer, and the prompts are longer.
-        if head.warm_start and not encoder:
+        if head.warm_start:  # as long as it was trained on
             most = read_config(head_folder(head.warm_start, head.warm_start_revision)).get("trained_length") or most
         context = usable_context(text) or most
         # A server generates a token after each text, see `ServerTarget`.

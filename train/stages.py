@@ -89,7 +89,7 @@ def train_stage(
     # `eval_steps`, `save_steps`. A new field with such a name needs no other line.
     ours = {
         *("epochs", "base_batch_size", "base_width", "optimizer"),
-        *("save_total_limit", "patience", "rejected_token_weight", "keep_states"),
+        *("save_total_limit", "patience", "keep_states"),
     }
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
     fields = {name: value for name, value in fields.items() if name not in ours}
@@ -139,7 +139,6 @@ def train_stage(
         ),
         data_collator=Collator(
             head.config,
-            settings.rejected_token_weight,
             documents=remote or kept is not None,
             multiple=1 if target.device.type == "cpu" else _FEW_LENGTHS,
             longest=max(longest(train_rows), longest(validation_rows)),
@@ -153,12 +152,11 @@ def train_stage(
             log(line)
         if resume:
             log(f"resuming from {resume}")
-        processes = f" on {state.num_processes} processes" if state.num_processes > 1 else ""
         drafted = head.draft_tokens
         share = "" if drafted is None else f", drafts from {describe(drafted.cpu(), train_rows, target.vocab_size)}"
         log(
             f"{name}: a head of {head.num_parameters() / 1e6:.1f} million weights, "
-            f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{processes}{share}"
+            f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{share}"
         )
     done = _state_of(resume) if resume else {}
     # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.

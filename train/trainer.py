@@ -32,7 +32,7 @@ from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.kept_states import KeptStates
-from train.look_ahead import DOCUMENTS, SOURCES, STATES, Batch, Documents, LookAhead, LookAheadLoader
+from train.look_ahead import DOCUMENTS, STATES, Batch, Documents, LookAhead, LookAheadLoader
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.muon import MuonAndAdamW
 from train.progress import ProgressLine, Throughput
@@ -45,13 +45,12 @@ _LOADERS = 2
 class Collator:
     """Pads rows to tensors and adds the head's training targets, of which the Trainer counts `labels`.
 
-    Rows have "input_ids" and may have "loss_mask", "document_ids", "rejected" and "source_ids", the encoder's input.
+    Rows have "input_ids" and may have "loss_mask", "document_ids".
     Padding is on the right, where causal attention hides it and the loss mask excludes it. A batch has "input_ids" and
-    "document_ids" [B, L], the targets by name and, if configured, "token_weights" [B, L], `SOURCES` and `DOCUMENTS`.
+    "document_ids" [B, L], the targets by name and, if configured, `DOCUMENTS`.
 
     Args:
         config: config of the head.
-        rejected_token_weight: how many times a token counts where the target rejected a draft; None: once.
         documents: add the `Documents`, which servers read and `KeptStates` looks up.
         multiple: batches are padded to a multiple of this length, so that a GPU sees few shapes, up to `longest`.
 
@@ -62,12 +61,11 @@ class Collator:
     def __init__(
         self,
         config: SpeculatorConfig,
-        rejected_token_weight: float | None = None,
         documents: bool = False,
         multiple: int = 1,
         longest: int = 0,
     ):
-        self.config, self.rejected_token_weight, self.documents = config, rejected_token_weight, documents
+        self.config, self.documents = config, documents
         self.multiple, self.longest = multiple, longest
         self.epoch = 0
 
@@ -87,18 +85,13 @@ class Collator:
         seeds = [crc32(array("q", [self.epoch, *row["input_ids"]])) for row in rows]
         targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1), seeds)
         batch: Batch = {"input_ids": input_ids, "document_ids": documents, **targets}  # type: ignore[typeddict-item]
-        if self.rejected_token_weight is not None:
-            batch["token_weights"] = 1 + (self.rejected_token_weight - 1) * column("rejected", 0)
-        if SOURCES in rows[0]:
-            # The encoder reads each source alone. Arrays, since lists would be searched for tensors to move.
-            batch[SOURCES] = [array("i", row[SOURCES]) for row in rows]
         if self.documents:
             batch[DOCUMENTS] = Documents(rows)
         return batch
 
 
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", "token_weights", SOURCES, DOCUMENTS, STATES)
+_ROW_COLUMNS = ("input_ids", "document_ids", DOCUMENTS, STATES)
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -225,9 +218,7 @@ class SpeculatorTrainer(Trainer):
             elif self.kept_states is not None:
                 hidden, states, normalisers = self.kept_states.take(inputs)
             else:
-                hidden, states = self.target.training_states(
-                    input_ids, inputs["document_ids"], self._aux_layers, inputs.get(SOURCES, ())
-                )
+                hidden, states = self.target.training_states(input_ids, inputs["document_ids"], self._aux_layers)
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite &= hidden.isfinite().all()
         batch = TrainingBatch(
@@ -238,8 +229,6 @@ class SpeculatorTrainer(Trainer):
             states=states.float(),
             normalisers=normalisers,
             targets={name: value for name, value in inputs.items() if name not in _ROW_COLUMNS},
-            # An evaluation counts every token once, so that its loss is comparable between runs.
-            token_weights=inputs.get("token_weights") if model.training else None,
         )
         # The wrapped module computes the loss itself. A call of the head's own methods would go around the wrapper, and
         # DDP would not reduce the gradients: no error, only heads that differ between processes.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from speculator.checkpoints import files, mtp
 from speculator.checkpoints.arctic import ARCTIC
-from speculator.checkpoints.arctic_lstm import ARCTIC_LSTM
 from speculator.checkpoints.block_drafters import DFLASH, DFLASH2, DSPARK, SPECULATORS_BLOCK
 from speculator.checkpoints.eagle3 import EAGLE3
 from speculator.checkpoints.gguf_file import GGUF
@@ -18,7 +17,7 @@ from speculator.checkpoints.native import native_layout
 from speculator.checkpoints.speculators import SPECULATORS
 from speculator.checkpoints.transformers_dflash import TRANSFORMERS
 from speculator.checkpoints.vllm_plugin import VLLM_PLUGIN
-from speculator.errors import UserError, refuse
+from speculator.errors import UserError, refuse, removed
 from speculator.files import MANIFEST, manifest_error
 from speculator.heads import ARCHITECTURES
 from speculator.heads.base import Speculator, SpeculatorConfig
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 SERVER_LAYOUTS = (
-    *(IBM, ARCTIC, ARCTIC_LSTM, *VLLM_PLUGIN, EAGLE3, SPECULATORS),
+    *(IBM, ARCTIC, VLLM_PLUGIN, EAGLE3, SPECULATORS),
     *(SPECULATORS_BLOCK, DSPARK, DFLASH, DFLASH2, TRANSFORMERS, *GGUF, MTP),
 )
 """Layouts that programs other than this library load."""
@@ -107,6 +106,7 @@ def _layout_by_config(folder: Path) -> Layout:
         return EAGLE3
     if is_model(config):
         return MTP
+    refuse((any("LSTM" in str(name) for name in names), f"{folder}: {removed('architecture lstm')}"))
     known = ", ".join(f"{layout.architecture} ({layout.name})" for layout in readable)
     raise UserError(f"{folder}: architectures is {found!r} in its config.json; known: {known}")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from speculator.checkpoints import commands
 from speculator.checkpoints.ibm import IBM
-from speculator.checkpoints.layout import Server, base_config, decoders_only
+from speculator.checkpoints.layout import Server, base_config
 from speculator.files import JsonObject
 from speculator.heads.base import SpeculatorConfig
 
@@ -26,7 +26,6 @@ def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
     return {"base_model_archs": list(archs)} if archs else {}
 
 
-@decoders_only
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """List the versions of arctic-inference, with the command for a head in `folder` or the reason that it fails."""
     options = {"method": "arctic", "model": folder, "num_speculative_tokens": config.n_predict}

@@ -14,7 +14,7 @@ from speculator.checkpoints import files
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError, refuse
 from speculator.heads.base import SpeculatorConfig
-from speculator.heads.rnn import RNNHead
+from speculator.heads.mlp.model import MLPSpeculator
 from speculator.target.fingerprint import has_matrix, sample_indices
 from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class
@@ -54,7 +54,7 @@ def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
     return found
 
 
-def with_own_embedding(head: RNNHead) -> RNNHead:
+def with_own_embedding(head: MLPSpeculator) -> MLPSpeculator:
     """Return a head with an embedding of its own, made from the base model's (see `base_matrix`) if it reads that."""
     if head.config.own_embedding:
         return head

@@ -7,7 +7,7 @@ import transformers
 from speculator.checkpoints import commands
 from speculator.checkpoints.base_model import with_own_embedding
 from speculator.checkpoints.commands import line
-from speculator.checkpoints.layout import KEPT, ORIGIN, PREFIX, Layout, Server, decoders_only, origin
+from speculator.checkpoints.layout import KEPT, ORIGIN, PREFIX, Layout, Server, origin
 from speculator.files import JsonObject
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
@@ -38,7 +38,6 @@ def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
     return {**written, **origin(config)}
 
 
-@decoders_only
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     """List vLLM, TGI, fms-extras and TGIS, each with its command for a head in `folder` or the reason that it fails."""
     n, base = config.n_predict, config.base_model_name_or_path

@@ -7,8 +7,7 @@ missing weights random; here names, shapes and dtypes must match exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,6 @@ class Layout:
         defaults: values of required fields that config.json may leave out.
         expandable: its loaders accept tied tensors under every position's name.
         translate: renames the fields of config.json to this library's, given its path; may raise a UserError.
-        bare: its loaders find only tensor names without the prefix "speculator.".
         also: further names of the architecture.
         mark: field of config.json that tells this layout from others of the same architecture name.
         shape: required fields and their types.
@@ -111,7 +109,6 @@ class Layout:
     defaults: JsonObject = field(default_factory=dict)
     expandable: bool = False
     translate: Callable[[ForeignConfig, Path], JsonObject] = lambda read, file: read
-    bare: bool = False
     also: tuple[str, ...] = ()
     mark: str | None = None
     shape: dict[str, type] = field(default_factory=lambda: SHAPE)
@@ -232,19 +229,6 @@ def base_config(name: str | None) -> PreTrainedConfig | None:
         return None
 
 
-def decoders_only(listed: Callable[[Any, str], list[Server]]) -> Callable[[Any, str], list[Server]]:
-    """Wrap `Layout.servers` of programs that draft for decoders only: none loads the head of an encoder-decoder."""
-
-    @wraps(listed)
-    def checked(config: Any, folder: str) -> list[Server]:
-        base, servers = base_config(config.base_model_name_or_path), listed(config, folder)
-        if base is None or not base.is_encoder_decoder:
-            return servers
-        return [replace(server, loads=False, how="has no drafts for encoder-decoder targets") for server in servers]
-
-    return checked
-
-
 def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
     """Read a head's config from config.json; malformed values raise any exception, see `load_config`."""
     file = folder / files.CONFIG
@@ -270,7 +254,6 @@ def _read_weights(folder: Path, head: Speculator, layout: Layout) -> dict[str, T
     """Return the tensors in a folder by the head's names; raise a UserError unless they fit the head."""
     tensors = files.read_tensors(folder)
     if tensors and all(name.startswith(PREFIX) for name in tensors):
-        refuse((layout.bare, f"{folder}: its tensor names start with {PREFIX}, which this layout's loaders don't find"))
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     tensors = layout.unpack(folder, head, tensors)
     _check_tensors(folder, head, tensors)

@@ -38,6 +38,9 @@ from speculator.target.fingerprint import fingerprint, same_target
 
 (_WEIGHTS, _INDEX), _ADDED = files.SAFETENSORS, "model-mtp.safetensors"
 _TABLES = "embed_tokens.weight", "word_embeddings.weight"
+_DEFAULT: JsonObject = {"zero_first": False, "recycle_normed": True}
+_OPTIONS = "speculator_options"
+"""Metadata of shards with MTP layers: those options of the head written there that are not `_DEFAULT`."""
 _EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Matrices of all experts as transformers has them, and those of one expert that lie in them one below the other."""
 
@@ -232,6 +235,12 @@ class Stored:
         return next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
 
     @property
+    def options(self) -> JsonObject:
+        """Options of the head that was written here; empty for layers as they are published."""
+        with files.opened(self.folder / self.shards[f"{self.prefix(0)}{self.names.parts['eh_proj']}.weight"]) as file:
+            return json.loads((file.metadata() or {}).get(_OPTIONS, "{}"))
+
+    @property
     def read_files(self) -> set[str]:
         """Names of the files with MTP layers, the embedding and the output matrix: those that `read` opens."""
         starts = (self._table, self._output, *map(self.prefix, range(self.layers)))
@@ -277,7 +286,7 @@ def shipped(folder: Path) -> Stored:
 def read_config(folder: Path) -> MTPSpeculatorConfig:
     """Return the config of a model's MTP layers as a head: `Layout.read_config`."""
     stored = shipped(folder)
-    about = {"base_model_name_or_path": str(folder), "num_hidden_layers": stored.layers}
+    about = {"base_model_name_or_path": str(folder), "num_hidden_layers": stored.layers, **stored.options}
     return MTPSpeculatorConfig.for_target(stored.text, **about)
 
 
@@ -316,6 +325,7 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     refuse((inside, f"mtp: the output is inside {stored.folder}, which is copied: name a folder outside"))
     _check(head, stored)
     new = _as_stored(head, stored)
+    options = {name: value for name, value in _options(head.config).items() if value != _DEFAULT[name]}
     changed: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in new.items():
         changed[stored.shards.get(name, _WEIGHTS if not stored.layers and _single(stored) else _ADDED)][name] = tensor
@@ -326,11 +336,14 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
         elif str(copy) not in changed:
             _link(source, folder / copy)
     for shard, tensors in changed.items():
-        before, metadata = {}, {"format": "pt"}
+        before, metadata = {}, dict[str, str]()
         if (stored.folder / shard).exists():
             with files.opened(stored.folder / shard) as file:
                 before = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-                metadata = file.metadata() or metadata
+                metadata = file.metadata() or {}
+        metadata = {"format": "pt", **metadata, _OPTIONS: json.dumps(options)}
+        if not options:
+            del metadata[_OPTIONS]
         save_file({**before, **tensors}, folder / shard, metadata=metadata)
         files.make_readable(folder / shard)
     if _ADDED in changed and _ADDED not in stored.shards.values():
@@ -348,6 +361,11 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
         error = rounded.abs().max() / 8 if stored.quantization else 0
         if not (back - rounded).abs().max() <= error:
             raise UserError(f"the written layers differ in {ours}; nothing was kept")
+
+
+def _options(config: MTPSpeculatorConfig) -> JsonObject:
+    """Return the options that change drafts and that no target's config.json holds."""
+    return {name: getattr(config, name) for name in _DEFAULT}
 
 
 def _single(stored: Stored) -> bool:
@@ -431,23 +449,37 @@ def fields(config: MTPSpeculatorConfig, dtype: str) -> JsonObject:
     return {}
 
 
-_VLLM = {"glm4_moe": (True, False), "qwen3_5_text": (False, True)}
-"""`zero_first` and `recycle_normed` as vLLM has them, for the families whose drafts were compared with ours."""
+_VLLM: dict[str, JsonObject] = {"glm4_moe": {"zero_first": True, "recycle_normed": False}, "qwen3_5_text": _DEFAULT}
+"""The options as vLLM has them, for the families whose drafts were compared with ours."""
+_TRANSFORMERS = ("glm4_moe", "deepseek_v3", "mellum")
+"""Families whose drafts in transformers were compared with ours."""
 
 
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
-    """List vLLM and SGLang, each with the command that drafts with the MTP layers of the target in `folder`."""
+    """List the programs that draft with the MTP layers of the target in `folder`, each with its command.
+
+    A command ends with the options that the program drafts with, if the head's are others.
+    """
+    kind, own = config.block["model_type"], _options(config)  # type: ignore[index]
+    if config.num_hidden_layers > 1:  # a chain has no such option
+        own["recycle_normed"] = True
+
+    def server(name: str, loads: bool | None, how: str, theirs: JsonObject | None) -> Server:
+        others = [f"{name} {json.dumps(value)}" for name, value in (theirs or own).items() if value != own[name]]
+        return Server(name, loads, how + (f"  # drafts with {', '.join(others)}, unlike this head" if others else ""))
+
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
     how = line(folder, "vllm", "serve", BASE, "--speculative-config", options)
-    theirs = _VLLM.get(config.block["model_type"])  # type: ignore[index]
-    vllm = Server("vLLM 0.32", True if theirs else None, how)
-    if theirs and theirs != (config.zero_first, config.recycle_normed):
-        needed = "zero_first {}, recycle_normed {}".format(*(str(each).lower() for each in theirs))
-        vllm = Server("vLLM 0.32", True, f"{how}  # drafts with {needed}, unlike this head")
+    vllm = server("vLLM 0.32", True if kind in _VLLM else None, how, _VLLM.get(kind))
     if config.num_hidden_layers > 1:
         vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
     sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")
-    return [vllm, Server("SGLang 0.5.23", None, sglang)]
+    call = f"AutoModelForCausalLM.from_pretrained({json.dumps(folder)}).generate(..., use_mtp=True)"
+    return [
+        vllm,
+        server("SGLang 0.5.23", None, sglang, _DEFAULT),
+        server("transformers 5.23", True if kind in _TRANSFORMERS else None, call, _DEFAULT),
+    ]
 
 
 MTP = Layout(

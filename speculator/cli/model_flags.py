@@ -12,20 +12,17 @@ from speculator.drafters import (
     Chain,
     Drafter,
     DraftModelDrafter,
-    EarlyExitDrafter,
     HeadDrafter,
-    HybridDrafter,
     NgramDrafter,
     Tree,
 )
-from speculator.drafters.hybrid import Hybrid
 from speculator.errors import UserError, refuse
 from speculator.target.model import Target
 from speculator.terminal import loading
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
-_WHO = "--speculator, --draft_model, --early_exit or --ngram"
-_CHAIN = ("num_speculative_tokens", "draft_sampling", "min_confidence")
+_WHO = "--speculator, --draft_model or --ngram"
+_CHAIN = ("num_speculative_tokens", "draft_sampling")
 _TREE = ("branches", "nodes")
 
 
@@ -50,26 +47,19 @@ def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bo
         show_drafts: the user gave `--show_drafts`, which needs a drafter.
         required: the command needs a drafter.
     """
-    exits = arguments.early_exit is not None
-    drafts = _models(arguments) or arguments.ngram
+    drafts = arguments.speculator or arguments.draft_model or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
     foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
-    least = arguments.min_confidence
     refuse(
         (arguments.speculator == "", "--speculator is empty: give the hub id or the folder of a trained head"),
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
         (arguments.speculator_revision and not arguments.speculator, "--speculator_revision needs a --speculator"),
         (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
         (required and not drafts, f"no drafter: give {_WHO}"),
-        (exits and arguments.early_exit < 1, f"--early_exit {arguments.early_exit}: at least 1 layer has to run"),
-        (
-            arguments.ngram and foreign and not _models(arguments),
-            f"--ngram copies a chain: it has no {foreign}",
-        ),
+        (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
-        (least is not None and not 0 <= least < 1, f"--min_confidence {least} is not in [0, 1)"),
     )
     if drafts:
         rules = _rules(arguments)
@@ -84,24 +74,13 @@ def coupled(arguments: argparse.Namespace) -> bool:
 
 def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Return the accept rules that fit the draft, the default first."""
-    if not _models(arguments):
-        return NgramDrafter(_copied(arguments)).rules
-    shape = _shape(arguments, _DEFAULT_LENGTH)
-    return Hybrid(shape, _copied(arguments)).rules if arguments.ngram else shape.rules
+    return _lookup(arguments).rules if arguments.ngram else _shape(arguments, _DEFAULT_LENGTH).rules
 
 
-def _copied(arguments: argparse.Namespace) -> int:
-    """Return the most tokens that n-gram lookup copies per draft.
-
-    `--num_speculative_tokens` sets it unless a model drafts too: then that flag is for the model.
-    """
-    given = None if _models(arguments) else arguments.num_speculative_tokens
-    return _DEFAULT_LENGTH if given is None else given
-
-
-def _models(arguments: argparse.Namespace) -> bool:
-    """Return whether a head, a draft model or the target's first layers draft, with or without n-gram lookup."""
-    return bool(arguments.speculator or arguments.draft_model or arguments.early_exit is not None)
+def _lookup(arguments: argparse.Namespace, memory: int = 0) -> NgramDrafter:
+    """Make the drafter of `--ngram`."""
+    given = arguments.num_speculative_tokens
+    return NgramDrafter(_DEFAULT_LENGTH if given is None else given, memory=memory)
 
 
 def drafter(
@@ -120,7 +99,7 @@ def drafter(
     """
     if arguments.branches and max(arguments.branches) > target.vocab_size:
         raise UserError(f"--branches: the target has only {target.vocab_size} tokens")
-    if arguments.speculator and temperatures and not arguments.ngram and not shaped(arguments):
+    if arguments.speculator and temperatures and not shaped(arguments):
         return load_drafter(
             arguments.speculator,
             target,
@@ -129,20 +108,13 @@ def drafter(
             memory=memory,
             revision=arguments.speculator_revision,
         )
-    lookup = NgramDrafter(_copied(arguments), memory=memory) if arguments.ngram else None
-    model = _model_drafter(arguments, target)
-    return HybridDrafter(model, lookup) if model and lookup else model or lookup
-
-
-def _model_drafter(arguments: argparse.Namespace, target: Target) -> Drafter | None:
-    """Make the drafter of `--speculator`, `--draft_model` or `--early_exit`; None without any."""
+    if arguments.ngram:
+        return _lookup(arguments, memory)
     if arguments.speculator:
         head = load_head(arguments.speculator, target, arguments.speculator_revision)
         return HeadDrafter(head, _shape(arguments, head.n_predict))
     if (model := load_draft_model(arguments)) is not None:
         return DraftModelDrafter(model, target, _shape(arguments, _DEFAULT_LENGTH))
-    if arguments.early_exit is not None:
-        return EarlyExitDrafter(target, arguments.early_exit, _shape(arguments, _DEFAULT_LENGTH))
     return None
 
 
@@ -171,7 +143,7 @@ def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Candida
     """Return the shape of a head's or model's draft that the flags describe; by default a chain of `length` tokens."""
     if arguments.branches is None:
         length = length if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
-        return Chain(length, arguments.draft_sampling != "greedy", arguments.min_confidence or 0.0)
+        return Chain(length, arguments.draft_sampling != "greedy")
     if arguments.nodes is not None:
         return Tree(arguments.branches, arguments.nodes)
     return Candidates(arguments.branches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from speculator.decoding.drafter import Drafter
 from speculator.decoding.engine import Engine
 from speculator.device import dtype_name
 from speculator.drafters.ngram import MEMORY
-from speculator.errors import UserError, check_secret, refuse, refuse_below
+from speculator.errors import UserError, read_secret, refuse, refuse_below
 from speculator.files import check_output_folder
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import similar_target
@@ -33,7 +34,6 @@ from speculator.workshop import is_installed
 
 KEY_VARIABLE = "SPECULATOR_API_KEY"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _RECORD_SHARE, _RECORD_MAX = 0.1, 10.0  # GB
 _SWITCH_SECONDS = 0.001  # longest wait of the engine's thread for the interpreter, which the event loop shares
 
@@ -49,8 +49,6 @@ def run(arguments: argparse.Namespace) -> None:
     slots = arguments.max_num_seqs
     if arguments.max_model_len:
         limit_tokens(target, arguments.max_model_len)
-    with _port_errors(arguments.host, arguments.port):  # another server may have begun to listen meanwhile
-        listening.listen()
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
     memory = 0 if arguments.ngram and not model_flags.coupled(arguments) else MEMORY
     make_drafter = partial(model_flags.drafter, target=target, temperatures=[0.0, 1.0], batch_size=slots, memory=memory)
@@ -64,8 +62,14 @@ def run(arguments: argparse.Namespace) -> None:
     recorder = None
     if arguments.record:
         recorder = Recorder(arguments.record, target, arguments.record_share, 1e9 * arguments.record_max)
-    worker = Worker(partial(Engine, target, slots=slots, rule=arguments.rule), make_drafter(arguments))
+    worker = Worker(
+        partial(Engine, target, slots=slots, rule=arguments.rule), make_drafter(arguments), arguments.speculator
+    )
+    with _port_errors(arguments.host, arguments.port):  # another server may have begun to listen meanwhile
+        listening.listen()  # no client and no probe waits for the models
     load = partial(_load, arguments, target, make_drafter) if arguments.allow_load else None
+    host, port = listening.getsockname()[:2]
+    loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
     app = create_app(
         target,
         worker,
@@ -75,26 +79,35 @@ def run(arguments: argparse.Namespace) -> None:
         recorder=recorder,
         load_drafter=load,
         allowed_origins=arguments.allowed_origins,
-        hosts=_LOOPBACK if arguments.host in _LOOPBACK and not key else (),
+        hosts=(host, "127.0.0.1", "::1", "localhost") if loopback and not key else (),
     )
-    host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     took = f"ready after {time.monotonic() - started:.0f} s"
     log(f"serving {arguments.target} at {url}, {took}: {_memory(target, slots)}")
-    if arguments.host not in _LOOPBACK and not key:
+    if not loopback and not key:
         print("warning: anyone who reaches this address can use the server: there is no --api_key", file=sys.stderr)
     if recorder:
         line = f"recording {arguments.record_share:.0%} of the requests to {arguments.record}"
         print(f"{line}, at most {arguments.record_max:g} GB; clients opt out with store: false", file=sys.stderr)
     sys.setswitchinterval(_SWITCH_SECONDS)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn handles it, then raises it again
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        timeout_keep_alive=arguments.timeout_keep_alive,
+        timeout_graceful_shutdown=arguments.timeout_graceful_shutdown,
+    )
+    server = uvicorn.Server(config)
     stop = server.handle_exit
 
     def handle_exit(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and not server.should_exit and worker.load:
+        server.force_exit = server.should_exit
+        if not server.should_exit and worker.load:
             with suppress(OSError, ValueError, RuntimeError):  # nobody reads stderr, or it is being written to
-                log(f"answering {worker.load} requests; Ctrl-C again ends at once")
+                limit = f"for at most {arguments.timeout_graceful_shutdown} s"
+                log(f"answering {worker.load} requests, {limit}; a second signal ends at once")
         stop(number, frame)
 
     server.handle_exit = handle_exit  # type: ignore[method-assign, assignment]
@@ -159,7 +172,7 @@ def _check(arguments: argparse.Namespace) -> str:
     named = bool(arguments.model) + bool(arguments.target)
     refuse((named != 1, "name one target: speculator serve TARGET, or --target TARGET"))
     arguments.target = arguments.target or arguments.model
-    refuse_below(arguments, max_num_seqs=1, queue=0)
+    refuse_below(arguments, max_num_seqs=1, queue=0, timeout_keep_alive=0, timeout_graceful_shutdown=0)
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))  # else it wraps around
     refuse((arguments.max_model_len is not None and arguments.max_model_len < 2, "--max_model_len must be at least 2"))
     recording = arguments.record_share is not None or arguments.record_max is not None
@@ -171,17 +184,14 @@ def _check(arguments: argparse.Namespace) -> str:
     )
     refuse(
         (origin, f"--allowed_origins {origin}: name an origin as browsers do, such as http://localhost:3000"),
-        (arguments.api_key == "", "--api_key is empty: give a key, or leave the flag out"),
         (not 0 < arguments.record_share <= 1, f"--record_share {arguments.record_share:g} is not in (0, 1]"),
         (not arguments.record_max > 0, f"--record_max {arguments.record_max:g} is not above 0"),
     )
     if arguments.record:
         check_output_folder("--record", arguments.record)
     model_flags.check(arguments)
-    from_environment = arguments.api_key is None
-    key = os.environ.get(KEY_VARIABLE, "") if from_environment else arguments.api_key
+    key = read_secret(KEY_VARIABLE, "--api_key", arguments.api_key)
     refuse((arguments.allow_load and not key, "--allow_load needs --api_key: whoever has it can load heads"))
-    check_secret(f"${KEY_VARIABLE}" if from_environment else "--api_key", key)
     return key
 
 

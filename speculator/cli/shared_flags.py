@@ -53,13 +53,12 @@ def add_drafter_flags(parser: OneLineParser) -> None:
         "--draft_model",
         help="hub id or folder of a small causal LM with the target's tokenizer; --trust_remote_code counts for it too",
     )
-    who.add_argument("--early_exit", type=int, metavar="K", help="draft with the target's first K layers")
-    add_revision(parser)
-    parser.add_argument(
+    who.add_argument(
         "--ngram",
         action="store_true",
-        help="draft by n-gram lookup in the text so far, alone or together with another drafter",
+        help="draft by n-gram lookup in the text so far alone; a head that drafts adaptively uses lookup too",
     )
+    add_revision(parser)
     parser.add_argument("--rule", choices=RULES, help="accept rule (default: the first that fits the draft)")
     parser.add_argument(
         "--num_speculative_tokens",
@@ -73,7 +72,15 @@ def add_drafter_flags(parser: OneLineParser) -> None:
     parser.add_argument(
         "--draft_sampling", choices=["sampled", "greedy"], help="sampled or greedy tokens of a chain (default: sampled)"
     )
-    parser.add_argument("--min_confidence", type=float, help="end a chain when its confidence falls below this")
+
+
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that filter what is sampled above temperature 0."""
+    parser.add_argument("--top_k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
+    what = "sample from the most likely tokens of this total probability (default: 1)"
+    parser.add_argument("--top_p", type=float, default=1.0, help=what)
+    what = "sample from tokens at least this likely relative to the most likely (default: 0)"
+    parser.add_argument("--min_p", type=float, default=0.0, help=what)
 
 
 def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head: str = "the head") -> None:

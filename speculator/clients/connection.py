@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 
 import openai
 
-from speculator.errors import UserError, check_secret, first_line, hide, refuse
+from speculator.errors import UserError, first_line, hide, read_secret, refuse
 
 UNAVAILABLE = (openai.APIConnectionError, openai.RateLimitError, openai.InternalServerError, asyncio.TimeoutError)
 """Errors of a server that may be back later."""
@@ -22,6 +21,11 @@ def base_urls(urls: Sequence[str], option: str) -> list[str]:
     bases = [url.strip().rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
     refuse((len({*bases}) < len(bases), f"{option} names the same URL twice"))
     return bases
+
+
+def shown(url: str) -> str:
+    """Return a URL for messages, without its user and password."""
+    return re.sub(r"//[^/]*@", "//", url)
 
 
 class Connection:
@@ -42,15 +46,14 @@ class Connection:
     """
 
     def __init__(self, base: str, option: str, kind: Any, **settings: Any):
-        self.url = re.sub(r"//[^/]*@", "//", base)
+        self.url = shown(base)
         try:
             parts = urlsplit(base)
             valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:  # a port above 65535, or an address without its closing bracket
             valid = False
         refuse((not valid, f"{option} {self.url}: not a URL such as http://127.0.0.1:8000/v1"))
-        key = os.environ.get("OPENAI_API_KEY", "").strip()
-        check_secret("$OPENAI_API_KEY", key)
+        key = read_secret("OPENAI_API_KEY")
         self._secrets = [key, *re.findall(r"//[^/]*?:([^/]*)@", base)]
         try:
             self.client = kind(base_url=f"{base}/v1", api_key=key or "none", **settings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import math
+import re
 import shutil
 import threading
 import time
@@ -294,14 +295,17 @@ class HiddenStateServers:
             raise
         path = _named_file(answer)
         if path is None:
-            raise UserError(f"{server.url}: its answers name no file of hidden states: {_START}")
-        layers = layers_folder(self.expected.layers)
-        other = path.parent.name if path.parent.name.startswith("layers-") else layers
-        if other != layers:
+            raise UserError(f"{server.url}: its answers name no file of hidden states in a folder layers-..: {_START}")
+        layers, written = layers_folder(self.expected.layers), path.parent.name
+        if written != layers:
             discard(answer)
         refuse(
             (not path.parent.is_dir(), f"{server.url}: {path.parent} is not on this machine: mount it at that path"),
-            (other != layers, f"{server.url}: it writes {other}, and the head needs {layers}: {_START}"),
+            (written != layers, f"{server.url}: it writes {written}, and the head needs {layers}: {_START}"),
+            (
+                f"{request}-" not in path.name,
+                f"{server.url}: {path.name} is not named after its request, so not vLLM's",
+            ),
         )
         self._folders.add(path.parent)
         return path, answer
@@ -343,9 +347,12 @@ class HiddenStateServers:
 
 
 def discard(answer: Any) -> None:
-    """Delete the file of hidden states that a completion names; a server writes it even when it is asked for text."""
+    """Delete the file of hidden states that a completion names; a server writes it even when it is asked for text.
+
+    A file without a lock is kept: no server has written it for us.
+    """
     path = _named_file(answer)
-    if path is not None and path.parent.is_dir():
+    if path is not None and _lock_of(path).is_file():
         with suppress(_BadFile):
             _wait_for_lock(path)
         for file in (path, _lock_of(path)):
@@ -353,9 +360,13 @@ def discard(answer: Any) -> None:
 
 
 def _named_file(answer: Any) -> Path | None:
-    """Return the path of the file of hidden states that a completion names; None if it names none."""
+    """Return the path of the file of hidden states that a completion names; None if it names none.
+
+    Only a file in a folder of `layers_folder` counts: the named file is deleted, and a server may name any.
+    """
     named = (getattr(answer, "kv_transfer_params", None) or {}).get("hidden_states_path")
-    return Path(named) if isinstance(named, str) and named.endswith(".safetensors") else None
+    path = Path(named) if isinstance(named, str) and named.endswith(".safetensors") else None
+    return path if path and re.fullmatch(r"layers(-\d+)+", path.parent.name) else None
 
 
 def _sweep(folder: Path) -> None:

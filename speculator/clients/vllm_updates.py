@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import httpx
 
+from speculator.clients.connection import base_urls, shown
 from speculator.clients.vllm_counters import read_counters
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import read_json, write_json
@@ -74,7 +75,7 @@ class VLLMServer:
     """
 
     def __init__(self, url: str, key: str):
-        self.name, self.base = url, url.rstrip("/").removesuffix("/v1")
+        (self.base,), self.name = base_urls([url], "--server"), shown(url)
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def try_head(self, new: str, old: str, measured: Path | None = None) -> str | None:

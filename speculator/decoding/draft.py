@@ -40,7 +40,6 @@ class Draft(TokenTree):
             their children. None for a chain.
         depth: length of the longest path; n for a chain.
         width: largest number of siblings.
-        base: in a hybrid draft, the draft to which lookup paths were added, whose tokens come first; else None.
         ragged: rows may differ in number of tokens, as with n-gram lookup.
     """
 
@@ -50,7 +49,6 @@ class Draft(TokenTree):
     parents: Tensor | None = None
     depth: int = 0
     width: int = 1
-    base: Draft | None = None
     ragged: bool = False
 
     def __post_init__(self):

@@ -66,7 +66,7 @@ class Drafter:
         """Draft in another shape from the next step on."""
         self.memory.reserve(shape)
         self.shape, self.num_speculative_tokens, self.nodes, self.rules = shape, shape.depth, shape.nodes, shape.rules
-        self.capturable = shape.capturable and self.memory.capturable
+        self.capturable = self.memory.capturable
 
     def propose(self, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         """Return a draft that continues each row's pending token; rows at temperature 0 are drafted without sampling.
@@ -107,14 +107,6 @@ class LogitsSource(Memory):
         """Return the logits of the children of each token of the newest level."""
         raise NotImplementedError
 
-    def confidence(
-        self,
-        level: int,  # tokens of the chain so far
-        tokens: Tensor,  # [B] the newest level of a chain
-    ) -> Tensor | None:  # [B]
-        """Return the predicted chance that the next token of each chain is accepted; None if nothing predicts it."""
-        return None
-
     def skip(self, pending: Tensor, sequences: Sequences) -> None:
         """Update the memory in a step in which this source drafts nothing; it takes the arguments of `first`."""
 
@@ -126,9 +118,9 @@ class Shape(Protocol):
         depth: the longest path of a draft.
         levels: depth that the logits source drafts; a lookup path may go deeper.
         nodes: the most tokens of a draft.
-        width: the most children of a token that the logits source drafts; a lookup path may add one.
+        width: the most children of a token that the logits source drafts.
         offered: the most tokens that the source may have to process, among which the `nodes` are chosen.
-        rules, capturable: see `Drafter`.
+        rules: see `Drafter`.
     """
 
     depth: int
@@ -137,7 +129,6 @@ class Shape(Protocol):
     width: int
     offered: int
     rules: tuple[str, ...]
-    capturable: bool
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         """Return a draft of this shape with logits from `source`; for the other arguments, see `Drafter.propose`."""

@@ -62,14 +62,12 @@ class Memory:
     Attributes:
         capturable: nothing here reads a value back from the device, so CUDA graphs can replay it.
         overlap: positions at the end of a reused prefix that `prefill` must see again.
-        scratch_positions: positions after a row's tokens that a draft may write in the target's cache.
         version: changes when the tensors in `buffers` are replaced; older graphs are then invalid.
         paths: what n-gram lookup found for the next draft.
     """
 
     capturable: bool = True
     overlap: int = 0
-    scratch_positions: int = 0
     version: int = 0
     paths: LookupPaths = LookupPaths(0)
 
@@ -77,11 +75,7 @@ class Memory:
         """Make room for drafts of this shape; raise a UserError if this memory can't draft it."""
 
     def open(self, cache: KVCache) -> Self:
-        """Return an empty copy with as many rows and positions as `cache`, the target's.
-
-        A draft may write into `cache` after each selected row's tokens (`scratch_positions`), where verification writes
-        later.
-        """
+        """Return an empty copy with as many rows and positions as `cache`, the target's."""
         opened = copy(self)
         opened.paths = self.paths.open(len(cache.lengths), cache.lengths.device)
         return opened

@@ -44,17 +44,6 @@ def acceptance_length(steps: Iterable[Step]) -> float:
     return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
-def rejection_marks(steps: Iterable[Step]) -> list[int]:
-    """Return a mark for each new token of a row, the prefill's first: 1 if it replaced a rejected draft token."""
-    marks = [0]
-    for step in steps:
-        # Only a step's last token can replace a rejected one: 2 of 3 drafted tokens accepted give 0 0 1. It doesn't if
-        # the whole draft was accepted, or if the completion ended inside the accepted tokens.
-        marks += [0] * step.emitted
-        marks[-1] = int(step.accepted < step.drafted and not step.cut)
-    return marks
-
-
 class StopStrings:
     """Stop strings of a request; `end` returns where a completion ends in which new tokens have completed one of them.
 

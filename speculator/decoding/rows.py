@@ -244,7 +244,7 @@ class Rows:
 
         There is room for two steps: after a request has ended inside a draft, a captured step still writes its row.
         """
-        return max(2 * self._tokens_per_step, self.memory.scratch_positions)
+        return 2 * self._tokens_per_step
 
     # ---- moves
 

@@ -2,10 +2,8 @@
 
 from speculator.decoding.drafter import Drafter
 from speculator.drafters.draft_model import DraftModelDrafter
-from speculator.drafters.early_exit import EarlyExitDrafter
 from speculator.drafters.fixed_tree import Candidates, FixedTree
 from speculator.drafters.head import HeadDrafter
-from speculator.drafters.hybrid import HybridDrafter
 from speculator.drafters.ngram import NgramDrafter
 from speculator.drafters.shapes import Chain, Tree
 
@@ -14,10 +12,8 @@ __all__ = [
     "Chain",
     "DraftModelDrafter",
     "Drafter",
-    "EarlyExitDrafter",
     "FixedTree",
     "HeadDrafter",
-    "HybridDrafter",
     "NgramDrafter",
     "Tree",
 ]

@@ -15,7 +15,7 @@ from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.drafters.head import HeadDrafter
 from speculator.drafters.ngram import NgramDrafter
-from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, Greedy, StepCost, fastest_shape
+from speculator.drafters.price import LONGEST_PATH, Choice, Chooser, Greedy, StepCost
 from speculator.heads import Speculator
 
 
@@ -33,7 +33,6 @@ class PathOrDraft:
         self.length, self.inner = length, inner
         self.depth, self.nodes = max(length, inner.depth if inner else 0), max(length, inner.nodes if inner else 0)
         self.levels, self.offered, self.width = (inner.levels, inner.offered, inner.width) if inner else (0, 0, 1)
-        self.capturable = inner is None or inner.capturable
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
         if self.inner is None:
@@ -115,10 +114,6 @@ class AdaptiveDrafter(HeadDrafter):
     def forget(self) -> None:
         self._chooser = Chooser(self.choices, self.lookup, self.cost, self.packed)
         self._ngrams = NgramDrafter(LONGEST_PATH, memory=self._history)
-
-    def fastest(self, greedy: bool, rows: int) -> Shape:
-        """Return the head's fastest shape by the measured acceptance and costs, without regard to the current text."""
-        return fastest_shape(self.choices, self.cost, greedy, rows)
 
     def choose(self, requests: Sequence[Request]) -> Shape:
         found = self._ngrams.look([request.sequence for request in requests])

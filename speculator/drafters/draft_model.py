@@ -47,40 +47,7 @@ class DraftModelDrafter(Drafter):
         self.reshape(as_shape(shape))
 
 
-class CausalSource(LogitsSource):
-    """Base of sources that run a causal LM over a draft, with a KV cache; a subclass implements `run`."""
-
-    cache: KVCache
-    _tree: Draft  # what earlier levels have drafted
-    _width: int  # tokens of the newest level
-
-    def reserve(self, shape: Shape) -> None:
-        self._is_chain = isinstance(shape, Chain)
-
-    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        if self._is_chain:
-            return self.run(tokens, None, level)
-        # Positions of the draft that earlier levels have written; the first is the pending token's.
-        base = 1 + self._tree.tokens.shape[1]
-        self._tree, self._width = grown(self._tree, tokens, parents, self._width), tokens.shape[1]
-        return self.run(tokens, self._tree, base)
-
-    def begin(self, pending: Tensor) -> None:
-        """Start an empty draft after the pending tokens [B]."""
-        self._tree, self._width = Draft.none(pending), 1
-
-    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
-        """Compute the logits after each token of a level of the draft.
-
-        Args:
-            tokens: the level.
-            tree: the draft up to this level; None for a chain.
-            base: verify position of the level's first token.
-        """
-        raise NotImplementedError
-
-
-class DraftModelSource(CausalSource):
+class DraftModelSource(LogitsSource):
     """Drafts with a second model, which keeps a KV cache of every row.
 
     Args:
@@ -88,13 +55,16 @@ class DraftModelSource(CausalSource):
         vocab_size: size of the target's vocabulary, over which logits are returned.
     """
 
+    cache: KVCache
     _recent: Tensor  # [slots, reread] tokens before the pending one
+    _tree: Draft  # what earlier levels have drafted
+    _width: int  # tokens of the newest level
 
     def __init__(self, model: Target, vocab_size: int):
         self.model, self.capturable, self._vocab_size = model, model.capturable, vocab_size
 
     def reserve(self, shape: Shape) -> None:
-        super().reserve(shape)
+        self._is_chain = isinstance(shape, Chain)
         self._spare = shape.offered + 2
         # A chain leaves in the cache all that it drafted but its last token; a tree's accepted path may lie elsewhere.
         # So the last `reread` tokens before the pending one are read again: 1, or the depth of a tree.
@@ -162,10 +132,25 @@ class DraftModelSource(CausalSource):
         hidden = self.model.extend(cache, tokens.clamp(max=self.model.vocab_size - 1))
         cache.selected += back
         cache.select(0, rows, end)
-        self.begin(pending)  # which stays uncommitted: the draft's verify position 0
+        self._tree, self._width = Draft.none(pending), 1  # after the pending token, which stays uncommitted
         return self._logits(take_at(hidden, back)[:, None])
 
-    def run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        if self._is_chain:
+            return self._run(tokens, None, level)
+        # Positions of the draft that earlier levels have written; the first is the pending token's.
+        base = 1 + self._tree.tokens.shape[1]
+        self._tree, self._width = grown(self._tree, tokens, parents, self._width), tokens.shape[1]
+        return self._run(tokens, self._tree, base)
+
+    def _run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
+        """Compute the logits after each token of a level of the draft.
+
+        Args:
+            tokens: the level.
+            tree: the draft up to this level; None for a chain.
+            base: verify position of the level's first token.
+        """
         return self._logits(self.model.extend(self.cache, tokens.clamp(max=self.model.vocab_size - 1), tree, base))
 
     def _known(self, tokens: Sequence[int]) -> list[int]:

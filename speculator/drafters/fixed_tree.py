@@ -30,8 +30,6 @@ class FixedTree:
         UserError: there is no node, one whose parent or elder sibling is missing, or too many.
     """
 
-    capturable = True
-
     def __init__(self, paths: Iterable[Sequence[int]]):
         nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         check_nodes(len(nodes))

@@ -1,7 +1,7 @@
 """Measure how long decoding steps take, on real steps of an engine.
 
-`measure` splits drafted steps into drafting and verification: c and v of a report (2211.17192). `measure_costs` times
-whole steps with several drafts and numbers of rows, for the table of `speculator.drafters.costs`.
+`measure_costs` times whole steps with several drafts and numbers of rows, for the table of `speculator.drafters.costs`.
+`paired_steps` times those of one drafter after given texts.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 
-from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Shape
-from speculator.decoding.engine import Engine, Verified
+from speculator.decoding.drafter import LogitsSource, Shape
+from speculator.decoding.engine import Engine
 from speculator.decoding.memory import LookupPaths
 from speculator.decoding.request import Request
-from speculator.decoding.rows import Batch
-from speculator.decoding.sampling import Noise, Sampling
+from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize
 from speculator.drafters import Drafter, HeadDrafter
 from speculator.drafters.adaptive import PathOrDraft
@@ -35,8 +32,6 @@ from speculator.target.model import Target
 from speculator.terminal import log
 
 Result = TypeVar("Result")
-BLOCK = 5
-"""Steps of one kind in a row when drafting and verification are measured; the first is not counted."""
 _TRIES = 4  # timed runs of the same work until no CUDA graph had to be captured
 _ROUNDS = 5  # steps with each draft when whole steps are measured
 _CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
@@ -44,29 +39,6 @@ _PROMPT = 256  # tokens of the rows' prompt: attention and so drafted tokens cos
 _OWN = 8  # tokens at the end of a prompt that differ between rows
 _SHORT_PATH = 2
 _PATHS, _NOTHING = PathOrDraft(LONGEST_PATH), PathOrDraft(0)
-
-
-@dataclass
-class StepSeconds:
-    """Measured seconds, one entry per block of steps; an entry is the sum over `BLOCK` - 1 steps.
-
-    Attributes:
-        plain: plain steps.
-        draft: selecting the rows, drafting, and updating the drafter.
-        verify: verification, the accept rule, the commit and the copy to the host.
-    """
-
-    plain: list[float] = field(default_factory=list)
-    draft: list[float] = field(default_factory=list)
-    verify: list[float] = field(default_factory=list)
-
-    def ratios(self) -> tuple[float, float]:
-        """Return the times of drafting and of verification in plain steps: interquartile means over the blocks.
-
-        Each block is compared with the plain steps just before it.
-        """
-        draft = interquartile_mean(part / plain for part, plain in zip(self.draft, self.plain, strict=True))
-        return draft, interquartile_mean(part / plain for part, plain in zip(self.verify, self.plain, strict=True))
 
 
 def interquartile_mean(values: Iterable[float]) -> float:
@@ -77,101 +49,38 @@ def interquartile_mean(values: Iterable[float]) -> float:
 
 
 @torch.inference_mode()
-def timed_steps(
+def paired_steps(
     target: Target,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     count: int,
-    costs: StepSeconds | None = None,
     rule: str | None = None,
-) -> Iterator[tuple[Draft, Verified]]:
-    """Decode `count` drafted steps after `prompts`; yield each one's draft and result, and add the seconds to `costs`.
+) -> list[tuple[float, float]]:
+    """Decode after `prompts` without and with a drafter in turns; return the seconds of `count` pairs of steps.
 
-    With `costs`, every block of `BLOCK` drafted steps follows as many plain steps, which are undone, so both are timed
-    after the same sequence; None: no plain steps, and nothing is timed. The first step of a block, and blocks that
-    captured a graph, don't count. Sequences may run past the end of the context, where positions are clamped: the
-    tokens are then meaningless, but their time is not.
+    Pairs that captured a graph don't count. Sequences may run past the end of the context, where positions are clamped:
+    the tokens are then meaningless, but their time is not.
     """
-    # Room for every draft accepted as a whole, and for the plain steps that are undone.
-    limit = count * (drafter.num_speculative_tokens + 1) + BLOCK + 2
-    engine = Engine(target, drafter, slots=len(prompts), rule=rule, capacity=max(map(len, prompts)) + limit)
-    own = [Sampling(sampling.temperature, seed=sampling.seed + row) for row in range(len(prompts))]
-    texts = map(target.text, prompts)
-    requests = [
-        engine.enqueue(Request(text, row_sampling, max_new_tokens=limit))
-        for text, row_sampling in zip(texts, own, strict=True)
-    ]
-    rows = engine.rows
-    rows.admit(engine.waiting)
-    while engine.scheduler.prefilling:
-        engine.prefill()
-    drafter_here, capturing = rows.drafter, rows.capturing
-    methods = ("decode_rows", "draft", "verify", "commit", "update_memory")
-    plainly, propose, verify, commit, update = (rows.replayed(engine, method) for method in methods)
-
-    def plain_step() -> None:
-        batch = rows.select()
-        assert batch
-        engine.append_tokens(batch, plainly(batch).tolist())
-
-    def select_and_draft() -> tuple[Batch, Draft, Noise]:
-        batch = rows.select()
-        assert batch
-        return batch, *propose(batch)
-
-    def append(batch: Batch, result: Verified) -> None:
-        engine.append_tokens(batch, result.report.tolist())
-
-    def plain_steps() -> float:
-        """Run a block of plain steps, undo it, and return its seconds without those of the first step."""
-        # Undoing a step is setting back lengths, recurrent states and the pending tokens; keys above the length are
-        # free.
-        state = [*rows.cache.state, rows.pending]
-        before = [each.clone() for each in state]
-        rows.drafter, rows.capturing = None, capturable(target, None)
-        seconds = [clock(plain_step)[0] for _ in range(BLOCK)]
-        rows.drafter, rows.capturing = drafter_here, capturing
-        for each, old in zip(state, before, strict=True):
-            each.copy_(old)
-        for request in requests:
-            del request.sequence[-BLOCK:], request.steps[-BLOCK:]
-        return sum(seconds[1:])
-
-    plain, sums, prepared = 0.0, [0.0, 0.0], 0
-    for number in range(count):
-        index = number % BLOCK
-        if index == 0 and costs:
-            prepared = Captured.prepared
-            plain, sums = plain_steps(), [0.0, 0.0]
-        drafting, (batch, draft, noise) = clock(select_and_draft)
-        verifying, result = clock(verify, batch, draft, noise)
-        committing, _ = clock(commit, batch, result)
-        updating, _ = clock(update, batch, result)
-        appending, _ = clock(append, batch, result)
-        # The first step of a block doesn't count: it follows steps of the other kind.
-        if index:
-            sums = [sums[0] + drafting + updating, sums[1] + verifying + committing + appending]
-        if index == BLOCK - 1 and costs and Captured.prepared == prepared:
-            for part, seconds in zip((costs.plain, costs.draft, costs.verify), (plain, *sums), strict=True):
-                part.append(seconds)
-        yield draft, result
-
-
-def measure(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    blocks: int,
-    costs: StepSeconds,
-    rule: str | None = None,
-) -> None:
-    """Decode after `prompts`, and add the seconds of about `blocks` blocks of `BLOCK` drafted steps to `costs`."""
-    # Blocks lost at the start, and where the cache grows: plain steps are captured even if drafted ones can't be.
-    captures = 3 if capturable(target, None) else 0
-    for _ in timed_steps(target, drafter, prompts, sampling, (blocks + captures) * BLOCK, costs, rule):
-        pass
+    room = (count + _CAPTURE_STEPS) * (drafter.num_speculative_tokens + 1) + 2
+    capacity = max(map(len, prompts)) + room
+    engines = [Engine(target, who, slots=len(prompts), rule=rule, capacity=capacity) for who in (None, drafter)]
+    for engine in engines:
+        for row, prompt in enumerate(prompts):
+            own = Sampling(sampling.temperature, seed=sampling.seed + row)
+            engine.enqueue(Request(target.text(prompt), own, max_new_tokens=room))
+        engine.rows.admit(engine.waiting)
+        while engine.scheduler.prefilling:
+            engine.prefill()
+    pairs: list[tuple[float, float]] = []
+    for _ in range(count + _CAPTURE_STEPS):
+        prepared = Captured.prepared
+        plain, drafted = (clock(engine.step)[0] for engine in engines)
+        if Captured.prepared == prepared:
+            pairs.append((plain, drafted))
+        if len(pairs) == count:
+            break
+    return pairs
 
 
 def without_captures(work: Callable[[], Result]) -> Result:
@@ -201,7 +110,7 @@ def packs_rows(target: Target) -> bool:
 
 @torch.inference_mode()
 def measure_costs(
-    target: Target, head: Speculator, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
+    target: Target, head: Speculator | None, shapes: Sequence[Shape], sizes: Sequence[tuple[int, bool]], seconds: float
 ) -> list[CostEntry]:
     """Time whole steps of the engine, and return an entry of the cost table for each of `sizes`.
 
@@ -211,12 +120,15 @@ def measure_costs(
     measured.
 
     Args:
-        shapes: drafts, the most important first.
+        head: None: only lookup paths are measured, which tell what the target's verification costs.
+        shapes: drafts of the head, the most important first.
         sizes: (rows, greedy), the most important first.
         seconds: time limit. It is checked before every step; what is not measured by then is left out.
     """
     deadline = time.perf_counter() + seconds
-    drafter = HeadDrafter(head, max((*shapes, _PATHS), key=lambda shape: shape.nodes))
+    drafter = Drafter() if head is None else HeadDrafter(head)
+    drafter.memory = LogitsSource() if head is None else drafter.memory
+    drafter.reshape(max((*shapes, _PATHS), key=lambda shape: shape.nodes))
     drafter.memory.paths = LookupPaths(LONGEST_PATH)
     engines = {rows: Engine(target, drafter, slots=rows) for rows, _ in sizes}
     packed = packs_rows(target)
@@ -224,7 +136,7 @@ def measure_costs(
     # The most important drafts come first, because the time may end within a round.
     for _ in range(_ROUNDS + (_CAPTURE_STEPS if capturable(target, drafter) else 0)):
         for (rows, greedy), own in steps.items():
-            paths = [(rows, LONGEST_PATH)]
+            paths = [(rows, LONGEST_PATH), *[(rows, _SHORT_PATH)] * (head is None)]
             if packed:
                 paths += [(max(1, rows // 2), _SHORT_PATH), *[(1, LONGEST_PATH)] * (rows > 1)]
             for what, cost in _round(engines[rows], greedy, [*shapes[:2], *paths, *shapes[2:]], deadline):

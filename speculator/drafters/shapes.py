@@ -44,16 +44,11 @@ class Chain:
     Args:
         length: the most tokens.
         sampled: above temperature 0, sample each token from the source's distribution instead of taking the likeliest.
-        min_confidence: stop before a token if the source predicts that the draft is accepted up to it with less than
-            this chance; if it predicts nothing, after the token at which the joint probability falls below this. A
-            drawn token is never dropped, so the output stays exact. The host waits for the device once per token.
     """
 
-    def __init__(self, length: int, sampled: bool = True, min_confidence: float = 0.0):
+    def __init__(self, length: int, sampled: bool = True):
         self.depth = self.levels = self.nodes = self.offered = check_length(length)
-        self.width = 1
-        self.sampled, self.min_confidence = sampled, min_confidence
-        self.capturable = not min_confidence
+        self.width, self.sampled = 1, sampled
         self.rules: tuple[str, ...] = CHAIN_RULES
 
     def draft(self, source: LogitsSource, pending: Tensor, noise: Noise, sequences: Sequences) -> Draft:
@@ -64,38 +59,20 @@ class Chain:
         u = noise.uniforms(self.depth) if drawn else None
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
-        # Every row drafts at least one token; from then on a row counts only while it is confident.
-        lengths = torch.ones_like(pending)
-        confidence: Tensor | float = 1.0
-        logits = source.first(pending, sequences)[:, 0]
-        while True:
+        root = torch.zeros_like(pending)[:, None]  # a level of a chain has one token, so every parent has index 0
+        for level in range(self.depth):
+            new = source.next(level, tokens[-1][:, None], root) if level else source.first(pending, sequences)
+            logits = new[:, 0]
             if u is not None:
                 # The rule needs the very q that the token was drawn from, warpers included.
                 probs.append(noise.sampling.probs(logits))
-                tokens.append(draw(probs[-1], u[:, len(tokens)]))
+                tokens.append(draw(probs[-1], u[:, level]))
             elif self.sampled and noise.coupled:
-                tokens.append(most_likely(noise.scores(logits[:, None], len(tokens))[:, 0]))
+                tokens.append(most_likely(noise.scores(logits[:, None], level)[:, 0]))
             else:
                 tokens.append(most_likely(logits))
-            if len(tokens) == self.depth:
-                break
-            going: Tensor | int = 1
-            if self.min_confidence:
-                chance = source.confidence(len(tokens), tokens[-1])
-                if chance is None:
-                    own = noise.sampling.scaled(logits[:, None])[:, 0] if self.sampled else logits
-                    chance = own.softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
-                confidence = confidence * chance.float()
-                going = confidence >= self.min_confidence
-                if not going.any():
-                    break
-            # A level of a chain has one token, so the parent of the next one has index 0.
-            logits = source.next(len(tokens), tokens[-1][:, None], torch.zeros_like(pending)[:, None])[:, 0]
-            # A row that has stopped keeps drafting padding with the others. Confidence only falls, so it never starts
-            # again.
-            lengths = lengths + going
-        ragged = self.min_confidence > 0
-        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, ragged=ragged)
+        lengths = torch.full_like(pending, self.depth)
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None)
 
 
 def as_shape(shape: Shape | int) -> Shape:
@@ -133,8 +110,6 @@ class Tree:
     Raises:
         UserError: the branches can't give so many tokens.
     """
-
-    capturable = True
 
     def __init__(self, branches: Sequence[int], nodes: int):
         self.branches = check_branches(branches)

@@ -7,10 +7,7 @@ from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
-from speculator.heads.lstm.config import LSTMSpeculatorConfig
-from speculator.heads.lstm.model import LSTMSpeculator
-from speculator.heads.mlp.config import MLPSpeculatorConfig
-from speculator.heads.mlp.model import MLPSpeculator
+from speculator.heads.mlp.model import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.mtp.config import MTPSpeculatorConfig
 from speculator.heads.mtp.model import MTPSpeculator
 
@@ -25,7 +22,6 @@ def register(name: str, head: type[Speculator]) -> None:
 
 
 register("mlp", MLPSpeculator)
-register("lstm", LSTMSpeculator)
 register("eagle3", Eagle3Speculator)
 register("dspark", DSparkSpeculator)
 register("mtp", MTPSpeculator)
@@ -36,8 +32,6 @@ __all__ = [
     "DSparkSpeculatorConfig",
     "Eagle3Speculator",
     "Eagle3SpeculatorConfig",
-    "LSTMSpeculator",
-    "LSTMSpeculatorConfig",
     "MLPSpeculator",
     "MLPSpeculatorConfig",
     "MTPSpeculator",

@@ -55,8 +55,8 @@ class SpeculatorConfig(PreTrainedConfig):
     target_options: ClassVar[tuple[str, ...]] = ()
     """Names of the fields whose values fit one target only, such as numbers of its layers."""
     extensions: ClassVar[tuple[str, ...]] = ()
-    """Names of the fields that may differ from those of the head in a warm start: the parts that they add change
-    no draft at temperature 0 until they are trained, or have no weights."""
+    """Names of the fields that may differ from those of the head in a warm start: they have no weights and some files
+    can't say them, or the parts that they add change no draft at temperature 0 until they are trained."""
     ships_with_target: ClassVar[bool] = False
     """Targets may have such a head in their own folder, from which `speculator.initialise target` reads it."""
 

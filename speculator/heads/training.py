@@ -29,7 +29,6 @@ class TrainingBatch:
         states: [B, L, nD] hidden states that the head reads, float32: those of its `aux_layers`, side by side, or
             `hidden` for a head without.
         targets: `SpeculatorConfig.training_targets` of the rows.
-        token_weights: [B, L] how many times each token counts in the objective; None: once.
         normalisers: [B, L] logsumexp of the logits of each state of `hidden`; None: the loss computes what it needs.
     """
 
@@ -38,7 +37,6 @@ class TrainingBatch:
     hidden: Tensor
     states: Tensor
     targets: dict[str, Any]
-    token_weights: Tensor | None = None
     normalisers: Tensor | None = None
 
     @property

@@ -128,8 +128,6 @@ class UnrolledHead(Speculator):
         hidden = batch.hidden[:, 1 : 1 + length].flatten(0, 1)[kept]
         normalisers = None if batch.normalisers is None else batch.normalisers[:, 1 : 1 + length].flatten()[kept]
         weights = send(loss.step_weights(steps), hidden.device)[:, None]
-        if batch.token_weights is not None:  # the token that every step predicts at u is x[u+1]
-            weights = weights * batch.token_weights[:, 2 : 2 + length].flatten()[kept]
         # Not multiplied here: the loss takes features [K, I] with their output matrix [V_d, I], and makes few logits at
         # a time.
         logits = [[(by_u(x, i, 0.0)[kept], self.output(i).weight)] for i, x in enumerate(features)]

@@ -14,47 +14,40 @@ class AnswerText:
 
     Args:
         tokenizer: tokenizer of the target.
-        stops: stop strings, which are not part of the text.
+        stops: stop strings, which are not part of the text. The engine finds them: it ends the request.
         before: token ids that the text continues, see `speculator.decoding.streaming.decode`.
-        min_tokens: a stop string that ends within the first `min_tokens` tokens does not count.
 
     Attributes:
         text: text returned so far.
-        stopped: True once a stop string was found.
-        held: text that is kept back: it may begin a stop string, or begins with the one that was found.
+        stopped: True once a stop string has ended the answer.
+        held: text that is kept back: it may begin a stop string, or begins with the one that ended the answer.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = (), min_tokens: int = 0
-    ):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], before: Sequence[int] = ()):
         self._detokenizer, self._stops = Detokenizer(tokenizer, before), stops
-        self.held, self._early_tokens, self._early = "", min_tokens, 0
-        self.text, self.stopped = "", False
+        self.text, self.held, self.stopped = "", "", False
 
-    def push(self, tokens: Sequence[int], ended: bool) -> str:
-        """Add token ids and return the new text, "" once a stop string was found.
+    def push(self, tokens: Sequence[int], finish_reason: str | None) -> str:
+        """Add token ids and return the new text.
 
-        Unless `ended`, which says that no more tokens follow, half a character and the start of a stop string are kept
-        for a later call.
+        Until there is a finish reason, half a character and the start of a stop string are kept for a later call.
         """
-        if self.stopped:
-            return ""
-        held = self.held
+        held, before_last = self.held, len(self.held)
         for token in tokens:
+            before_last = len(held)
             held += self._detokenizer.push(token)
-            if self._early_tokens:
-                self._early_tokens, self._early = self._early_tokens - 1, len(held)
-        held += self._detokenizer.finish() if ended else ""
-        # The first `_early` characters come from the first `min_tokens` tokens: no stop string ends in them. With 5 of
-        # them, a stop string of 3 characters may begin at 3.
-        found = [held.find(stop, max(0, self._early - len(stop) + 1)) for stop in self._stops]
-        found = [start for start in found if start >= 0]
-        self.stopped = bool(found)
-        # "..he" may be the start of the stop string "hello": it is kept back until more text decides.
-        keep = 0 if ended else max((_overlap(held, stop) for stop in self._stops), default=0)
-        end = min(found) if found else len(held) - keep
+        if finish_reason:
+            held += self._detokenizer.finish()
+            end, self.stopped = len(held), finish_reason == "stop"
+            if self.stopped:
+                # The last token has completed a stop string. One that ends before it was among the first `min_tokens`
+                # tokens. With 5 characters before the last token, a stop string of 3 may begin at 3.
+                found = [held.find(stop, max(0, before_last - len(stop) + 1)) for stop in self._stops]
+                end = min((start for start in found if start >= 0), default=end)
+        else:
+            # "..he" may be the start of the stop string "hello": it is kept back until more text decides.
+            end = len(held) - max((_overlap(held, stop) for stop in self._stops), default=0)
         piece, self.held = held[:end], held[end:]
-        self._early = max(0, self._early - end)
         self.text += piece
         return piece
 

@@ -9,7 +9,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from transformers import PreTrainedTokenizerBase
 
 from speculator.decoding.drafter import Drafter
+from speculator.decoding.request import Request as DecodingRequest
 from speculator.decoding.request import check_prompts
 from speculator.prompts import Prompt, continued
 from speculator.server.errors import HANDLED, APIError, answer_error
-from speculator.server.metrics import CountRequests, Metrics
+from speculator.server.metrics import CountRequests, Metrics, Traffic
 from speculator.server.recorder import Recorder
 from speculator.server.responses import ChatWriter, CompletionWriter
 from speculator.server.schema import (
@@ -41,6 +43,7 @@ from speculator.terminal import log
 _log = logging.getLogger(__name__)
 _LOG_SECONDS = 10.0
 _LARGEST_BODY = 16 << 20
+_EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect the events
 
 
 def create_app(
@@ -75,9 +78,11 @@ def create_app(
         worker.start()
         logging = asyncio.create_task(routes.log_traffic())
         try:
-            yield
+            with contextlib.suppress(asyncio.CancelledError):  # by a second signal
+                yield
         finally:
             logging.cancel()
+            routes.readers.shutdown(wait=False, cancel_futures=True)
             worker.stop()
             if recorder:
                 recorder.close()
@@ -109,7 +114,7 @@ def create_app(
         v1.add_api_route("/speculator/load", partial(routes.load, load_drafter), methods=["POST"])
     v1.add_api_route("/models/{name:path}", routes.model, methods=["GET"])
     app.include_router(v1)
-    app.add_api_route("/health", routes.health, methods=["GET"])
+    app.add_api_route("/health", routes.health, methods=["GET", "HEAD"])
     app.add_api_route("/metrics", routes.metrics_page, methods=["GET"])
     paths = {
         "/health",
@@ -133,17 +138,30 @@ def create_app(
 class _Routes:
     """Handlers of the routes, see `create_app` for the arguments. An APIError that one raises is the answer."""
 
-    def __init__(self, target: Target, worker: Worker, name: str, max_queue: int, recorder: Recorder | None):
+    def __init__(
+        self,
+        target: Target,
+        worker: Worker,
+        name: str,
+        max_queue: int,
+        recorder: Recorder | None,
+    ):
         self.target, self.worker, self.name, self.max_queue = target, worker, name, max_queue
         self.recorder = recorder
         # A target that states no context has one of 2^31 tokens.
         self.max_body = min(max(1 << 20, 16 * target.context_length), _LARGEST_BODY)
+        self.num_reserved = 0  # answers to requests that are being read
+        # Two threads for prompts alone: more of them would keep the interpreter from the event loop and the engine, and
+        # a few long chats must not keep finished answers waiting.
+        self.readers = ThreadPoolExecutor(2)
         self.metrics = Metrics(
+            worker.traffic,
             {
                 "queue": ("Requests that wait for a slot", lambda: worker.queued),
                 "slots": ("Requests that can be decoded at a time", lambda: worker.slots),
                 "slots_in_use": ("Slots with a request", lambda: worker.in_use),
-            }
+                "head_loads": ("Heads loaded since the start", lambda: worker.head_loads),
+            },
         )
         self._created = int(time.time())
 
@@ -161,6 +179,7 @@ class _Routes:
         """Answer `POST /v1/speculator/load` once the head drafts."""
         request = await self._parsed(LoadRequest, http)
         await self.worker.replace_drafter(partial(load_drafter, request.path))
+        self.worker.head = request.path
         return {"path": request.path}
 
     async def models(self) -> Response:
@@ -174,9 +193,11 @@ class _Routes:
 
     async def log_traffic(self) -> None:
         """Every ten seconds log the traffic, if there is any, and write recorded rows that are due; never returns."""
+        before = Traffic()
         while True:
             await asyncio.sleep(_LOG_SECONDS)
-            traffic = self.worker.take_traffic()
+            now = self.worker.traffic.since(Traffic())
+            traffic, before = now.since(before), now
             if self.recorder:
                 self.recorder.write_due()
             if line := traffic.line(_LOG_SECONDS, self.worker.in_use, self.worker.queued):
@@ -189,7 +210,7 @@ class _Routes:
     async def metrics_page(self) -> Response:
         return Response(self.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    def _model(self) -> dict[str, str | int]:
+    def _model(self) -> dict[str, str | int | None]:
         """Return the object of the model in OpenAI's format."""
         return {
             "id": self.name,
@@ -197,6 +218,7 @@ class _Routes:
             "created": self._created,
             "owned_by": "speculator",
             "max_model_len": self.target.context_length,
+            "speculator": self.worker.head,
         }
 
     def _check_model(self, name: str | None) -> None:
@@ -207,8 +229,10 @@ class _Routes:
 
     async def _parsed(self, kind: type[AnyRequest], http: Request) -> AnyRequest:
         """Read the body and return it as a checked request of this kind; raise an APIError for a mistake."""
-        # In a thread: a body of megabytes must not hold up the other streams.
-        return await asyncio.to_thread(parse, kind, await self._body(http))
+        body = await self._body(http)
+        with self._reserved(1):  # only now: a client that sends slowly must not hold a place
+            # In a thread: a body of megabytes must not hold up the other streams.
+            return await asyncio.to_thread(parse, kind, body)
 
     async def _body(self, http: Request) -> bytes:
         """Read the body; raise an APIError unless its content type is JSON and it has at most `max_body` bytes.
@@ -237,13 +261,16 @@ class _Routes:
         """
         began = time.monotonic()
         self._check_model(request.model)
-        self._check_room(request, len(prompts))  # before anything is made of each: there may be millions
-        tokenizer = self.target.tokenizer
-        # In a thread: a long prompt must not hold up the other streams.
-        ids = [p if isinstance(p, list) else await asyncio.to_thread(_tokens, p, tokenizer) for p in prompts]
-        job = self._submit(request, ids)
-        self.metrics.prompt_tokens.inc(sum(map(len, ids)))
-        writer = writer_class(request, self.name, tokenizer, ids, self.target.encoder is None)
+        count, most = len(prompts) * request.choices, self.worker.slots + self.max_queue
+        if count > most:
+            # More than slots and queue hold together would never fit: a mistake of the client's, not a full server.
+            message = f"{len(prompts)} prompts with n = {request.choices}: at most {most} answers at a time"
+            raise APIError(message, "n")
+        with self._reserved(count):  # before anything is made of each: there may be millions
+            making = partial(self._requests, request, prompts, writer_class)
+            decoding_requests, writer = await asyncio.get_running_loop().run_in_executor(self.readers, making)
+            job = self.worker.submit(decoding_requests)
+        self.metrics.prompt_tokens.inc(sum(map(len, writer.prompts)))
         opted_out = request.store is False or http.headers.get("x-store", "").lower() == "false"
         forced = request.ignore_eos or request.min_tokens  # the target would have ended its answer earlier
         recorded = self.recorder is not None and not opted_out and not forced and self.recorder.chooses()
@@ -256,16 +283,24 @@ class _Routes:
         finally:
             close()
 
-    def _submit(self, request: GenerationRequest, ids: list[list[int]]) -> Job:
-        """Queue one decoding request per answer, given the prompts' token ids; return their job.
+    def _requests(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt | str | list[int]],
+        writer_class: type[CompletionWriter],
+    ) -> tuple[list[DecodingRequest], CompletionWriter]:
+        """Tokenize the prompts; return one decoding request per answer, and the writer of the response.
 
-        Raises an APIError if there is no room for all of them, and a UserError for a prompt that can't be decoded.
+        Raises a UserError for a prompt that can't be decoded.
         """
-        check_prompts(self.target, ids)
-        count = self._check_room(request, len(ids))
-        decoding_requests = [
+        tokenizer = self.target.tokenizer
+        ids = [prompt if isinstance(prompt, list) else _tokens(prompt, tokenizer) for prompt in prompts]
+        check_prompts(self.target, ids)  # all of them: an error names the prompt's number
+        # Answers to one prompt share its tokens.
+        texts = [self.target.text(prompt) for prompt in ids]
+        made = [
             self.worker.engine.request(
-                ids[number // request.choices],
+                texts[number // request.choices],
                 sampling,
                 max_new_tokens=request.max_new_tokens or self.target.context_length,
                 min_tokens=request.min_tokens or 0,
@@ -273,19 +308,20 @@ class _Routes:
                 eos_token_ids=() if request.ignore_eos else None,
                 logprobs=request.num_logprobs,
             )
-            for number, sampling in enumerate(request.samplings(count))
+            for number, sampling in enumerate(request.samplings(len(ids) * request.choices))
         ]
-        return self.worker.submit(decoding_requests)
+        return made, writer_class(request, self.name, tokenizer, ids, self.target.encoder is None)
 
-    def _check_room(self, request: GenerationRequest, prompts: int) -> int:
-        """Return the number of answers, given that of prompts; raise an APIError unless there is room for them."""
-        count, capacity = prompts * request.choices, self.worker.slots + self.max_queue
-        if count > capacity:
-            # More than slots and queue hold together would never fit: a mistake of the client's, not a full server.
-            raise APIError(f"{prompts} prompts with n = {request.choices}: at most {capacity} answers at a time", "n")
-        if self.worker.load + count > capacity:
+    @contextlib.contextmanager
+    def _reserved(self, count: int) -> Iterator[None]:
+        """Keep room for so many answers while their request is read; raise an APIError unless there is room."""
+        if self.worker.load + self.num_reserved + count > self.worker.slots + self.max_queue:
             raise APIError("too many requests are waiting: try again later", status=429, code="queue_full")
-        return count
+        self.num_reserved += count
+        try:
+            yield
+        finally:
+            self.num_reserved -= count
 
     async def _whole(self, http: Request, job: Job, writer: CompletionWriter, began: float) -> Response:
         """Return the whole response, with status 499 if the client disconnected; for the arguments see `_outputs`."""
@@ -304,8 +340,8 @@ class _Routes:
         finally:
             disconnected.cancel()
             collected.cancel()
-        # In a thread, as the prompts' tokens: log-probabilities have a text for each alternative.
-        return JSONResponse(await asyncio.to_thread(writer.body))
+        # In a thread: log-probabilities have a text for each alternative, and their JSON has megabytes.
+        return await asyncio.to_thread(lambda: JSONResponse(writer.body()))
 
     async def _events(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[str]:
         """Yield the events of a stream; an error is its last event. For the arguments see `_outputs`."""
@@ -313,7 +349,9 @@ class _Routes:
         events = writer.opening()
         try:
             async for output in self._outputs(job, writer, began):
-                events.append(writer.event(output))
+                # The last event in a thread: it may parse the whole answer for tool calls.
+                last = output.finish_reason is not None
+                events.append(await asyncio.to_thread(writer.event, output) if last else writer.event(output))
                 for event in filter(None, events):
                     yield event
                 events = []
@@ -328,8 +366,7 @@ class _Routes:
     async def _outputs(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[StepOutput]:
         """Yield the outputs of a job, as they come, until every answer has ended.
 
-        The caller adds each output to `writer`. An answer in which the writer finds a stop string is cancelled. The
-        time to the first token starts at `began`, by `time.monotonic`.
+        The caller adds each output to `writer`. The time to the first token starts at `began`, by `time.monotonic`.
         """
         first = True
         while not writer.done:
@@ -337,11 +374,7 @@ class _Routes:
             if first:
                 self.metrics.first_token.observe(time.monotonic() - began)
             first = False
-            if writer.answers[output.index].stopped:  # decoded before the cancellation reached the engine
-                continue
             yield output
-            if writer.answers[output.index].stopped:
-                job.requests[output.index].cancel()
 
     def _close(self, job: Job, writer: CompletionWriter, began: float, recorded: bool) -> None:
         """Cancel unfinished answers, and count all answers and the request's seconds.
@@ -351,7 +384,7 @@ class _Routes:
         job.cancel()
         self.metrics.request_seconds.observe(time.monotonic() - began)
         for request in job.requests:
-            self.metrics.count_answer(request)
+            self.metrics.answers.labels(request.finish_reason).inc()
         if recorded and self.recorder and writer.done:
             self.recorder.add(job.requests)
 
@@ -366,7 +399,7 @@ class _Events(StreamingResponse):
     """Server-sent events; calls `close` after the last event or when the client disconnects."""
 
     def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers=_EVENT_HEADERS)
         self._close = close
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

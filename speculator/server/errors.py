@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -13,15 +13,6 @@ from speculator.decoding.request import TooLongError
 from speculator.errors import UserError
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-
-
-class ErrorFields(TypedDict):
-    """The object "error" of an answer in OpenAI's format."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
 
 
 class APIError(Exception):
@@ -38,7 +29,7 @@ class APIError(Exception):
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
 
-    def body(self) -> dict[str, ErrorFields]:
+    def body(self) -> dict[str, Any]:
         """Return the JSON of the answer."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

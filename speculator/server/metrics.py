@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from speculator.decoding.request import Request
+from speculator.server.errors import APIError
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -17,17 +22,17 @@ class Metrics:
     """Counters of one server.
 
     Args:
+        traffic: what the engine has done.
         gauges: (description, function that returns the value) of each gauge, by name without "speculator_".
     """
 
-    def __init__(self, gauges: dict[str, tuple[str, Callable[[], float]]]):
+    def __init__(self, traffic: Traffic, gauges: dict[str, tuple[str, Callable[[], float]]]):
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "speculator_requests", "HTTP requests by path and status", ("path", "status"), registry=registry
         )
         self.answers = Counter("speculator_answers", "Answers by finish reason", ("finish_reason",), registry=registry)
         self.prompt_tokens = Counter("speculator_prompt_tokens", "Prompt tokens", registry=registry)
-        self.new_tokens = Counter("speculator_new_tokens", "Generated tokens", registry=registry)
         self.first_token = Histogram(
             "speculator_time_to_first_token_seconds",
             "Seconds from a request to its first token",
@@ -40,61 +45,70 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.acceptance_length = Histogram(
-            "speculator_acceptance_length",
-            "Tokens per verification step, the bonus token included; the mean is sum over count",
-            buckets=range(1, 18),
-            registry=registry,
-        )
-        self._accepted = Counter(
-            "speculator_accepted",
-            "Steps that accepted the draft token at this position; divide by the position before it, or by all steps "
-            "at position 0, for the acceptance rate",
-            ("position",),
-            registry=registry,
-        )
         for name, (description, value) in gauges.items():
             Gauge(f"speculator_{name}", description, registry=registry).set_function(value)
-
-    def count_answer(self, request: Request) -> None:
-        """Count a finished or cancelled answer, its new tokens and its verification steps."""
-        self.answers.labels(request.finish_reason).inc()
-        self.new_tokens.inc(len(request.tokens))
-        for step in request.steps:
-            if not step.cut:
-                self.acceptance_length.observe(step.accepted + 1)
-                for position in range(step.accepted):
-                    self._accepted.labels(position).inc()
+        registry.register(traffic)
 
     def page(self) -> bytes:
         """Return the page as UTF-8 text."""
         return generate_latest(self._registry)
 
 
-@dataclass
-class Traffic:
-    """What the engine did since the last line of the server's log.
+@dataclass(eq=False)
+class Traffic(Collector):
+    """What the engine has done since its start. Its thread counts, so that the event loop need not at an answer's end.
 
     Attributes:
         answers: finished answers.
         tokens: new tokens, those of prefills included.
-        steps: verification steps, one per request and step of the engine.
-        accepted: tokens of verification steps, the bonus tokens included.
+        lengths: verification steps, one per request and step of the engine, by their acceptance length. Steps that an
+            answer's end has cut short are left out.
     """
 
     answers: int = 0
     tokens: int = 0
-    steps: int = 0
-    accepted: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
 
     def count(self, request: Request, new: int) -> None:
         """Count a step in which a request got `new` tokens."""
         self.answers += request.finish_reason is not None
         self.tokens += new
-        # The prefill's token is no step: with it, the request has no other tokens yet.
-        if request.num_new > new:
-            self.steps += 1
-            self.accepted += new
+        # The prefill's token is no step.
+        if new and request.steps and not (step := request.steps[-1]).cut:
+            length = step.accepted + 1
+            self.lengths[length] = self.lengths.get(length, 0) + 1
+
+    def since(self, before: Traffic) -> Traffic:
+        """Return the traffic after `before`, as a copy that does not change."""
+        lengths = {length: count - before.lengths.get(length, 0) for length, count in dict(self.lengths).items()}
+        return Traffic(self.answers - before.answers, self.tokens - before.tokens, lengths)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics for a registry of Prometheus."""
+        now = self.since(Traffic())
+        yield CounterMetricFamily("speculator_new_tokens", "Generated tokens", value=now.tokens)
+        yield HistogramMetricFamily(
+            "speculator_acceptance_length",
+            "Tokens per verification step, the bonus token included; the mean is sum over count",
+            buckets=[
+                *(
+                    (f"{most}.0", sum(n for length, n in now.lengths.items() if length <= most))
+                    for most in range(1, 18)
+                ),
+                ("+Inf", sum(now.lengths.values())),
+            ],
+            sum_value=sum(length * n for length, n in now.lengths.items()),
+        )
+        accepted = CounterMetricFamily(
+            "speculator_accepted",
+            "Steps that accepted the draft token at this position; divide by the position before it, or by all steps "
+            "at position 0, for the acceptance rate",
+            labels=["position"],
+        )
+        for position in range(max(now.lengths, default=1) - 1):
+            steps = sum(n for length, n in now.lengths.items() if length > position + 1)
+            accepted.add_metric([str(position)], steps)
+        yield accepted
 
     def line(self, seconds: float, decoding: int, waiting: int) -> str:
         """Return a line for the log about the last `seconds`; "" without new tokens and without requests in slots.
@@ -106,16 +120,17 @@ class Traffic:
         """
         if not self.tokens and not decoding:
             return ""
+        steps, accepted = sum(self.lengths.values()), sum(length * n for length, n in self.lengths.items())
         parts = [
             f"{decoding} requests decoding, {waiting} waiting, {self.answers} answered",
             f"{self.tokens / seconds:,.1f} tokens/s",
-            *([f"acceptance length {self.accepted / self.steps:.2f}"] if self.steps else []),
+            *([f"acceptance length {accepted / steps:.2f}"] if steps else []),
         ]
         return ", ".join(parts)
 
 
 class CountRequests:
-    """ASGI middleware that calls `count` with the path and the status of every answer."""
+    """ASGI middleware that calls `count` with the path and the status of every answer, and ends cancelled requests."""
 
     def __init__(self, app: Any, count: Callable[[str, int], None]):
         self._app, self._count = app, count
@@ -132,6 +147,12 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, counting_send)
+        except asyncio.CancelledError:  # by the end of the server, which has waited long enough
+            if scope["type"] != "http":
+                raise
+            if not started:
+                error = APIError("the server ends", status=503)
+                await JSONResponse(error.body(), error.status)(scope, receive, counting_send)
         except Exception:  # answered with 500 further out
             if not started and scope["type"] == "http":
                 self._count(scope["path"], 500)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from speculator.decoding.request import Request, rejection_marks
+from speculator.decoding.request import Request
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_json, write_bytes, write_text
 from speculator.target.encoder.encoder import source_of
@@ -31,9 +31,9 @@ class Recorder:
         FOLDER/manifest.json          the target
         FOLDER/rows/NUMBER.jsonl.gz   shards, the newest with the highest number: 256 rows, or a minute's
 
-    A row has the columns of `speculator data generate`: "input_ids" (prompt and completion), "loss_mask" (1 on the
-    completion) and "rejected" (1 on tokens that replaced a rejected draft token); with an encoder, "source_ids" are the
-    prompt. Nothing else is kept. A shard appears with its last row, so a kill loses only the rows since the last shard.
+    A row has the columns of `speculator data generate`: "input_ids" (prompt and completion) and "loss_mask" (1 on the
+    completion); with an encoder, "source_ids" are the prompt. Nothing else is kept. A shard appears with its last row,
+    so a kill loses only the rows since the last shard.
 
     Args:
         folder: created if it does not exist. Only one server at a time records to it.
@@ -53,6 +53,7 @@ class Recorder:
             if folder.exists() and not all(map(is_partial, folder.iterdir())):
                 raise UserError(f"--record {folder} holds other files: choose another folder")
             make_folder(folder)
+            folder.chmod(0o700)  # people's prompts are not for every user of the machine
             write_text(manifest, json.dumps(facts))
         # The same weights may lie in another folder by now: the fingerprint counts, not the name.
         elif {**facts, "target": ""} != {**read_json(manifest), "target": ""}:
@@ -67,7 +68,7 @@ class Recorder:
                 file.unlink()
             elif re.fullmatch(r"\d+\.jsonl\.gz", file.name):
                 self._sizes[file] = file.stat().st_size
-        self._rows: list[dict[str, Sequence[int]]] = []
+        self._rows: list[Request] = []
         self._written = time.monotonic()
         self._writer = ThreadPoolExecutor(1)  # compression and the disk must not hold up the event loop
 
@@ -76,19 +77,8 @@ class Recorder:
         return random.random() < self._share
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add a row for each request; it is written with its shard."""
-        for request in requests:
-            # The engine's thread may just be appending a step: the marks say how many tokens are complete.
-            marks = rejection_marks(request.steps)
-            prompt, new = len(request.prompt), request.tokens[: len(marks)]
-            self._rows.append(
-                {
-                    "input_ids": [*request.prompt, *new],
-                    "loss_mask": [0] * prompt + [1] * len(new),
-                    "rejected": [0] * prompt + marks,
-                    **({"source_ids": source} if (source := source_of(request.prompt)) else {}),
-                }
-            )
+        """Add finished or cancelled requests; the row of each is written with its shard."""
+        self._rows += requests
         self.write_due()
 
     def write_due(self) -> None:
@@ -108,17 +98,29 @@ class Recorder:
         if rows:
             self._writer.submit(self._write, rows)
 
-    def _write(self, rows: list[dict[str, Sequence[int]]]) -> None:
+    def _write(self, requests: list[Request]) -> None:
         """Write a shard and delete the oldest ones, in the writer's thread."""
         # Names are numbers of eight digits, so the largest name is the newest and the smallest the oldest.
         last = max(self._sizes, default=None)
         file = self._rows_folder / f"{int(last.name.partition('.')[0]) + 1 if last else 0:08d}.jsonl.gz"
         try:
-            write_bytes(file, gzip.compress("".join(f"{json.dumps(row)}\n" for row in rows).encode()))
+            lines = "".join(f"{json.dumps(_row(request))}\n" for request in requests)
+            write_bytes(file, gzip.compress(lines.encode()))
             self._sizes[file] = file.stat().st_size
             while sum(self._sizes.values()) > self._max_bytes:
                 oldest = min(self._sizes)
                 oldest.unlink(missing_ok=True)
                 del self._sizes[oldest]
-        except (UserError, OSError) as error:  # answers matter more than their record
-            _log.warning(f"{len(rows)} answers are not recorded: {error}")
+        except Exception as error:  # answers matter more than their record
+            _log.warning(f"{len(requests)} answers are not recorded: {error}")
+
+
+def _row(request: Request) -> dict[str, Sequence[int]]:
+    # The engine may have been appending a step when the request was cancelled: the prefill's token and those of
+    # the steps are complete.
+    prompt, new = len(request.prompt), request.tokens[: 1 + sum(step.emitted for step in request.steps)]
+    return {
+        "input_ids": [*request.prompt, *new],
+        "loss_mask": [0] * prompt + [1] * len(new),
+        **({"source_ids": source} if (source := source_of(request.prompt)) else {}),
+    }

@@ -6,14 +6,13 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, TypedDict, cast
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from speculator.chat import (
     THINK_END,
     Function,
-    ToolCall,
     answer_message,
     has_channels,
     split_thought,
@@ -29,88 +28,8 @@ _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context":
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-class IndexedCall(ToolCall, total=False):
-    """A tool call with its number, which events of a stream have."""
-
-    index: int
-
-
-class AnswerMessage(TypedDict, total=False):
-    """An answer of a chat, whole or as an event adds to it."""
-
-    role: str
-    content: str | None
-    reasoning: str
-    tool_calls: list[IndexedCall]
-
-
-class TopToken(TypedDict):
-    """A token with its log-probability; `bytes` are its text's UTF-8 bytes, null for a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatToken(TopToken):
-    """A token of a chat's answer, and the likeliest tokens at its position."""
-
-    top_logprobs: list[TopToken]
-
-
-class ChatLogprobs(TypedDict):
-    """The field `logprobs` of a choice of a chat: one entry per token."""
-
-    content: list[ChatToken]
-
-
-class CompletionLogprobs(TypedDict):
-    """The field `logprobs` of a choice of a completion: lists with one entry per token.
-
-    Attributes:
-        tokens: texts of the tokens.
-        token_logprobs: their log-probabilities.
-        top_logprobs: log-probability of the likeliest tokens at each position, by text.
-        text_offset: start of each token's text in the answer, in characters.
-    """
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class ResponseChoice(TypedDict, total=False):
-    """An answer or a piece of it: `text` of a completion, `message` or `delta` of a chat."""
-
-    index: int
-    text: str
-    message: AnswerMessage
-    delta: AnswerMessage
-    logprobs: ChatLogprobs | CompletionLogprobs | None
-    finish_reason: str | None
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-
-
-class Usage(TypedDict):
-    """Numbers of tokens, over all prompts and answers of a request."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class Body(TypedDict, total=False):
-    """A response, or an event of its stream."""
-
-    id: str
-    created: int
-    model: str
-    object: str
-    choices: list[ResponseChoice]
-    usage: Usage | None
-    prompt_token_ids: list[int]
+Fields = dict[str, Any]
+"""Fields of an object of OpenAI's API: of a response or an event, a choice, a message, or log-probabilities."""
 
 
 class CompletionWriter:
@@ -135,18 +54,19 @@ class CompletionWriter:
         continues: bool = True,
     ):
         self.request, self.tokenizer, self.prompts, self._continues = request, tokenizer, prompts, continues
-        self._head: Body = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._head: Fields = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
         count = len(prompts) * request.choices
-        self.answers = [
-            AnswerText(tokenizer, request.stops, self._tokens_before(index), request.min_tokens or 0)
-            for index in range(count)
-        ]
+        self.answers = [AnswerText(tokenizer, request.stops, self._tokens_before(index)) for index in range(count)]
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         self._finish_reasons: list[str | None] = [None] * count
         self._shown: list[list[int]] = [[] for _ in range(count)]  # the tokens without the one that ends the answer
         self._offsets = [0] * count
-        self._read = [Detokenizer(tokenizer, self._tokens_before(index)) for index in range(count)]
+        self._readers: dict[int, Detokenizer] = {}  # by answer, for the offsets
         # Answers are numbered prompt by prompt: with n = 2, answer 3 belongs to prompt 3 // 2 = 1.
         # A token is decoded after this letter, because tokenizers drop the space of a text's first token.
         self._letter = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -165,15 +85,15 @@ class CompletionWriter:
         index = output.index
         # The token that ends an answer is not part of its text, not even one that is not marked as special.
         shown = output.tokens[:-1] if output.finish_reason == "eos" else output.tokens
-        text = self.answers[index].push(shown, output.finish_reason is not None)
+        text = self.answers[index].push(shown, output.finish_reason)
         self._tokens[index] += output.tokens
         self._shown[index] += shown
-        self._logprobs[index] += output.logprobs
-        stopped = self.answers[index].stopped
-        self._finish_reasons[index] = "stop" if stopped else _FINISH_REASONS.get(output.finish_reason or "")
+        if not self.request.stream:  # an event has them already
+            self._logprobs[index] += output.logprobs
+        self._finish_reasons[index] = _FINISH_REASONS.get(output.finish_reason or "")
         return text
 
-    def body(self) -> Body:
+    def body(self) -> Fields:
         """Return the whole response, once every answer has ended."""
         columns = enumerate(zip(self._tokens, self._logprobs, strict=True))
         choices = [self._choice(index, self.message(index), tokens, logprobs) for index, (tokens, logprobs) in columns]
@@ -196,18 +116,18 @@ class CompletionWriter:
         usage = [self._event({"choices": [], "usage": self.usage()})] if self._stream_usage else []
         return [*usage, "data: [DONE]\n\n"]
 
-    def usage(self) -> Usage:
+    def usage(self) -> Fields:
         """Return the numbers of tokens so far, over all prompts and answers."""
         prompt, new = sum(map(len, self.prompts)), sum(map(len, self._tokens))
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     # ---- parts that the two kinds of completion write differently
 
-    def message(self, index: int) -> ResponseChoice:
+    def message(self, index: int) -> Fields:
         """Return the field of a choice that holds a finished answer, given the answer's number."""
         return {"text": self.answers[index].text}
 
-    def delta(self, index: int, text: str) -> ResponseChoice:
+    def delta(self, index: int, text: str) -> Fields:
         """Return the field of a streamed choice that holds an answer's new text."""
         return {"text": text}
 
@@ -215,24 +135,20 @@ class CompletionWriter:
         """Return the token ids that the text of an answer continues."""
         return self.prompts[index // self.request.choices] if self._continues else []
 
-    def _prompt_ids(self) -> Body:
-        """Return the fields of a response that hold the prompt's token ids, if responses of this kind have them."""
+    def _prompt_ids(self) -> Fields:
+        """Return the field of a response that holds the prompt's token ids; choices of completions have it instead."""
         return {}
 
-    def _choice_prompt_ids(self, index: int) -> ResponseChoice:
-        """Return the fields of a choice that hold the prompt's token ids, if choices of this kind have them."""
-        return {"prompt_token_ids": self.prompts[index // self.request.choices]}
-
-    def _logprobs_of(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> ChatLogprobs | CompletionLogprobs:
+    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Fields:
         """Return the field `logprobs` for consecutive tokens of an answer; called once for each token, in order."""
         texts = [self._token_text(token) for token in tokens]
-        offsets = []
+        if index not in self._readers:
+            self._readers[index] = Detokenizer(self.tokenizer, self._tokens_before(index))
+        offsets, reader = [], self._readers[index]
         # Where each token's text begins in the answer, in characters: "a", " cat" are at 0 and 1. The tokens of one
         # character begin where it does.
         for token, text in zip(tokens, texts, strict=True):
-            begin, piece = self._offsets[index], self._read[index].push(token)
+            begin, piece = self._offsets[index], reader.push(token)
             self._offsets[index] += len(piece)
             offsets.append(self._offsets[index] - len(text) if piece.endswith(text) else begin)
         return {
@@ -247,15 +163,13 @@ class CompletionWriter:
             "text_offset": offsets,
         }
 
-    def _choice(
-        self, index: int, text: ResponseChoice, tokens: list[int], logprobs: list[TokenLogprobs]
-    ) -> ResponseChoice:
+    def _choice(self, index: int, text: Fields, tokens: list[int], logprobs: list[TokenLogprobs]) -> Fields:
         """Return a choice of the response; its `text` is the result of `message` or `delta`.
 
         `tokens` are those of the whole answer, or of one step of a stream. `logprobs` is empty unless requested.
         """
         reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
-        choice: ResponseChoice = {
+        choice: Fields = {
             "index": index,
             **text,
             "logprobs": reported,
@@ -263,19 +177,20 @@ class CompletionWriter:
         }
         if self.request.return_token_ids:
             choice |= {"token_ids": tokens}
-            if len(tokens) == len(self._tokens[index]):  # the whole answer, or the first event of a stream
-                choice |= self._choice_prompt_ids(index)
+            # In the whole answer, or in the first event of a stream.
+            if self.object == "text_completion" and len(tokens) == len(self._tokens[index]):
+                choice["prompt_token_ids"] = self.prompts[index // self.request.choices]
         return choice
 
-    def choice_event(self, choice: ResponseChoice, more: Body) -> str:
+    def choice_event(self, choice: Fields, more: Fields) -> str:
         """Return the server-sent event with one choice.
 
         `more` has further fields of the event, beside "choices". The usage is included if the client asked for it.
         """
-        usage: Body = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
+        usage: Fields = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
         return self._event({"choices": [choice], **usage, **more})
 
-    def _event(self, content: Body) -> str:
+    def _event(self, content: Fields) -> str:
         """Return a line of server-sent events, the blank line after it included."""
         return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"
 
@@ -305,10 +220,10 @@ class ChatWriter(CompletionWriter):
             self._channels[index].push(self._shown[index][before:], output.finish_reason is not None)
         return text
 
-    def message(self, index: int) -> ResponseChoice:
+    def message(self, index: int) -> Fields:
         return {"message": {"role": "assistant", **self._parsed(index)}}
 
-    def delta(self, index: int, text: str) -> ResponseChoice:
+    def delta(self, index: int, text: str) -> Fields:
         """Return the field `delta`: the new text, or with tools nothing until the answer has ended, then all of it.
 
         Of an answer in channels it is the new text of thought and content.
@@ -322,17 +237,17 @@ class ChatWriter(CompletionWriter):
         for number, call in enumerate(parsed.get("tool_calls", ())):
             call["index"] = number
         for name, sent in self._sent[index].items() if self._channels else ():
-            whole: Any = parsed.pop(name, None) or ""  # type: ignore[misc]
+            whole = parsed.pop(name, None) or ""
             self._sent[index][name] = max(sent, len(whole))
             if new := whole[sent:]:
-                parsed[name] = new  # type: ignore[literal-required]
+                parsed[name] = new
         return {"delta": parsed}
 
-    def _of_channels(self, index: int) -> AnswerMessage:
+    def _of_channels(self, index: int) -> Fields:
         """Return thought and content so far of an answer in channels; {} before the first one."""
-        return cast(AnswerMessage, self._channels[index].before(len(self.answers[index].held)))
+        return self._channels[index].before(len(self.answers[index].held))
 
-    def _parsed(self, index: int) -> AnswerMessage:
+    def _parsed(self, index: int) -> Fields:
         """Return content, reasoning and tool calls of a finished answer; no calls of one that a stop string ended.
 
         If there are tool calls, the answer's finish reason "stop" becomes "tool_calls".
@@ -352,7 +267,7 @@ class ChatWriter(CompletionWriter):
                 thought, content = self._split(message["content"] or "")
         if self._channels and (found_texts := self._of_channels(index)):
             thought, content = found_texts["reasoning"], found_texts["content"] or ""
-        parsed: AnswerMessage = {"content": content or (None if calls else "")}
+        parsed: Fields = {"content": content or (None if calls else "")}
         if thought:
             parsed["reasoning"] = thought
         if calls:
@@ -366,38 +281,36 @@ class ChatWriter(CompletionWriter):
         return split_thought(text) if THINK_END in str(self.tokenizer.chat_template) else ("", text)
 
     def opening(self) -> list[str]:
-        first: ResponseChoice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        choices: list[ResponseChoice] = [{"index": index, **first} for index in range(len(self.answers))]
+        first: Fields = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choices: list[Fields] = [{"index": index, **first} for index in range(len(self.answers))]
         return [self.choice_event(choice, self._prompt_ids()) for choice in choices]
 
     def _tokens_before(self, index: int) -> list[int]:
         return []  # an answer starts a new text
 
-    def _prompt_ids(self) -> Body:
+    def _prompt_ids(self) -> Fields:
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
 
-    def _choice_prompt_ids(self, index: int) -> ResponseChoice:
-        return {}
-
-    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        def entry(token: int, value: float) -> TopToken:
+    def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Fields:
+        def entry(token: int, value: float) -> Fields:
             text = self._token_text(token)
             partial = "\ufffd" in text  # a part of a character: its bytes are not known
             return {"token": text, "logprob": _finite(value), "bytes": None if partial else list(text.encode())}
 
-        content: list[ChatToken] = [
+        content: list[Fields] = [
             {**entry(token, each.logprob), "top_logprobs": [entry(*pair) for pair in each.top]}
             for token, each in zip(tokens, logprobs, strict=True)
         ]
         return {"content": content}
 
 
-def _call(function: Function) -> IndexedCall:
+def _call(function: Function) -> Fields:
     """Return a call in OpenAI's format, with a new id and its arguments as JSON text."""
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     called: Function = {"name": function["name"], "arguments": text}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called}
+    # Mistral's templates take no other ids than nine letters and digits.
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": called}
 
 
 def _finite(value: float) -> float:

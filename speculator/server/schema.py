@@ -128,7 +128,7 @@ class GenerationRequest(BaseModel):
             if name in _IGNORED or value is None:
                 continue
             if name not in _NEUTRAL:
-                raise APIError(f"{name}: unknown field", name)
+                raise APIError(f"{name:.40}: unknown field", name[:40])
             if value not in _NEUTRAL[name]:
                 raise APIError(f"{name} is not supported: leave it out", name)
         if self.stream_options is not None and not self.stream:
@@ -218,7 +218,7 @@ class ChatRequest(GenerationRequest):
 class LoadRequest(_Strict):
     """Fields of `POST /v1/speculator/load`: `path` is the folder of a head."""
 
-    path: str
+    path: str = Field(pattern="^[^\0]+$")
 
 
 AnyRequest = TypeVar("AnyRequest", bound=BaseModel)

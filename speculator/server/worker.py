@@ -89,17 +89,24 @@ class Worker:
     Args:
         make_engine: creates the engine with a drafter, and a new one after a failure.
         drafter: drafter to start with; None: plain decoding.
+
+    Attributes:
+        traffic: what the engine has done.
+        head_loads: number of times that the drafter was replaced.
     """
 
-    def __init__(self, make_engine: Callable[[Drafter | None], Engine], drafter: Drafter | None = None):
-        self._make_engine, self._drafter = make_engine, drafter
+    def __init__(
+        self, make_engine: Callable[[Drafter | None], Engine], drafter: Drafter | None = None, head: str | None = None
+    ):
+        self._make_engine, self._drafter, self.head = make_engine, drafter, head
         self.engine = make_engine(drafter)
         self._submitted: list[Job] = []
         self._loads: list[tuple[Callable[[], Drafter], Future[None]]] = []
         self._jobs: list[Job] = []
         self._outputs: list[tuple[Job, StepOutput | APIError]] = []
         self._stopping = self._broken = False
-        self._traffic = Traffic()
+        self.traffic = Traffic()
+        self.head_loads = 0
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -141,11 +148,6 @@ class Worker:
         """Number of requests that wait for a slot."""
         return max(0, self.load - self.in_use)
 
-    def take_traffic(self) -> Traffic:
-        """Return what the engine did since the last call, and count from 0 again."""
-        taken, self._traffic = self._traffic, Traffic()
-        return taken
-
     def submit(self, requests: Sequence[Request]) -> Job:
         """Queue requests made by `Engine.request`; return their job. Raises an APIError if the engine is broken."""
         job = Job(list(requests))
@@ -177,14 +179,15 @@ class Worker:
     def _collect(self, job: Job, index: int, tokens: list[int], _: int) -> None:
         """Collect the new tokens of request `index` of a job for delivery after the step: the request's `on_step`."""
         request = job.requests[index]
-        self._traffic.count(request, len(tokens))
+        self.traffic.count(request, len(tokens))
         if request.finish_reason == "memory":
             self._outputs.append((job, APIError(_TOO_LARGE, code="out_of_memory")))
             return
         if request.failure:
             self._outputs.append((job, APIError(request.failure, status=500)))
             return
-        logprobs = request.token_logprobs[-len(tokens) :] if request.token_logprobs else []
+        # Taken out of the request: a stream sends them, and two kilobytes per token would stay until its end.
+        logprobs, request.token_logprobs = request.token_logprobs, []
         self._outputs.append(
             (job, StepOutput(index=index, tokens=tokens, logprobs=logprobs, finish_reason=request.finish_reason))
         )
@@ -232,6 +235,7 @@ class Worker:
             drafter = make_drafter()
             self.engine.replace_drafter(drafter)
             self._drafter = drafter
+            self.head_loads += 1
         except UserError as wrong:
             error = UserError(str(wrong))
         except Exception as failure:  # such as too little memory

@@ -65,15 +65,6 @@ class AuxLayers:
             yield read
 
     @contextmanager
-    def first_layers(self, count: int) -> Iterator[None]:
-        """Cut the model down to its first `count` layers inside the block."""
-        setattr(self._decoder, self._name, self.layers[:count])
-        try:
-            yield
-        finally:
-            setattr(self._decoder, self._name, self.layers)
-
-    @contextmanager
     def selecting(self, selection: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Apply a function to each layer's states recorded inside the block, such as one that undoes a packing."""
         before, self._selection = self._selection, selection
@@ -107,7 +98,7 @@ class AuxLayers:
     def check(self, wanted: Sequence[int], name: str) -> None:
         """Raise a UserError if hooks can't read this target's layers, or if it lacks one of the auxiliary layers."""
         why = f"{name}: its layers' inputs are not the hidden states that transformers reports"
-        use = "use a head that reads the last hidden state, such as mlp or lstm"
+        use = "use a head that reads the last hidden state, such as mlp"
         refuse((bool(wanted) and not self.layers, f"{why}; {use}"))
         check_layers(wanted, len(self.layers), name)
 

@@ -68,7 +68,6 @@ class TrainingTarget(ABC):
         tokens: Tensor,  # [B, S]
         documents: Tensor,  # [B, S] the same number throughout a document, see `speculator.target.packed`
         aux_layers: Sequence[int],  # ascending
-        sources: Sequence[Sequence[int]] = (),  # the encoder's token ids, by row; () without an encoder
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         """Return the hidden states after the final norm, and those of the n auxiliary layers, concatenated.
 

@@ -240,10 +240,9 @@ class InProcessTarget(ModelHere):
         tokens: Tensor,
         documents: Tensor | None,
         aux_layers: Sequence[int],
-        sources: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         with self.aux_layers.recorded(aux_layers) as states:
-            hidden = self.hidden(tokens, documents, sources)
+            hidden = self.hidden(tokens, documents)
         return hidden, states(hidden)
 
     @torch.no_grad()

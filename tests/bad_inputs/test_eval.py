@@ -55,6 +55,7 @@ SUITES = [
 
 _ROW: dict[str, Any] = {
     "name": "s",
+    **{"digest": "d", "prompts": 1, "turns": 1, "chat": False, "max_new_tokens": 1, "nodes": 1},
     "temperature": 0.0,
     "batch_size": 1,
     "drafter": "head",
@@ -67,8 +68,8 @@ _ROW: dict[str, Any] = {
 
 
 def report(row: dict[str, Any] = _ROW, **changes: Any) -> str:
-    whole = {"schema": 2, "target": "t", "speculator": "s", "hardware": "h", "settings": {}, "suites": [row]}
-    return json.dumps(whole | changes)
+    whole = {"schema": 2, "target": "t", "speculator": "s", "hardware": "h", "versions": {}, "settings": {}}
+    return json.dumps(whole | {"suites": [row]} | changes)
 
 
 COMPARE = "eval compare bad.json REPORT"

@@ -44,7 +44,7 @@ FLAGS = [
             "--num_speculative_tokens 4": "4",
             "--branches x": "branches",
             "--branches 3,2 --nodes 99": "nodes",
-            "--min_confidence 1.5": "min_confidence",
+            "--min_confidence 0.5": "min_confidence is gone",
             "--rule multi_candidate": "multi_candidate",
         },
     ),
@@ -52,7 +52,7 @@ FLAGS = [
     Case(f"{GENERATE} --prompts bad.jsonl", "bad.jsonl", {"bad.jsonl": '{"prompt": "x"}\n{"prompt": 7}'}),
     Case("speculator inspect nowhere", "nowhere"),
     Case("speculator inspect TARGET", "architectures"),
-    Case("speculator export --speculator LSTM --format ibm --output out", "ibm"),
+    Case("speculator export --speculator MLP --format dspark --output out", "dspark"),
     Case("speculator export --speculator MLP --format native --output TEXT", "text.jsonl"),
     Case("speculator push --speculator nowhere --repo_id a/b", "nowhere"),
 ]

@@ -21,7 +21,7 @@ VALUES = flags(
         "--eval.temperatures []": "temperatures",
         "--speculator.architecture nonsense": "architecture",
         "--speculator.n_predict 0": "n_predict",
-        "--speculator.architecture lstm --speculator.options '{tie_weights: false}'": "lstm",
+        "--speculator.architecture lstm": "lstm is gone",
         "--speculator.n_predict 1": "tie_weights",
         "--speculator.options.tie_weights maybe": "expected bool",
         "--speculator.options.scale_input 1": "expected bool",
@@ -56,7 +56,7 @@ PLACES = [
         {
             "--target.name_or_path nowhere/at/all": "nowhere/at/all",
             "--speculator.warm_start nowhere": "nowhere",
-            "--speculator.warm_start LSTM --speculator.inner_dim 24": "inner_dim",
+            "--speculator.warm_start MLP --speculator.inner_dim 24": "inner_dim",
             "--data.sources [nowhere.jsonl]": "nowhere.jsonl",
             "--data.sources [TEXT@0]": "weight",
             "--output_dir TEXT": "text.jsonl",

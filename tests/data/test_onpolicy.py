@@ -22,8 +22,7 @@ from data import batches, onpolicy
 from data.__main__ import main
 from data.onpolicy import generate_rows
 from data.writing import Writing
-from speculator import Engine, HeadDrafter, Sampling, Step, Target, UserError, generate
-from speculator.decoding.request import rejection_marks
+from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable
 from speculator.drafters.tuning import choices_of, untuned
@@ -61,14 +60,6 @@ def test_rows_share_several_distributions(target, tmp_path):
     assert [expected["temperature"] for expected in manifest["sampling"]] == [0.0, 1.0]
     with pytest.raises(UserError, match="sampling"):
         made(target, tmp_path / "out", samplings=(Sampling(1.0),), seed=5, batch_size=4)
-    del manifest["order_of_samplings"]  # as of a version whose rows took the distributions in turn
-    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
-    again = made(target, tmp_path / "out", samplings=both.samplings, seed=5, batch_size=4)
-    assert list(again) == list(rows), "finished rows are only read"
-    (tmp_path / "begun" / "batches").mkdir(parents=True)
-    (tmp_path / "begun" / "batches" / "record.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="order_of_samplings"):
-        made(target, tmp_path / "begun", samplings=both.samplings, seed=5, batch_size=4)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 20])
@@ -135,36 +126,6 @@ def test_a_finished_folder_is_not_generated_again(target, tmp_path, monkeypatch)
     assert made(target, tmp_path) == rows
 
 
-def test_rejection_marks_equal_those_by_hand():
-    """A fully accepted draft, a rejected one, no draft, and one that the text's end cut after its accepted part."""
-    steps = [Step(3, 3, 4), Step(3, 1, 2), Step(0, 0, 1), Step(3, 2, 2)]
-    assert rejection_marks(steps) == [0, *(0, 0, 0, 0), *(0, 1), 0, *(0, 0)]
-
-
-def test_rejection_marks_match_the_steps_and_survive_a_kill(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(onpolicy, "_PIECE", 1)
-    rows = made(target, tmp_path / "whole", seed=5, mark_rejected=True)
-    assert [{name: row[name] for name in ("input_ids", "loss_mask")} for row in rows] == made(
-        target, tmp_path / "plain", seed=5
-    )
-    seen = set()
-    for index, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
-        own = Sampling(1.0, seed=5 + index)
-        (steps,) = generate(target, HeadDrafter(tiny_head()), [prompt], own, max_new_tokens=12).steps
-        at = len(prompt) + 1
-        assert sum(row["rejected"][:at]) == 0
-        for step in steps:
-            expected = [0] * (step.emitted - 1) + [step.accepted < step.drafted and step.emitted > step.accepted]
-            assert row["rejected"][at : at + step.emitted] == expected
-            seen |= {(step.accepted, step.cut)}
-            at += step.emitted
-        assert at == len(row["input_ids"])
-    assert len({accepted for accepted, _ in seen}) > 1
-    with killed_at(batches.Batches, "write", call=2):
-        made(target, tmp_path / "cut", seed=5, mark_rejected=True)
-    assert made(target, tmp_path / "cut", seed=5, mark_rejected=True) == rows
-
-
 def test_a_folder_that_another_run_is_writing_is_an_error(target, tmp_path):
     rows = made(target, tmp_path / "whole")
     with killed_at(batches.Batches, "_save"):
@@ -223,11 +184,6 @@ def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path
     record = json.loads((tmp_path / "cut" / "manifest.json").read_text())
     assert record["drafter"].startswith("head, adaptive")
     assert record["costs"] == json.loads((tmp_path / "whole" / "manifest.json").read_text())["costs"]
-
-
-def test_keeping_rejected_tokens_makes_an_adaptive_drafter_always_draft(target, tmp_path):
-    rows = made(target, tmp_path, drafter=adaptive(8.0, 0.0), mark_rejected=True)
-    assert sum(sum(row["rejected"]) for row in rows) > 0
 
 
 def test_a_finished_piece_is_not_generated_again(target, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from data.prepare import RowRequest, save_rows, token_rows
 from data.sources import SPLITS, documents, token_documents
 from speculator.errors import UserError
 
-COLUMNS = ("input_ids", "document_ids", "loss_mask", "rejected")
+COLUMNS = ("input_ids", "document_ids", "loss_mask")
 
 
 @pytest.mark.parametrize("max_tokens", [None, 9, 8])
@@ -40,15 +40,14 @@ def chats_of(lengths):
         {
             "input_ids": [100 * i + j for j in range(n)],
             "loss_mask": [int(j > 0) for j in range(n)],
-            "rejected": [int(j == n - 1) for j in range(n)],
         }
         for i, n in enumerate(lengths)
     ]
 
 
 def parts_of(row):
-    """The documents of a row, as (does it begin here, tokens, mask, marks)."""
-    columns = zip(*(row[name] for name in ("document_ids", "input_ids", "loss_mask", "rejected")), strict=True)
+    """The documents of a row, as (does it begin here, tokens, mask)."""
+    columns = zip(*(row[name] for name in ("document_ids", "input_ids", "loss_mask")), strict=True)
     parts = [list(zip(*part, strict=True)) for _, part in groupby(columns, key=lambda column: column[0])]
     return [(i >= row["document_ids"][0], *map(list, rest)) for i, (_, *rest) in enumerate(parts)]
 
@@ -153,7 +152,7 @@ def test_packed_loss_masks_stay_with_their_tokens(source, tmp_path):
     tokenizer = chat_tokenizer("llama3")
     rows = token_rows(RowRequest(mixture=mixture_of([str(file)]), split="train", tokenizer=tokenizer, length=64))
     learnt = [part for row in rows for part in parts_of(row)]
-    answers = [tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]) for _, ids, mask, _ in learnt]
+    answers = [tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m]) for _, ids, mask in learnt]
     kept = [row["messages"][1]["content"] for row in documents(str(file), "train")]
     assert sorted(filter(None, answers)) == sorted(f"{content}<|eot_id|>" for content in kept)
     assert len(kept) > 80
@@ -262,8 +261,6 @@ def test_a_cache_that_is_not_writable_is_an_error(source, monkeypatch):
 
 def test_text_that_fills_no_row_makes_a_short_one():
     stream = [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]
-    assert list(pack(stream, 8)) == [
-        {"input_ids": [5, 6, 7], "document_ids": [0, 0, 0], "loss_mask": [0, 1, 1], "rejected": [0, 0, 0]}
-    ]
+    assert list(pack(stream, 8)) == [{"input_ids": [5, 6, 7], "document_ids": [0, 0, 0], "loss_mask": [0, 1, 1]}]
     assert [len(row["input_ids"]) for row in pack(stream * 3, 8)] == [6, 3]
     assert not list(pack([{"input_ids": [5], "loss_mask": [1]}], 8))

@@ -332,7 +332,7 @@ def test_shards_that_a_server_adds_while_its_folder_is_read_wait_for_the_next_re
 
 
 def test_recorded_copies_and_bad_rows_fill_no_split(tmp_path):
-    rows = [{"input_ids": [n % 30, 1], "loss_mask": [0, 1], "rejected": [0, n // 30]} for n in range(60)]
+    rows = [{"input_ids": [n % 30, 1], "loss_mask": [0, 1]} for n in range(60)]
     (tmp_path / "rows").mkdir()
     (tmp_path / "manifest.json").write_text('{"recorded": true}')
     written = "".join(json.dumps(row) + "\n" for row in rows)

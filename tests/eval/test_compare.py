@@ -15,12 +15,15 @@ ROW = {
     "drafter": "head",
     "rule": "block",
     "num_speculative_tokens": 3,
+    "nodes": 3,
+    **{"prompts": 4, "turns": 4, "max_new_tokens": 8, "chat": True, "digest": "a"},
     "acceptance_by_position": [0.5, 0.5, 0.5],
     "acceptance_length": 2.0,
     "acceptance_length_interval": {"low": 1.9, "high": 2.1},
     "speedup": {"plain": {"value": 1.5, "low": 1.4, "high": 1.6}},
 }
-REPORT = {"schema": 2, "target": "t", "speculator": "s", "hardware": "cpu", "settings": {"seed": 0}, "suites": [ROW]}
+REPORT = {"schema": 2, "target": "t", "speculator": "s", "hardware": "cpu", "suites": [ROW]}
+REPORT |= {"versions": {"torch": "2"}, "settings": {"seed": 0}}
 
 
 def changed(**values):
@@ -93,7 +96,7 @@ def test_other_questions_under_the_same_name_have_no_verdict():
     text = table(ours, theirs)
     assert "digest of text: a | b" in text.splitlines()
     assert text.count("| other conditions |") == 2
-    for other in (changed(), theirs | {"target": "u"}):  # an older report, or another tokenizer
+    for other in (changed(digest="a"), theirs | {"target": "u"}):  # another target has another tokenizer
         assert table(ours, other).count("| not shown |") == 2
 
 

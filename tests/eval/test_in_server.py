@@ -54,9 +54,7 @@ def test_a_llama_server_is_measured_by_the_numbers_in_its_answers(server, target
     assert "the server drafted nothing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag", ["--rule block", "--batch_size 2", "--hybrid", "--repeats 2", "--dtype float32", "--as vllm"]
-)
+@pytest.mark.parametrize("flag", ["--rule block", "--batch_size 2", "--repeats 2", "--dtype float32", "--as vllm"])
 def test_flags_of_decoding_in_this_process_are_refused(target_folder, tmp_path, capsys, flag):
     assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9", *flag.split())) == 2
     said = capsys.readouterr().err

@@ -215,12 +215,12 @@ def test_a_report_has_several_draft_lengths_and_every_baseline(tmp_path, quick):
 
 def test_every_lookup_copies_as_many_tokens_as_in_adaptive_drafting(target_folder, monkeypatch):
     target, seen = Target.load(str(target_folder)), []
-    table, _ = decoders(target, tiny_head(), [2], None, ["hf_prompt_lookup"], 1, hybrid=True)
+    table, _ = decoders(target, tiny_head(), [2], None, ["hf_prompt_lookup"], 1)
     found = {decoder.key: decoder for decoder in table}
     monkeypatch.setattr(target.model, "generate", lambda **how: seen.append(how) or how["input_ids"])
     found["hf_prompt_lookup"].run([[5, 6, 7]], Sampling(), 4, Timed(), [])
     assert seen[0]["prompt_lookup_num_tokens"] == 8
-    assert [found[key].drafter.num_speculative_tokens for key in ("head", "ngram", "hybrid")] == [2, 8, 10]
+    assert [found[key].drafter.num_speculative_tokens for key in ("head", "ngram")] == [2, 8]
 
 
 def test_assisted_generation_has_transformers_own_settings_but_for_those_that_the_report_names(
@@ -343,7 +343,9 @@ def test_a_bootstrap_draws_both_figures_of_a_prompt_together():
 def test_costs_are_measured_on_full_batches(monkeypatch):
     """12 prompts make a batch of 8, which is measured, and one of 4, which is not."""
     rows = []
-    monkeypatch.setattr("eval.decoders.measure", lambda target, drafter, prompts, *_: rows.append(len(prompts)))
+    monkeypatch.setattr(
+        "eval.decoders.paired_steps", lambda target, drafter, prompts, *_: rows.append(len(prompts)) or []
+    )
     target = Target(tiny_model(), tokenizer=None)
     suite = Suite("s", [[i, i + 1, i + 2] for i in range(1, 13)])
     table = decoders(target, tiny_head(), [2], None, (), 8, {})[0]

@@ -9,7 +9,7 @@ from eval.decoders import Decoder
 from eval.page import page
 from eval.suites import Suite
 from eval.traces import piece, trace_suite
-from speculator import HeadDrafter, HybridDrafter, NgramDrafter, Sampling, Target, generate
+from speculator import HeadDrafter, NgramDrafter, Sampling, Target, generate
 from speculator.drafters.adaptive import PathOrDraft
 from speculator.drafters.shapes import Chain, Tree
 from speculator.drafters.tuning import adaptive_drafter
@@ -93,7 +93,7 @@ def test_lookup_that_finds_nothing_shows_no_draft(target):
     assert all(len(step.accepted) + len(step.rejected) == step.drafted for step in whole)
 
 
-def test_each_token_of_a_hybrid_draft_has_its_own_drafter(target, monkeypatch):
+def test_each_adaptive_draft_has_its_own_drafter(target, monkeypatch):
     drafts = {"head": [], "ngram": []}
 
     def note(shape, name):
@@ -110,7 +110,6 @@ def test_each_token_of_a_hybrid_draft_has_its_own_drafter(target, monkeypatch):
     note(Chain, "head")
     head = tiny_head()
     samples = made(adaptive_drafter(head, target), target)
-    samples += made(HybridDrafter(HeadDrafter(head, 2), NgramDrafter(3)), target)
     pieces = [piece for sample in samples for step in sample.steps for piece in step.accepted + step.rejected]
     assert {piece.source for piece in pieces} == {"head", "ngram"}
     of_head = {token for draft in drafts["head"] for token in draft.tokens[0].tolist()}

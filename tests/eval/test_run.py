@@ -34,10 +34,10 @@ def report_of(tmp_path, target=None, head=None, **more):
 
 
 def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, quick):
-    report = report_of(tmp_path, hybrid=True)
+    report = report_of(tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     text = (tmp_path / "report.md").read_text()
-    for label in ("draft head", "n-gram lookup", "hybrid draft", "plain decoding", "transformers generate"):
+    for label in ("draft head", "n-gram lookup", "plain decoding", "transformers generate"):
         assert f"| {label} |" in text
     assert (tmp_path / "acceptance.png").stat().st_size > 10_000
     assert markdown(report) == text

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculator.checkpoints import layout_of, load_any, save
-from speculator.heads import LSTMSpeculator, LSTMSpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 ROOT = Path(__file__).parents[2] / "integrations" / "vllm"
 V, D, N = 40, 32, 4
@@ -23,8 +23,7 @@ KINDS = {
     "one step": {"tie_weights": False, "n_predict": 1},
     "wider than the target": {"inner_dim": 48},
     "narrow": {"inner_dim": 8, "draft_vocab_size": 17},
-    "lstm": {},
-    "wide lstm": {"inner_dim": 48, "scale_input": False, "draft_vocab_size": 17},
+    "wide": {"inner_dim": 48, "scale_input": False, "draft_vocab_size": 17},
 }
 
 
@@ -108,8 +107,8 @@ def plugin(monkeypatch) -> ModuleType:
 
 def our_head(kind: str, dtype: torch.dtype = torch.float32):
     torch.manual_seed(0)
-    config, head = (LSTMSpeculatorConfig, LSTMSpeculator) if "lstm" in kind else (MLPSpeculatorConfig, MLPSpeculator)
-    made = head(config(**{"vocab_size": V, "emb_dim": D, "inner_dim": D, "n_predict": N} | KINDS[kind])).to(dtype)
+    shape = {"vocab_size": V, "emb_dim": D, "inner_dim": D, "n_predict": N} | KINDS[kind]
+    made = MLPSpeculator(MLPSpeculatorConfig(**shape)).to(dtype)
     for name, weight in made.named_parameters():
         if "ln" in name:
             torch.nn.init.normal_(weight, mean=float("bias" not in name), std=0.3)
@@ -276,7 +275,7 @@ class Foreign(torch.nn.Module):
 
 
 def test_an_exported_head_loads_with_the_same_logits(tmp_path):
-    for kind in ("narrow", "wide lstm", "one step"):
+    for kind in ("narrow", "wide", "one step"):
         head = our_head(kind)
         save(head, tmp_path / kind, layout_of("vllm-plugin", head))
         again = load_any(tmp_path / kind)

@@ -10,7 +10,7 @@ from speculator import Target
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig, Eagle3Speculator, Eagle3SpeculatorConfig
-from speculator.heads.eagle3.drafting import Eagle3Form
+from speculator.heads.eagle3.model import Eagle3Form
 
 PROMPTS = ["import argparse\n", "class Stack:\n    def __init__(self):\n", "def read(path):\n", "for i in range("]
 NEW, LENGTH = 48, 3

@@ -1,4 +1,4 @@
-"""MLP and LSTM heads in vLLM 0.32 with the plugin, in process and over HTTP.
+"""MLP heads in vLLM 0.32 with the plugin, in process and over HTTP.
 
 The text equals that of vLLM without a drafter, the draft tokens equal ours, and so does the acceptance per position.
 """
@@ -20,18 +20,16 @@ from serving.shared import ENVIRONMENT, TARGET, draft_from, our_steps, per_posit
 
 from speculator import Target, generate
 from speculator.checkpoints import layout_of, save
-from speculator.heads import LSTMSpeculator, LSTMSpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
+from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 
 N = 4
 HEADS = {
-    "mlp, tied": (MLPSpeculatorConfig, MLPSpeculator, {}, 4),
+    "mlp, tied": ({}, 4),
     "mlp, untied, 2,000 tokens": (
-        MLPSpeculatorConfig,
-        MLPSpeculator,
         {"tie_weights": False, "scale_input": False, "draft_vocab_size": 2000, "inner_dim": 96},
         3,
     ),
-    "lstm, wider than the target": (LSTMSpeculatorConfig, LSTMSpeculator, {"inner_dim": 256}, 4),
+    "mlp, wider than the target": ({"inner_dim": 256}, 4),
 }
 # Prompts in chunks of 64 tokens, four requests at a time, and a KV cache too small for four long ones.
 ENGINE = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
@@ -78,8 +76,9 @@ def plain(tmp_path_factory, run_in, runs) -> list[dict]:
 def half_known(target, prompts, texts, kind: str):
     """A head trained on the texts for a few steps, so that some of its drafts are accepted and some are not."""
     torch.manual_seed(0)
-    config, head, changes, _ = HEADS[kind]
-    made = head(config(vocab_size=target.vocab_size, emb_dim=target.hidden_size, n_predict=N, **changes))
+    changes, _ = HEADS[kind]
+    shape = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, "n_predict": N, **changes}
+    made = MLPSpeculator(MLPSpeculatorConfig(**shape))
     made.config.base_model_name_or_path = str(TARGET)
     rows = [torch.tensor([prompt + answer]) for prompt, answer in zip(prompts, texts, strict=True)]
     draft_from(made, [row[0].tolist() for row in rows])
@@ -104,7 +103,7 @@ def served(request, target, prompts, texts, tmp_path_factory):
     head = half_known(target, prompts, texts, request.param)
     folder = tmp_path_factory.mktemp("head") / "head"
     save(head, folder, layout_of("vllm-plugin", head))
-    return head, folder, HEADS[request.param][3]
+    return head, folder, HEADS[request.param][1]
 
 
 def eagle(folder: Path, length: int) -> dict:

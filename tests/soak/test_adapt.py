@@ -19,7 +19,7 @@ SETTINGS = {
     "data": {"seq_length": 64},
     "stage1": {
         **{"max_steps": 60, "learning_rate": 1e-2, "warmup_steps": 2, "eval_steps": 10, "save_steps": 10},
-        **{"per_device_train_batch_size": 4, "rejected_token_weight": 2.0},
+        **{"per_device_train_batch_size": 4},
     },
     "stage2": {"max_steps": 0},
     "eval": {"validation_rows": 2, "validation_prompts": 3, "max_prompts": 2, "max_new_tokens": 30, "tune_prompts": 2},

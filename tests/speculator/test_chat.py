@@ -1,9 +1,12 @@
 import json
+import time
 
 import pytest
 from chat_templates import CHATML, QWEN3, chat_tokenizer
+from serving_here import outputs
 from transformers import PreTrainedTokenizerBase
 
+from speculator import chat
 from speculator.chat import (
     RefusedError,
     answer_message,
@@ -268,15 +271,13 @@ def test_an_answer_in_channels_is_sent_without_their_marks(stream, fields, answe
     tokenizer = tokenizer_with(GPT_OSS, HARMONY)
     writer = ChatWriter(ChatRequest(messages=CHAT, stream=stream, **fields), "tiny", tokenizer, [[1, 2]])
     tokens, sent, pieces = tokenizer(answer, add_special_tokens=False)["input_ids"], {}, 0
-    for k, token in enumerate(tokens):
-        if not writer.done:
-            ends = None if k + 1 < len(tokens) else "eos" if answer.endswith("|>") else "length"
-            output = StepOutput(index=0, tokens=[token], logprobs=[], finish_reason=ends)
-            event = writer.event(output) if stream else writer.add(output) and ""
-            delta = json.loads(event.removeprefix("data: "))["choices"][0]["delta"] if event else {}
-            pieces += bool(delta)
-            for name, text in delta.items():
-                sent[name] = sent.get(name, "") + text if isinstance(text, str) else text
+    end, stops = "eos" if answer.endswith("|>") else "length", [fields["stop"]] if "stop" in fields else []
+    for output in outputs(tokenizer, tokens, end, stops, fields.get("min_tokens", 0)):
+        event = writer.event(output) if stream else writer.add(output) and ""
+        delta = json.loads(event.removeprefix("data: "))["choices"][0]["delta"] if event else {}
+        pieces += bool(delta)
+        for name, text in delta.items():
+            sent[name] = sent.get(name, "") + text if isinstance(text, str) else text
     if not stream:
         sent = writer.body()["choices"][0]["message"]
         sent.pop("role")
@@ -351,3 +352,62 @@ def test_tools_that_the_template_does_not_write_are_refused():
     for written in ("{{ tools | tojson }}", "{% if messages | length > 2 %}{{ tools[0].function.name }}{% endif %}"):
         text = chat_text(chat_tokenizer("qwen3", written + CHATML), CHAT * 3, [TOOL])
         assert "weather" in text
+
+
+NESTED = "<tool_call>" + '{"a":' * 20_000 + "1" + "}" * 20_000 + "</tool_call>"
+
+
+@pytest.mark.parametrize("answer", ["<tool_call>{}" * 20_000, '<tool_call>{"a"x' * 20_000, NESTED])
+def test_calls_without_an_end_take_no_longer_than_their_text(answer, monkeypatch):
+    """They took 20 seconds, in which no other thread of the server ran."""
+    monkeypatch.setattr(chat, "decoded", lambda *_, **__: answer)
+    tokenizer = chat_tokenizer("qwen3", QWEN3 + "{# reasoning_content tool_calls #}")
+    began = time.perf_counter()
+    assert answer_message(tokenizer, [], []) == {"role": "assistant", "content": answer}
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("answer", ["<|channel|>" + "a" * 40_000, "to=" * 20_000])
+def test_channels_without_an_end_take_no_longer_than_their_text(answer, monkeypatch):
+    monkeypatch.setattr(chat, "decoded", lambda *_, **__: answer)
+    began = time.perf_counter()
+    assert answer_message(chat_tokenizer("qwen3", GPT_OSS), [], [])["content"] == answer
+    assert time.perf_counter() - began < 1
+
+
+def test_a_call_may_have_the_marks_of_a_call_in_its_arguments():
+    tokenizer = chat_tokenizer("qwen3", QWEN3 + "{# tool_calls #}")
+    call = {"name": "f", "arguments": {"text": "<tool_call> and } </tool_call>"}}
+    answer = f"Now: <tool_call> {json.dumps(call)}\n</tool_call> <tool_call>{{"
+    message = answer_message(tokenizer, [], tokenizer(answer)["input_ids"])
+    assert message["tool_calls"] == [{"type": "function", "function": call}]
+    assert message["content"] == "Now:  <tool_call>{"
+
+
+SHOUTED = QWEN3.replace("m.content }}<|im_end|>", "m.content | replace('e', 'E') }}<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "renderings"),
+    [(QWEN3, 1), (SHOUTED, 2), (QWEN3.replace("m.content }}<|im_end|>", "m.content | tojson }}<|im_end|>"), 1)],
+)
+def test_a_long_chat_is_checked_in_the_time_of_its_text(template, renderings, monkeypatch):
+    """Each of its messages was searched in the whole text, or rendered with all others."""
+    made, tokenizer = [], chat_tokenizer("qwen3", template)
+    render = chat._render
+    monkeypatch.setattr(chat, "_render", lambda *given: made.append(0) or render(*given))
+    messages = [*CHAT, *({"role": "tool", "content": f"one\n{number}"} for number in range(20_000))]
+    began = time.perf_counter()
+    text = chat_text(tokenizer, messages)
+    assert time.perf_counter() - began < 2
+    assert len(made) == renderings
+    assert "19999" in text
+
+
+def test_a_message_out_of_its_order_is_found():
+    """Some templates write the system message last."""
+    late = "{% for m in messages if m.role != 'system' %}{{ m.content }}.{% endfor %}{{ messages[0].content }}"
+    messages = [{"role": role, "content": role} for role in ("system", "user", "tool", "ipython")]
+    assert chat_text(chat_tokenizer("qwen3", late), messages) == "user.tool.ipython.system"
+    with pytest.raises(RefusedError, match="'ipython'"):
+        chat_text(chat_tokenizer("qwen3", late.replace("!= 'system'", "in ('user', 'tool')")), messages)

@@ -47,12 +47,12 @@ def greedy(folder, ids: list[int], count: int) -> list[int]:
     return model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("drafting", [[], ["--draft_model"], ["--early_exit"], ["--ngram", "--speculator"]])
+@pytest.mark.parametrize("drafting", [[], ["--draft_model"], ["--ngram"]])
 def test_rows_of_the_output_file_are_the_targets_greedy_text(target_folder, head_folder, tmp_path, drafting):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["def main():", "import sys", "class A"]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(target_folder)], "--early_exit": ["1"]}
+    folders = {"--speculator": [str(head_folder)], "--draft_model": [str(target_folder)]}
     drafting = [part for flag in drafting for part in (flag, *folders.get(flag, []))]
     flags = ["--prompts", str(prompts), "--output", str(output), "--max_new_tokens", "20", "--batch_size", "2"]
     assert main(["generate", "--target", str(target_folder), *drafting, *flags]) == 0
@@ -102,7 +102,7 @@ def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_
     ("flags", "kind", "expected"),
     [
         (["--num_speculative_tokens", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
-        (["--min_confidence", "0.4", "--rule", "block"], Chain, {"depth": 3, "min_confidence": 0.4}),
+        (["--draft_sampling", "sampled", "--rule", "block"], Chain, {"depth": 3, "sampled": True}),
         (["--branches", "3,2", "--nodes", "5", "--rule", "match"], Tree, {"branches": (3, 2), "nodes": 5}),
         (["--branches", "2,2"], Candidates, {"nodes": 6}),
     ],
@@ -210,7 +210,7 @@ def test_a_prompt_that_ends_in_byte_tokens_breaks_no_character_after_it():
         prompt, new = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("日" * count, "本語"))
         assert len(prompt) == 3 * count
         assert decode(tokenizer, new, prompt) == "本語"
-        assert AnswerText(tokenizer, [], prompt).push(new, ended=True) == "本語"
+        assert AnswerText(tokenizer, [], prompt).push(new, "length") == "本語"
 
 
 def test_a_stop_string_is_found_in_a_run_of_byte_tokens():
@@ -228,8 +228,8 @@ def test_the_space_before_the_first_new_word_is_kept():
     tokenizer = llama_like_tokenizer()
     a, word = tokenizer.convert_tokens_to_ids(["a", "▁a"])
     assert [decode(tokenizer, [word]), decode(tokenizer, [word], [a])] == ["a", " a"]
-    assert AnswerText(tokenizer, [], [a]).push([word, word], ended=True) == " a a"
-    assert AnswerText(tokenizer, []).push([word, word], ended=True) == "a a"
+    assert AnswerText(tokenizer, [], [a]).push([word, word], "length") == " a a"
+    assert AnswerText(tokenizer, []).push([word, word], "length") == "a a"
     assert StopStrings([" a"], tokenizer).end([a, word], 1, 1) == 2
     assert StopStrings([" a"], tokenizer).end([a, word], 1, 1, min_tokens=1) is None
 

@@ -428,22 +428,12 @@ def test_answers_count_whole_after_the_newest_file_of_the_last_round_was_deleted
     assert main(loop.argv("--rounds", "2")) == 0
 
 
-def test_a_round_of_an_older_version_says_no_tokens_of_its_newest_file(loop, monkeypatch):
-    loop.verdicts = [True, True]
-    assert main(loop.argv("--rounds", "1")) == 0
-    for file in loop.folder.rglob("round.json"):
-        outcome = json.loads(file.read_text())
-        del outcome["newest_tokens"]
-        file.write_text(json.dumps(outcome))
-    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits for answers that are there"))
-    assert main(loop.argv("--rounds", "2")) == 0
-
-
 def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_target, capsys):
     with adapt._alone(loop.folder) as lock, serving(chat_target) as (without_route, _):
         wrong = [
             ["--output", str(loop.folder)],  # locked
             ["--api_key", "wrong"],
+            ["--api_key", ""],
             ["--server", without_route],
             ["--server", "http://127.0.0.1:9"],
             ["--record", str(loop.folder / "nowhere")],

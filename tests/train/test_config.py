@@ -144,6 +144,7 @@ def test_a_config_file_may_use_yaml_anchors_and_merges(tmp_path):
     [
         (["--stage1.max_step", "3"], "unknown key stage1.max_step: did you mean stage1.max_steps?"),
         (["--confi", "x"], "unknown key confi"),
+        (["--stage2.rejected_token_weight", "2"], "stage2.rejected_token_weight is gone: weighting tokens after"),
         (["--stage1", "null"], "stage1"),
         (["--target", str(ROOT / "model.gguf")], f"--target.name_or_path {ROOT}/model.gguf"),
         (["--target=org/name"], "--target.name_or_path org/name"),

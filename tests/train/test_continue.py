@@ -1,4 +1,4 @@
-"""Training on recorded answers: the old head's shape, weights of rejected tokens, held-out rows, and the early end."""
+"""Training on recorded answers: the old head's shape, held-out rows, and the early end."""
 
 import os
 import re
@@ -10,6 +10,8 @@ import torch
 from checkpoint_folders import edit_tensors, refused
 from conftest import DFLASH, DFLASH2, settled, tiny_block_head, tiny_head
 from datasets import Dataset
+from mtp_models import config_of, model_of, mtp_of
+from mtp_models import save as save_mtp
 
 from data.mixture import mixture_of
 from data.prepare import RowRequest, token_rows
@@ -33,7 +35,7 @@ def traffic(target_folder, tmp_path_factory):
     """Folder of a head and of the answers that it drafted."""
     folder = tmp_path_factory.mktemp("traffic")
     target = Target.load(str(target_folder))
-    head = tiny_head(n_predict=2, architecture="lstm", vocab_size=target.vocab_size)
+    head = tiny_head(n_predict=2, vocab_size=target.vocab_size)
     head.save_pretrained(folder / "head")
     engine = Engine(target, HeadDrafter(head), slots=8)
     requests = [engine.submit([5 + n, 6, 7], Sampling(1.0, seed=n), max_new_tokens=40) for n in range(60)]
@@ -44,7 +46,7 @@ def traffic(target_folder, tmp_path_factory):
     return folder, requests
 
 
-def test_rows_keep_where_drafts_were_rejected_and_the_newest_are_held_out(traffic, target_folder, monkeypatch):
+def test_the_newest_answers_are_held_out(traffic, target_folder, monkeypatch):
     folder, requests = traffic
     monkeypatch.setenv("SPECULATOR_CACHE", str(folder / "cache"))
     target = Target.load(str(target_folder))
@@ -53,11 +55,8 @@ def test_rows_keep_where_drafts_were_rejected_and_the_newest_are_held_out(traffi
             mixture=mixture_of([str(folder / "recorded")]), split="train", tokenizer=target.tokenizer, length=128
         )
     )
-    rejected, mask = ([value for row in rows for value in row[name]] for name in ("rejected", "loss_mask"))
     answers = [answer for row in rows for answer in split(row["input_ids"], row["document_ids"])]
     assert sorted(answers) == sorted(request.sequence for request in requests[:54])
-    assert 0 < sum(rejected) < sum(mask)
-    assert all(has_loss or not marked for has_loss, marked in zip(mask, rejected, strict=True))
     suite = load_suite(str(folder / "recorded"), target, prompt_tokens=8, max_prompts=9, max_new_tokens=8)
     assert suite.prompts == [list(request.prompt) for request in requests[57:]]
 
@@ -131,6 +130,46 @@ def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(
     assert torch.equal(made.fc.weight, head.fc.weight)
 
 
+def continued(folder: Path, *flags: str):
+    """The head of a run on the target in a folder, before its first step."""
+    target = Target.load(str(folder))
+    config = parse(["--target.name_or_path", str(folder), *flags])
+    return new_head(settled(config, target), target, Dataset.from_list([{"input_ids": [1, 2, 3]}]), length=32)
+
+
+@pytest.mark.parametrize("layout", ["native", "dspark", "speculators"])
+def test_a_block_drafter_goes_on_with_any_number_of_anchors(target_folder, tmp_path, layout):
+    head = tiny_block_head(Target.load(str(target_folder)), anchors=20, aux_layers=[1])
+    save(head, tmp_path / "head", layout_of(layout, head))
+    for given in (20, 7):
+        flags = ["--speculator.warm_start", str(tmp_path / "head"), "--speculator.options", f"{{anchors: {given}}}"]
+        made = continued(target_folder, *flags)
+        assert made.config.anchors == given
+        assert torch.equal(made.layers[0].mlp.up_proj.weight, head.layers[0].mlp.up_proj.weight)
+
+
+def test_the_options_of_a_shipped_layer_are_free_and_a_warm_start_keeps_them(tmp_path):
+    config = config_of("glm4_moe", vocab_size=300)
+    model = model_of(config)
+    folder = save_mtp(tmp_path / "glm", model, mtp_of(model))
+    options = ["--speculator.options", "{zero_first: true, recycle_normed: false}"]
+    shipped = ["--speculator.architecture", "mtp", "--speculator.initialise", "target"]
+    head = continued(folder, *shipped, *options)
+    assert (head.config.zero_first, head.config.recycle_normed) == (True, False)
+    assert torch.equal(head.layers[0].eh_proj.weight, load_any(folder).layers[0].eh_proj.weight)
+    for layout in ("native", "mtp"):
+        save(head, tmp_path / layout, layout_of(layout, head))
+        start = ["--speculator.warm_start", str(tmp_path / layout)]
+        for flags, expected in (([], True), (options, True), (["--speculator.options", "{zero_first: false}"], False)):
+            assert continued(folder, *start, *flags).config.zero_first == expected
+
+
+def test_an_embedding_of_a_new_heads_own_is_the_targets(target_folder):
+    shape = ["--speculator.architecture", "eagle3", "--speculator.options", "{own_embedding: true, aux_layers: [0, 1]}"]
+    head, target = continued(target_folder, *shape), Target.load(str(target_folder))
+    assert torch.equal(head.embedding_weight, target.embedding_matrix())
+
+
 @pytest.mark.parametrize(
     ("options", "total_variation", "cross_entropy"), [({}, 1.8, 0.1), (DFLASH, 0, 1), (DFLASH2, 0, 1)]
 )
@@ -153,7 +192,7 @@ def start_of(kind: str, target: Target, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["mlp native", "mlp ibm", "lstm arctic", "eagle3 native", "eagle3 eagle3", "eagle3 speculators", "dspark dspark"],
+    ["mlp native", "mlp ibm", "mlp arctic", "eagle3 native", "eagle3 eagle3", "eagle3 speculators", "dspark dspark"],
 )
 def test_the_settings_of_a_start_need_no_values_of_its_weights(target_folder, tmp_path, kind):
     flags = start_of(kind, Target.load(str(target_folder)), tmp_path / "head")

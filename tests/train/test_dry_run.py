@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import RECURRENT, settled, shorten_validation
-from transformers import LlamaConfig, Qwen3Config
+from conftest import CONFIGS, RECURRENT, settled, shorten_validation
+from transformers import FalconConfig, Glm4MoeConfig, LlamaConfig, Qwen3Config
 
 from speculator.errors import UserError
-from train import checks, run
+from speculator.heads import ARCHITECTURES
+from train import checks, dry_run, run
 from train.command_line import parse
 from train.dry_run import run_on_stand_ins
 from train.folder import check_same_run, write_record
@@ -72,7 +73,7 @@ def unmeasured(monkeypatch):
     monkeypatch.setattr("speculator.drafters.tuning.SECONDS", 0.0)
 
 
-def dry_run(recipe: Path, *flags: str) -> None:
+def try_out(recipe: Path, *flags: str) -> None:
     config = parse(["--config", str(recipe), "--dry_run", *flags])
     run_on_stand_ins(settle(config, 1, local_only=True), run_all)
 
@@ -83,7 +84,7 @@ def test_a_recipe_passes_the_checks_of_its_settings(recipe):
 
 
 def test_a_dry_run_of_raw_text_has_no_chats(figures_only, unmeasured):
-    dry_run(ROOT / "configs" / "quickstart.yaml", "--data.raw", "true")
+    try_out(ROOT / "configs" / "quickstart.yaml", "--data.raw", "true")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -94,7 +95,7 @@ def test_a_recipe_runs(recipe, capsys, request, monkeypatch):
         request.getfixturevalue("figures_only")
         request.getfixturevalue("unmeasured")
         shorten_validation(monkeypatch)
-    dry_run(recipe)
+    try_out(recipe)
     text = capsys.readouterr().out
     config = parse(["--config", str(recipe)])
     parts = ["stage1", *["stage2"] * bool(config.stage2.max_steps), "evaluation"]
@@ -121,7 +122,7 @@ def test_stage_2_does_not_hold_the_head_of_stage_1(monkeypatch, unmeasured):
 
     monkeypatch.setattr(run, "train_stage", watched)
     with pytest.raises(SeenError):
-        dry_run(ROOT / "configs" / "code.yaml")
+        try_out(ROOT / "configs" / "code.yaml")
 
 
 def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, figures_only, unmeasured, monkeypatch):
@@ -130,7 +131,7 @@ def test_a_dry_run_keeps_the_head_the_sampling_and_the_targets_family(tmp_path, 
     Qwen3Config().save_pretrained(tmp_path)
     given = parse(["--config", str(ROOT / "configs" / "qwen3-8b.yaml"), "--dry_run"])
     speculator, target = (
-        replace(given.speculator, architecture="lstm"),
+        replace(given.speculator, architecture="mlp"),
         replace(given.target, name_or_path=str(tmp_path)),
     )
     # The rate is for the run's target, not for the narrow one that stands in.
@@ -166,25 +167,38 @@ def test_a_dry_run_shrinks_the_sizes_of_dflash_2():
         run_on_stand_ins(settle(parse([*recipe, "--dry_run"]), 1, local_only=True), run)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "lfm2_moe", "kimi_linear"])
-def test_a_dry_run_stands_a_llama_in_for_a_target_with_recurrent_layers(family, tmp_path):
-    RECURRENT[family].save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("config", "stand_in"),
+    [
+        *(pytest.param(RECURRENT[family], "llama", id=family) for family in ("mamba2", "lfm2_moe", "kimi_linear")),
+        *((CONFIGS[family], f"{family}_text") for family in ("gemma3n", "gemma4")),
+        (CONFIGS["qwen3_moe"], "qwen3_moe"),
+        (Glm4MoeConfig(), "glm4_moe"),
+        (FalconConfig(), "llama"),  # its config takes no head_dim
+    ],
+)
+def test_a_dry_run_stands_a_small_model_in_for_the_target(config, stand_in, tmp_path, monkeypatch):
+    """It has another family than the target only if that one has recurrent layers or can't be made small."""
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(dry_run, "head_class", lambda options: ARCHITECTURES["eagle3"])  # it reads the most layers
     sizes = ["--data.seq_length", "64", "--eval.max_new_tokens", "32", "--stage2.max_steps", "0"]
     given = parse(["--config", str(ROOT / "tests/plain.yaml"), "--target.name_or_path", str(tmp_path), *sizes])
     seen = []
 
     def run(config):
-        seen.append(json.loads((Path(config.target.name_or_path) / "config.json").read_text()))
+        folder = Path(config.target.name_or_path)
+        seen.append(json.loads((folder / "config.json").read_text()))
+        assert (folder / "model.safetensors").stat().st_size < 20e6
         raise SeenError
 
     with pytest.raises(SeenError):
         run_on_stand_ins(settle(given, 1, local_only=True), run)
-    assert (seen[0]["model_type"], seen[0]["num_hidden_layers"]) == ("llama", 2)
+    assert (seen[0]["model_type"], seen[0]["num_hidden_layers"]) == (stand_in, 7)
 
 
 def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
     with pytest.raises(UserError, match=r"data\.seq_length"):
-        dry_run(ROOT / "configs" / "quickstart.yaml", "--data.seq_length", "100000")
+        try_out(ROOT / "configs" / "quickstart.yaml", "--data.seq_length", "100000")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +211,7 @@ def test_rows_longer_than_the_targets_context_are_refused_where_that_is_known():
 )
 def test_a_wrong_recipe_fails_with_the_error_of_the_run(flags, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        dry_run(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
+        try_out(ROOT / "configs" / "llama-3.1-8b-instruct.yaml", *flags)
 
 
 def test_a_dry_run_is_not_recorded_as_a_setting_of_the_run(tmp_path):

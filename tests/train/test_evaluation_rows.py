@@ -16,7 +16,7 @@ from train.trainer import Collator, SpeculatorTrainer, arguments
 _DECODED = {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0}
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])
 def test_rows_that_fill_a_batch_do_not_count(tmp_path: Path, architecture: str):
     target = Target(tiny_model(), tokenizer=None)
     head = tiny_block_head(target) if architecture == "dspark" else bind(tiny_head(architecture=architecture), target)

@@ -82,7 +82,7 @@ def counted(target):
 
 
 TRAINED = [("mlp", family, drafted) for family in ("llama", "gemma2") for drafted in (None, DRAFTED)]
-TRAINED += [("lstm", "llama", DRAFTED), ("eagle3", "gemma2", DRAFTED), ("eagle3", "llama", None)]
+TRAINED += [("eagle3", "gemma2", DRAFTED), ("eagle3", "llama", None)]
 TRAINED += [("dspark", "llama", DRAFTED)]
 
 
@@ -90,7 +90,7 @@ TRAINED += [("dspark", "llama", DRAFTED)]
     ("architecture", "family", "drafted"),
     [
         pytest.param(*case, marks=[pytest.mark.soak] * (case not in TRAINED))
-        for case in product(("mlp", "lstm", "eagle3", "dspark"), ("llama", "gemma2"), (None, DRAFTED))
+        for case in product(("mlp", "eagle3", "dspark"), ("llama", "gemma2"), (None, DRAFTED))
     ],
     ids=lambda value: value if isinstance(value, str) else "some tokens" if value else "all tokens",
 )

@@ -42,7 +42,7 @@ def test_labels_are_inside_the_loss_mask_from_the_first_token_read():
     assert align(x, torch.zeros_like(x), speaks, N).tolist() == [[[no, no, 4, 5, no, no], [no, no, 5, no, no, no]]]
 
 
-def measured(loss, labels, features, outputs, hidden, draft_tokens=None, token_weights=None) -> dict:
+def measured(loss, labels, features, outputs, hidden, draft_tokens=None) -> dict:
     """Metrics' sums of a head with these features, the objective, and the number of labels."""
     head = SimpleNamespace(output=outputs.__getitem__, draft_tokens=draft_tokens)
     batch = TrainingBatch(
@@ -51,7 +51,6 @@ def measured(loss, labels, features, outputs, hidden, draft_tokens=None, token_w
         hidden=hidden,
         states=None,
         targets={"labels": labels},
-        token_weights=token_weights,
     )
     metrics = UnrolledHead.measure(head, features, batch, loss)
     objective, _ = metrics.pop("objective")
@@ -80,11 +79,10 @@ class Case:
         self,
         weights: LossConfig,
         chunk: int | None = None,
-        token_weights: torch.Tensor | None = None,
         compiled: bool = False,
     ) -> dict:
         loss = ChunkedLoss(lambda h: h @ self.lm_head.T, weights, V, chunk, compiled)
-        return measured(loss, self.labels, self.features, self.outputs, self.hidden, self.draft_tokens, token_weights)
+        return measured(loss, self.labels, self.features, self.outputs, self.hidden, self.draft_tokens)
 
     def naive(self, loss) -> torch.Tensor:
         """Sum of `loss(z, p, label)` over steps with all logits at once, by the alignment in `heads.unrolled`."""
@@ -184,29 +182,6 @@ def test_d_pace_counts_a_label_outside_the_draft_vocabulary_as_rejected():
     q, labels = torch.tensor([[0.25, 0.25]]), torch.tensor([[-1, 2]])
     weights = loss.pace(q, labels, torch.tensor([[0, 1]]), (1, 2))
     torch.testing.assert_close(weights, torch.tensor([[0.8125, 0.3125]]))
-
-
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("name", ["mix", "cross-entropy"])
-def test_a_token_weight_multiplies_the_loss_of_every_step_that_predicts_it(name, chunk):
-    case, (weights, loss) = Case(), CASES[name]
-    token_weights = torch.rand(B, L, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 4
-    expected = torch.zeros((), dtype=torch.float64)
-    for i in range(N):
-        z = case.outputs[i](case.features[i])
-        teacher = case.hidden[:, i + 1 : i + 1 + S] @ case.lm_head.T
-        each = loss(z, teacher, case.labels[:, i].clamp_min(0)) * (case.labels[:, i] != IGNORE)
-        expected = (
-            expected + (each * F.pad(token_weights, (0, N))[:, i + 2 : i + 2 + S]).sum()
-        )  # head i at t predicts x[t+2+i]
-    sums, plain = case.measure(weights, chunk, token_weights), case.measure(weights, chunk)
-    torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
-    for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
-    for key in ("loss", "count", "accuracy", "prefix_accuracy"):
-        assert torch.equal(sums[key], plain[key]), "reported metrics are unweighted"
-    ones = case.measure(weights, chunk, torch.ones(B, L, dtype=torch.float64))
-    assert torch.equal(ones["objective"], plain["objective"])
 
 
 # ---- a draft vocabulary

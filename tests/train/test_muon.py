@@ -76,7 +76,7 @@ def test_a_loaded_state_goes_on_with_the_schedule():
 
 
 def test_it_is_not_sharded():
-    muon = ["--shard_optimizer", "true", "--stage2.optimizer", "muon"]
+    muon = ["--stage1.optimizer", "adamw", "--shard_optimizer", "true", "--stage2.optimizer", "muon"]
     with pytest.raises(UserError, match=r"shard_optimizer .* --stage2\.optimizer adamw"):
         checks.settings(settled(parse(muon)))
     checks.settings(settled(parse([*muon, "--stage2.max_steps", "0"])))

@@ -233,16 +233,12 @@ def test_chats_resume_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
 
 def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target, tmp_path):
     changes = {"stage2.max_steps": 2, "stage2.generate.max_rows": 60, "stage2.generate.max_new_tokens": 16}
-    changes |= {"stage2.rejected_token_weight": 2, "stage2.generate.num_speculative_tokens": 2}
+    changes |= {"stage2.generate.num_speculative_tokens": 2}
     config = config_of(chat_folder, tmp_path / "run", **changes)
     run_all(config)
     manifest = json.loads((tmp_path / "run" / "generated" / "manifest.json").read_text())
     assert "2 tokens" in manifest["drafter"]
     second = load_from_disk(str(tmp_path / "run" / "generated" / "rows"))
-    assert any(1 in row["rejected"] for row in second)
-    for row in second:
-        assert len(row["rejected"]) == len(row["input_ids"])
-        assert not any(mark > learnt for mark, learnt in zip(row["rejected"], row["loss_mask"], strict=True))
     asked = [
         {tuple(row["input_ids"][: row["loss_mask"].index(1)]) for row in rows}
         for rows in (load_from_disk(str(folder_of(settled(config, target), target) / "rows")), second)

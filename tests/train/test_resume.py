@@ -26,7 +26,7 @@ from speculator.files import manifest_error, write_manifest
 from train import checkpoint, interrupts, trainer
 from train.command_line import parse
 from train.config import ROOT
-from train.folder import check_same_run, locked, write_record
+from train.folder import check_same_run, locked, rows_fingerprint, write_record
 from train.run import main
 
 SETTINGS = {
@@ -585,3 +585,14 @@ def test_a_first_sigterm_is_noted_while_training_and_only_then():
     with interrupts.saving():
         assert interrupts._saves.is_set()
     assert not interrupts._saves.is_set()
+
+
+def test_rows_without_marks_of_rejected_drafts_have_the_fingerprint_of_those_with_none():
+    """Such a column of zeros is what the rows of begun runs have."""
+    columns = {"input_ids": [[5, 6, 7], [8, 9]], "document_ids": [[0, 0, 1], [0, 0]], "loss_mask": [[0, 1, 1], [1, 1]]}
+    for more in ({}, {"rejected": [[0, 0, 0], [0, 0]]}):
+        kinds = datasets.Features(dict.fromkeys(columns | more, datasets.List(datasets.Value("int32"))))
+        assert rows_fingerprint(datasets.Dataset.from_dict(columns | more, features=kinds)) == "b76d6fe10fd8d730"
+    columns["loss_mask"][0][1] = 0
+    kinds = datasets.Features(dict.fromkeys(columns, datasets.List(datasets.Value("int32"))))
+    assert rows_fingerprint(datasets.Dataset.from_dict(columns, features=kinds)) != "b76d6fe10fd8d730"

@@ -207,7 +207,6 @@ def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"speculator.architecture": "lstm", "speculator.options": "{tie_weights: false}"}, "no untied LSTM"),
         ({"target.name_or_path": "nowhere/at/all"}, "nowhere/at/all"),
         ({"target.name_or_path": "./configs"}, "no config.json"),
         ({"speculator.architecture": "mtp", "speculator.initialise": "target"}, "no MTP layers of a llama"),
@@ -456,7 +455,7 @@ def test_however_a_global_batch_is_cut_the_result_is_the_same(
     sizes = {"stage1.per_device_train_batch_size": 4, "stage1.gradient_accumulation_steps": accumulation}
     done = run(command(folder, processes=processes, **settings, **sizes))
     assert done.returncode == 0, done.stderr
-    assert (" on 2 processes" in done.stderr) == (processes == 2)
+    assert f"loading the target on {processes} process" in done.stderr
     weights, history = state_of(folder, 20)
     expected_weights, expected_history = state_of(whole, 20)
     assert any("grad_norm" in entry for entry in expected_history)
@@ -465,31 +464,6 @@ def test_however_a_global_batch_is_cut_the_result_is_the_same(
             assert ours[name] == pytest.approx(value, rel=2e-3, abs=2.5e-3), name  # one token of 480 may tip
     for name, value in expected_weights.items():
         assert (weights[name] - value).abs().max() < 2e-3, name
-
-
-@pytest.mark.soak
-def test_another_architecture_trains_resumes_and_is_measured(command, tmp_path):
-    folder = tmp_path / "lstm"
-    overrides = {
-        "speculator.architecture": "lstm",
-        "speculator.initialise": "target",
-        "stage2.rejected_token_weight": 2,
-    }
-    done = run(command(folder, **overrides))
-    assert done.returncode == 0, done.stderr
-    first = json.loads((folder / "speculator" / "config.json").read_text())
-    assert first["architectures"] == ["LSTMSpeculator"]
-    _, history = state_of(folder, 20)
-    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    assert losses[-1] < 0.95 * losses[0]
-    marks = load_from_disk(str(folder / "generated" / "rows"))["rejected"]
-    assert any(map(any, marks)), "where drafts were refused is kept with the rows"
-    assert (folder / "eval" / "report.json").exists()
-    shutil.rmtree(folder / "speculator")  # as of a run that was cut off after its last step
-    (folder / "eval" / "report.json").unlink()
-    done = run(command(folder, **overrides))
-    assert done.returncode == 0, done.stderr
-    assert json.loads((folder / "speculator" / "config.json").read_text())["architectures"] == ["LSTMSpeculator"]
 
 
 @pytest.mark.soak

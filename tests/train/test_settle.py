@@ -1,7 +1,6 @@
 """A run is settled once: its sources are parsed, its head's config is built and its plan is made in one place."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from conftest import shorten_validation
@@ -13,7 +12,7 @@ from speculator.heads import SpeculatorConfig
 from train import plan, run, server_command, settle
 from train.command_line import parse
 from train.config import ROOT
-from train.folder import check_same_run, write_record
+from train.folder import write_record
 from train.gpus import GPUS, Place
 
 STAGE = {"max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1, "per_device_train_batch_size": 2}
@@ -80,16 +79,6 @@ def test_a_finished_run_needs_no_target(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(settle, "load_config", None)
     run.run(config)
     assert "is done" in capsys.readouterr().out
-
-
-def test_a_run_of_a_version_with_fewer_options_is_still_the_same(tmp_path):
-    config = parse(["--speculator.architecture", "dspark", "--output_dir", str(tmp_path / "run")])
-    write_record(tmp_path / "run", config, 1)
-    later = replace(config, speculator=replace(config.speculator, options={"selector_rank": 0, "selector_top_k": 16}))
-    check_same_run(tmp_path / "run", later, 1)
-    other = replace(config, speculator=replace(config.speculator, options={"selector_rank": 8}))
-    with pytest.raises(UserError, match=r"another speculator\.options\.selector_rank \(0, not 8\)"):
-        check_same_run(tmp_path / "run", other, 1)
 
 
 def test_a_model_without_a_vocabulary_is_refused_in_one_line(flags, tmp_path):

@@ -2,13 +2,18 @@
 
 import pytest
 import torch
-from conftest import tiny_block_head, tiny_head, tiny_model
+from conftest import settled, tiny_block_head, tiny_head, tiny_model
+from datasets import Dataset
 from transformers import TrainingArguments
 
+from eval.suites import Suite
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.target.base import TrainingTarget
-from train.config import LossConfig
+from train import stages
+from train.config import LossConfig, RunConfig, StageConfig
+from train.inputs import Inputs
+from train.sizes import with_steps
 from train.trainer import Collator, SpeculatorTrainer, arguments
 
 
@@ -69,8 +74,8 @@ class Elsewhere(TrainingTarget):
         self._inner, self.name, self.config, self.tokenizer = inner, inner.name, inner.config, None
         self.fingerprint, self.context_length = inner.fingerprint, inner.context_length
 
-    def training_states(self, tokens, documents, aux_layers, sources=()):
-        return self._inner.training_states(tokens, documents, aux_layers, sources)
+    def training_states(self, tokens, documents, aux_layers):
+        return self._inner.training_states(tokens, documents, aux_layers)
 
     def logits(self, hidden):
         return self._inner.logits(hidden)
@@ -106,3 +111,29 @@ def test_a_target_that_only_gives_states_trains_the_same_head(tmp_path, architec
         trainer.train()
         trained.append([weight.detach().clone() for weight in head.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("epochs", [1.0, 50.0])
+def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs, monkeypatch, capsys):
+    class Begun(BaseException):
+        """Training would begin here."""
+
+    def begin(**_):
+        raise Begun
+
+    rows = Dataset.from_list([{"input_ids": [*range(8)], "loss_mask": [1] * 8}] * 2)
+    settings = with_steps(StageConfig(max_steps=7, epochs=epochs, warmup_steps=50), len(rows), 1, 16)
+    monkeypatch.setattr(stages, "SpeculatorTrainer", begin)
+    run = settled(RunConfig(output_dir=str(tmp_path), report_to="none", stage1=settings), target)
+    inputs = Inputs(
+        run=run,
+        length=8,
+        train_rows=rows,
+        validation_rows=rows,
+        suites={"validation": Suite("text", [[1, 2]])},
+        own_prompts=None,
+        plan=None,
+    )
+    with pytest.raises(Begun):
+        stages.train_stage("stage1", target, tiny_head, inputs)
+    assert ("stage1.warmup_steps (50) exceeds the 2 steps" in capsys.readouterr().err) == (epochs == 1)

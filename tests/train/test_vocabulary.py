@@ -56,9 +56,8 @@ def completed(**given) -> RunConfig:
     return with_settings_of_start(RunConfig(speculator=HeadOptions(**given)), given)
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm"])
-def test_a_head_starts_from_the_rows_of_the_targets_matrix(target, architecture):
-    head = new_head(settled(config(architecture=architecture, initialise="target"), target), target, ROWS, 6)
+def test_a_head_starts_from_the_rows_of_the_targets_matrix(target):
+    head = new_head(settled(config(initialise="target"), target), target, ROWS, 6)
     assert head.draft_tokens.tolist() == [2, 7, 9]
     rows = target.model.get_output_embeddings().weight[[2, 7, 9]]
     torch.testing.assert_close(head.output(1).weight / head.output(1).weight.std(), rows / rows.std())
@@ -95,7 +94,7 @@ def test_a_warm_start_keeps_the_draft_vocabulary(target, tmp_path, kind):
         ({"draft_vocab_size": 0}, "has draft_vocab_size 3, but this run's head has None"),
         ({"n_predict": 3}, "has n_predict 2, but this run's head has 3"),
         ({"n_predict": 4}, "has n_predict 2, but this run's head has 4"),  # the default
-        ({"architecture": "lstm"}, "holds a head of architecture mlp, not the lstm configured"),
+        ({"architecture": "eagle3"}, "holds a head of architecture mlp, not the eagle3 configured"),
     ],
 )
 def test_a_warm_start_from_another_shape_raises(target, tmp_path, shape, message):

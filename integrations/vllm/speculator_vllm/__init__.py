@@ -1,6 +1,6 @@
-"""MLP and LSTM draft heads, and weights from a folder, in vLLM, which calls `register` in each process at its start."""
+"""MLP draft heads, and weights from a folder, in vLLM, which calls `register` in each process at its start."""
 
-ARCHITECTURES = {"EagleMLPSpeculator": "MLPHead", "EagleLSTMSpeculator": "LSTMHead"}
+ARCHITECTURES = {"EagleMLPSpeculator": "MLPHead"}
 """Classes of `speculator_vllm.model` by the architecture in config.json."""
 
 

@@ -13,7 +13,7 @@ whatever is called in between, in chunked prefill, after preemption, for request
 graph, which replays no Python.
 
 `n_predict`, `inner_dim` and the other fields are those of the speculator project's heads; so is the arithmetic:
-s = gelu(norm(proj_i(s) + alpha * emb_i(token))), and for the LSTM four such gates around a cell.
+s = gelu(norm(proj_i(s) + alpha * emb_i(token))).
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ def check_proposer() -> None:
     logger.warning("%s looks the same: compare the accepted tokens per position with the head's own", here)
 
 
-class Head(nn.Module):
-    """Base of both kinds of head. Sizes: n rows of a call, D the target's width, I the head's, V the vocabulary.
+class MLPHead(nn.Module):
+    """The architecture `EagleMLPSpeculator`.
+
+    Sizes: n rows of a call, D the target's width, I the head's, V the vocabulary.
 
     A step drafts one position. The steps of an untied head have weights of their own, stacked along the first
     dimension; a tied head has stacks of one.
@@ -77,8 +79,6 @@ class Head(nn.Module):
             or vocabulary is not the head's.
     """
 
-    gates = 1  # projections of the state, side by side
-    parts = 1  # vectors of width I in a state
     has_own_embed_tokens = has_own_lm_head = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -105,17 +105,17 @@ class Head(nn.Module):
         later = 1 if config.tie_weights else steps - 1
         shapes = {
             "emb": (count, config.vocab_size, inner),
-            "proj": (self.gates * inner, wide),  # of the first step, which reads the target's state
-            "later_proj": (later, self.gates * inner, inner),
+            "proj": (inner, wide),  # of the first step, which reads the target's state
+            "later_proj": (later, inner, inner),
             "head": (count, drafted or config.vocab_size, inner),
-            **self.norms(count, inner),
+            **dict.fromkeys(("ln_weight", "ln_bias"), (count, inner)),
         }
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape), requires_grad=False))
         tokens = torch.zeros(drafted, dtype=torch.int64) if drafted else None
         self.register_buffer("draft_tokens", tokens, persistent=False)
         rows = vllm_config.scheduler_config.max_num_batched_tokens
-        self.register_buffer("states", torch.zeros(rows, self.parts * inner), persistent=False)
+        self.register_buffer("states", torch.zeros(rows, inner), persistent=False)
         # vLLM wants a layer with a KV cache in every drafter, after the target's last one. It is never called.
         heads, parallel = target.get_head_size(), vllm_config.parallel_config
         self.attn = Attention(
@@ -129,28 +129,6 @@ class Head(nn.Module):
         # It also compares these with the target's, to share them; nothing here can be shared.
         nothing = SimpleNamespace(weight=torch.empty(0))
         self.model, self.lm_head = SimpleNamespace(embed_tokens=nothing), nothing
-
-    def norms(self, count: int, inner: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the norms' weights and biases by name.
-
-        Args:
-            count: number of steps with weights of their own.
-            inner: I.
-        """
-        raise NotImplementedError
-
-    def advance(
-        self,
-        step: Tensor,  # [] from 0
-        projected: Tensor,  # [n, gates * I] projection of the state plus embedding of the token
-        state: Tensor,  # [n, parts * I] undefined in step 0
-    ) -> Tensor:  # [n, parts * I]
-        """Return the next state; the output matrix reads its first I columns."""
-        raise NotImplementedError
-
-    def names(self) -> dict[str, Tensor]:
-        """Return the parameter, or the view of one, that holds each tensor of a checkpoint, by the tensor's name."""
-        raise NotImplementedError
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:  # [n] -> [n, I]
         """Return the tokens' embeddings of the first step, without the factor alpha."""
@@ -181,18 +159,17 @@ class Head(nn.Module):
         first = F.rms_norm(hidden_states, hidden_states.shape[-1:], eps=_EPS) / math.sqrt(2)
         first = F.linear(first if self.config.scale_input else hidden_states, self.proj)
         if len(self.later_proj):
-            later = F.linear(state[:, : self.config.inner_dim], pick(self.later_proj, (step - 1).clamp(min=0)))
+            later = F.linear(state, pick(self.later_proj, (step - 1).clamp(min=0)))
             first = torch.where(step == 0, first, later)
         token = self.alpha * F.embedding(input_ids.long(), pick(self.emb, step))
-        state = self.advance(step, first + token.repeat(1, self.gates), state)
+        state = F.gelu(norm(first + token, pick(self.ln_weight, step), pick(self.ln_bias, step)))
         self.states[:count] = state
         tag = torch.zeros_like(hidden_states)
         tag[:, _MARK] = torch.inf
         tag[:, _STEP] = (step + 1).to(tag.dtype)
         row = torch.arange(count, device=tag.device)
         tag[:, _ROW:_TAG] = (row[:, None] // powers % _BASE).to(tag.dtype)
-        shown = state[:, : self.config.inner_dim]
-        return torch.cat([shown, step.to(shown.dtype).expand(count, 1)], -1), tag
+        return torch.cat([state, step.to(state.dtype).expand(count, 1)], -1), tag
 
     def compute_logits(
         self,
@@ -222,59 +199,14 @@ class Head(nn.Module):
             places[name].copy_(weight)
         return {name for name, _ in self.named_parameters()}
 
-    def stacked(self, name: str, stack: Tensor) -> dict[str, Tensor]:
-        """Return each step's part of a stack by name, with the step in place of the {} in `name`."""
-        return {name.format(i): stack[i] for i in range(len(stack))}
-
-    def drafted(self) -> dict[str, Tensor]:
-        """Return the ids of the draft vocabulary by name; empty without one."""
-        return {} if self.draft_tokens is None else {"draft_tokens": self.draft_tokens}
-
-
-class MLPHead(Head):
-    """The architecture `EagleMLPSpeculator`; its state has width I."""
-
-    def norms(self, count: int, inner: int) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("ln_weight", "ln_bias"), (count, inner))
-
-    def advance(self, step: Tensor, projected: Tensor, state: Tensor) -> Tensor:
-        return F.gelu(norm(projected, pick(self.ln_weight, step), pick(self.ln_bias, step)))
-
     def names(self) -> dict[str, Tensor]:
-        stacks = {"emb": self.emb, "ln.{}.weight": self.ln_weight, "ln.{}.bias": self.ln_bias, "head": self.head}
-        places = {"proj.0.weight": self.proj, **self.drafted()}
+        """Return the parameter, or the view of one, that holds each tensor of a checkpoint, by the tensor's name."""
+        stacks = {"emb.{}.weight": self.emb, "ln.{}.weight": self.ln_weight, "ln.{}.bias": self.ln_bias}
+        stacks |= {"head.{}.weight": self.head}
+        places = {name.format(i): weight for name, stack in stacks.items() for i, weight in enumerate(stack)}
+        places |= {"proj.0.weight": self.proj}
         places |= {f"proj.{i + 1}.weight": weight for i, weight in enumerate(self.later_proj)}
-        for name, stack in stacks.items():
-            places |= self.stacked(name if "{}" in name else f"{name}.{{}}.weight", stack)
-        return places
-
-
-class LSTMHead(Head):
-    """The architecture `EagleLSTMSpeculator`; its state is [s, cell], both of width I."""
-
-    gates = 4
-    parts = 2
-
-    def norms(self, count: int, inner: int) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("cell_weight", "cell_bias", "state_weight", "state_bias"), (inner,))
-
-    def advance(self, step: Tensor, projected: Tensor, state: Tensor) -> Tensor:
-        forget, take, give, candidate = projected.chunk(self.gates, -1)
-        cell = torch.where(step == 0, 0, state[:, self.config.inner_dim :])
-        new = F.gelu(norm(candidate, self.cell_weight, self.cell_bias))
-        cell = forget.sigmoid() * cell + take.sigmoid() * new
-        shown = give.sigmoid() * F.gelu(norm(cell, self.state_weight, self.state_bias))
-        return torch.cat([shown, cell], -1)
-
-    def names(self) -> dict[str, Tensor]:
-        places = {"forget_emb.0.weight": self.emb[0], "head.0.weight": self.head[0], **self.drafted()}
-        for i, stack in enumerate((self.proj, self.later_proj[0])):
-            gates = zip(("forget", "input", "output", "cell"), stack.chunk(self.gates), strict=True)
-            places |= {f"{gate}_proj.{i}.weight": weight for gate, weight in gates}
-        for part in ("cell", "state"):
-            weights = {"weight": getattr(self, f"{part}_weight"), "bias": getattr(self, f"{part}_bias")}
-            places |= {f"{part}_ln.0.{name}": weight for name, weight in weights.items()}
-        return places
+        return places if self.draft_tokens is None else {**places, "draft_tokens": self.draft_tokens}
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # [n, I], [I], [I] -> [n, I]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from speculator_vllm.model import Head
+from speculator_vllm.model import MLPHead
 
 
 @dataclass
@@ -65,7 +65,7 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         Args:
             found: shape of each tensor by its name in the new folder.
         """
-        if isinstance(self.model, Head):
+        if isinstance(self.model, MLPHead):
             wanted = {name: tuple(place.shape) for name, place in self.model.names().items()}
         elif self.first.is_dir():
             wanted = {name: tuple(weight.shape) for name, weight in read(self.first)}

@@ -65,7 +65,7 @@ class DSparkSpeculatorConfig(AttentionConfig):
     mask_token_id: int = -1
     anchors: int = 512
     target_options: ClassVar[tuple[str, ...]] = (*AttentionConfig.target_options, "mask_token_id")
-    extensions: ClassVar[tuple[str, ...]] = ("conv_group_size", "selector_rank", "selector_top_k")
+    extensions: ClassVar[tuple[str, ...]] = ("anchors", "conv_group_size", "selector_rank", "selector_top_k")
 
     def __post_init__(self, **kwargs):
         least = {"num_hidden_layers": 1, "markov_rank": 0, "anchors": 1, "conv_group_size": 0, "selector_rank": 0}

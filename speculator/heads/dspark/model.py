@@ -21,12 +21,12 @@ that of slot k - 1 (`sample_from_anchor`) or of slot k. For G = 3:
     sample_from_anchor       x[a+1]  x[a+2]  x[a+3]
     else (DFlash)            -       x[a+1]  x[a+2]  x[a+3]
 
-This file has the training form, blocks at many anchors of a text. `drafting.py` has the drafting form.
+The training form, blocks at many anchors of a text, comes first, then the drafting form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,6 +34,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from speculator.decoding.drafter import Shape
+from speculator.decoding.memory import Sequences
 from speculator.device import send
 from speculator.errors import refuse
 from speculator.heads.attention.base import (
@@ -46,12 +48,14 @@ from speculator.heads.attention.base import (
     default_aux_layers,
     narrowed,
 )
+from speculator.heads.attention.cache import HeadCache
+from speculator.heads.attention.cached_source import CachedSource
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.dflash2 import CandidateSelector, Convolution
-from speculator.heads.dspark.drafting import DSparkSource
 from speculator.heads.target_matrices import HeadOnTargetMatrices
 from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, TrainingBatch, step_metrics
 from speculator.heads.unrolled import draft_ids
+from speculator.target.cache.kv_cache import KVCache, aligned, bucketed
 
 _SCORES = {"cpu": 2**20}
 _SCORES_ON_GPU = 2**26
@@ -364,14 +368,10 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         last = columns.new_zeros(len(labels)).scatter_reduce(0, blocks, columns, "amax")
         reach = max(0, int((last - first).max()))
         weights = loss.step_weights(self.n_predict).expand(labels.shape).flatten()[live]
-        # The weight of a label is that of its own token, one position after its predictor.
-        following = (rows[:, None] * length + (positions + 1).clamp_max(length - 1)).flatten()[live]
         ids, count = labels.flatten()[live], (labels != IGNORE).sum(0)
         live, ids, weights, count = (send(x, device) for x in (live, ids, weights, count))
         # The Markov head reads the token before the label, which is at the predictor's own position: x[a+k].
         before = batch.input_ids.flatten()[send(predictors, device)]
-        if batch.token_weights is not None:
-            weights = weights * batch.token_weights.flatten()[send(following, device)]
         features = features.flatten(0, 1)[live]
         terms = [(features, self.target_output.weight)]
         if self.markov_head is not None:
@@ -451,3 +451,97 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         """Return auxiliary hidden states [1, 4, nD], tokens [1, 4 + G], and a matrix [V, D] for the target's, twice."""
         aux_hidden, tokens, matrix = super().probe()
         return aux_hidden, nn.functional.pad(tokens, (0, 1)), matrix, matrix  # also the last state has a block after it
+
+
+# --- drafting
+
+
+class DSparkSource(CachedSource):
+    """Drafts with a block drafter; keeps each layer's keys and values of every row's text.
+
+    Those of a block come after the text's, and the next write replaces them.
+    """
+
+    def __init__(self, head: DSparkSpeculator):
+        self.head = head
+        self.independent = head.markov_head is None and head.candidate_selector is None
+        self._levels = 0  # deepest draft so far
+        self._spare = head.config.block_size  # positions that a step may write after a row's text
+
+    def reserve(self, shape: Shape) -> None:
+        self._levels = max(self._levels, min(shape.depth, self.head.n_predict))
+        # A step writes the pending token and its accepted path, which n-gram lookup may make longer than a block.
+        if shape.depth + 1 > self._spare:
+            self._spare = shape.depth + 1
+            if hasattr(self, "cache"):
+                self.grow(self._capacity)
+
+    def open(self, cache: KVCache) -> DSparkSource:
+        opened, config = super().open(cache), self.head.config
+        size = config.num_key_value_heads, cache.capacity + self._spare, config.head_dim
+        opened.cache = HeadCache(config.num_hidden_layers, len(cache.lengths), *size, self.head.fc.weight)
+        opened._capacity = cache.capacity
+        return opened
+
+    @torch.no_grad()
+    def _read(self, cache: HeadCache, hidden: Tensor, counts: Tensor) -> None:  # [B, T, nD], [B]
+        """Append text with these auxiliary hidden states to the cache: the first `counts` positions of each row."""
+        positions = cache.lengths[:, None] + torch.arange(hidden.shape[1], device=hidden.device)
+        context = self.head.context(hidden.to(self.head.dtype))
+        for index, (keys, values) in enumerate(self.head.key_values(context, positions)):
+            cache.write(index, keys, values, positions)
+        cache.lengths += counts
+
+    def read_prompts(
+        self, start: int, sequences: Sequences, begins: Sequence[int], hidden: Tensor, counts: Sequence[int]
+    ) -> None:
+        part = self.cache.select(start, start + len(counts), 0)
+        part.lengths.copy_(torch.tensor(begins))
+        self._read(part, hidden, torch.tensor(counts, device=hidden.device))
+
+    def commit(self, tokens: Tensor, hidden: Tensor, counts: Tensor) -> None:
+        self._read(self.cache.select(0, len(counts), 0), hidden, counts)
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return [self.cache.lengths]
+
+    @torch.no_grad()
+    def first(self, pending: Tensor, sequences: Sequences) -> Tensor:
+        head, size = self.head, self.head.config.block_size
+        longest = bucketed(max(map(len, sequences)) - 1, pending.device) + 1  # as the target's cache has it
+        cache = self.cache.select(0, len(pending), longest)
+        extent = min(aligned(longest + size, pending.device), cache.keys.shape[3])
+        slots = torch.arange(size, device=pending.device)
+        # Slot j of the block is at position length + j: after 7 tokens of text, the pending token is at 7.
+        positions = cache.lengths[:, None] + slots  # [B, size]
+        last = slots if head.config.is_causal else slots.new_full((size,), size - 1)
+        # All slots see the text and the whole block, or with causal blocks the slots up to their own. What lies beyond
+        # is left from an earlier block.
+        seen = torch.arange(extent, device=pending.device) <= (cache.lengths[:, None] + last)[..., None]
+        if head.config.sliding_window is not None:
+            seen &= torch.arange(extent, device=pending.device) > positions[..., None] - head.config.sliding_window
+        rope = head.rope(positions, head.dtype)
+        h = head.block(pending)
+        for index, layer in enumerate(head.layers):
+
+            def attended(query: Tensor, keys: Tensor, values: Tensor, index: int = index) -> Tensor:
+                cache.write(index, keys, values, positions)
+                return attend(query, cache.keys[index][:, :, :extent], cache.values[index][:, :, :extent], seen)
+
+            h = layer(h, rope, attended)
+        # All levels at once; `next` only adds what the token before changes.
+        self._slots = head.drafting_slots(h)[:, : self._levels]  # [B, levels, D]
+        self._logits = head.output_logits(self._slots)  # [B, levels, V_d]
+        return self._after(0, pending[:, None])
+
+    def next(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._after(level, tokens)
+
+    @torch.no_grad()
+    def _after(self, level: int, tokens: Tensor) -> Tensor:  # [B, f] -> [B, f, V]
+        """Return the logits of the token after each of `tokens`, at depth `level` + 1 of the draft."""
+        # Slots don't depend on drafted tokens, so all tokens of a level share one slot: [B, 1, D] and [B, 1, V_d].
+        slot = slice(level, level + 1)
+        logits = self.head.conditioned(self._slots[:, slot], self._logits[:, slot], tokens)
+        return logits.expand(-1, tokens.shape[1], -1)

@@ -42,6 +42,7 @@ class MTPSpeculatorConfig(UnrolledConfig):
     zero_first: bool = False
     recycle_normed: bool = True
     target_options: ClassVar[tuple[str, ...]] = ("block",)
+    extensions: ClassVar[tuple[str, ...]] = ("zero_first", "recycle_normed")
     ships_with_target: ClassVar[bool] = True
 
     def __post_init__(self, **kwargs):

@@ -103,7 +103,7 @@ class ServerTarget(ModelHere):
         check_layers(wanted, self.config.num_hidden_layers, self.name)
 
     def training_states(
-        self, tokens: Tensor, documents: Tensor, aux_layers: Sequence[int], sources: Sequence[Sequence[int]] = ()
+        self, tokens: Tensor, documents: Tensor, aux_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
         """Return the hidden states of a batch from the servers, as `TrainingTarget.training_states` does.
 

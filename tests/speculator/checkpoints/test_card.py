@@ -32,6 +32,8 @@ def row(drafter: str, **changes) -> dict:
         "drafter": drafter,
         "batch_size": 1,
         "num_speculative_tokens": 2,
+        "nodes": 2,
+        "undrafted_share": 0.0,
         "cost": {"draft": 0.1, "verify": 1.0},
         "acceptance_length": 2.25,
         "acceptance_by_position": [0.75, 0.5],

@@ -469,3 +469,9 @@ def test_config_fields_of_a_new_architecture_survive_save_and_load(tmp_path):
     edit(tmp_path / "head", lambda config: config.update(width="three"))
     with pytest.raises(UserError, match="width"):
         load(tmp_path / "head", layout)
+
+
+@pytest.mark.parametrize("architecture", ["LSTMSpeculator", "ArcticLSTMSpeculatorPreTrainedModel"])
+def test_an_lstm_head_is_refused_by_name(ibm, architecture):
+    edit(ibm, lambda config: config.update(architectures=[architecture]))
+    assert "lstm is gone: an LSTM head accepted as much as an MLP head and cost more" in refused(ibm)

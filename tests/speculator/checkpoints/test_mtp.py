@@ -290,6 +290,25 @@ def test_the_stated_size_of_blocks_decides_where_a_last_block_is_cut(tmp_path):
         assert torch.equal(fp8.dequantise(*whole, (128, 128)), theirs.bfloat16())
 
 
+def test_a_layer_with_options_is_read_back_with_them_and_named_for_each_program_that_has_others(tmp_path, capsys):
+    folder, *_ = folder_of(tmp_path, "glm4_moe")
+    head = tuned(folder)
+    head.config.zero_first, head.config.recycle_normed = True, False
+    out = export(tmp_path, head, folder)
+    said = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines() if "unlike this head" in line}
+    assert said.keys() == {"not tried in SGLang 0.5.23", "loads in transformers 5.23"}  # vLLM has these for this family
+    assert all("zero_first false, recycle_normed true, unlike" in line for line in said.values())
+    again = load_any(out).config
+    assert (again.zero_first, again.recycle_normed) == (True, False)
+    assert main(["inspect", str(out)]) == 0
+    assert "zero_first, recycles the state before the norm" in capsys.readouterr().out
+    # A head with the defaults takes the place of that one.
+    save_head(tuned(folder), tmp_path / "plain", layout_of("native", head))
+    flags = ["--speculator", str(tmp_path / "plain"), "--format", "mtp", "--base_model", str(out)]
+    assert main(["export", *flags, "--output", str(tmp_path / "again")]) == 0
+    assert read_settings(tmp_path / "again").recycle_normed
+
+
 @pytest.mark.parametrize(("family", "shards"), [("glm4_moe", 1), ("qwen3_5", 3)])
 def test_the_layer_that_a_fine_tune_lost_is_restored_from_its_base_model(tmp_path, family, shards, capsys):
     base, model, mtp = folder_of(tmp_path, family, shards=shards)

@@ -24,7 +24,7 @@ from speculator.decoding.sampling import (
     uniforms,
 )
 from speculator.decoding.verify import match
-from speculator.drafters.hybrid import Hybrid
+from speculator.drafters.adaptive import PathOrDraft
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1], [3, 3, 4]]
 SIZE, CHUNK = 16, 100_000
@@ -34,7 +34,7 @@ SHAPES = {
     "candidates": Candidates((2, 1)),
     "fixed tree": FixedTree([(0,), (1,), (0, 0), (1, 0)]),
     "best-first tree": Tree((3, 2), nodes=5),
-    "hybrid": Hybrid(Chain(2), 1),
+    "path or draft": PathOrDraft(3, Chain(2)),
 }
 
 
@@ -195,7 +195,7 @@ def steps(
     root = torch.full((rows,), SIZE)
     at = torch.full((rows,), 10)
     source = Chained(q)
-    if isinstance(shape, Hybrid):
+    if isinstance(shape, PathOrDraft):
         source.paths = LookupPaths(3).open(rows, torch.device("cpu"))
         source.paths.put([found[i % len(found)] for i in range(rows)])
     noise = kind(sampling, at, SIZE, shape.depth, coupled=True)

@@ -12,7 +12,6 @@ from speculator.cli.serve import limit_tokens
 from speculator.custom_generate import speculative
 from speculator.decoding import scheduler
 from speculator.drafters import Chain, FixedTree
-from speculator.drafters.early_exit import EarlyExitDrafter
 from speculator.drafters.ngram import NgramDrafter
 from speculator.target.encoder.encoder import Text
 
@@ -52,8 +51,8 @@ def case(request):
     expected = texts_of(model, _SOURCES, _COUNTS)
     target, small = Target(model, tokenizer=None), nearly(request.param)
     drafters = {f"model-{name}": DraftModelDrafter(small, target, shape) for name, shape in _SHAPES.items()}
-    drafters |= {"exit": EarlyExitDrafter(target, 1, 2), "lookup": NgramDrafter(4), "none": None}
-    drafters |= {each: HeadDrafter(tiny_head(architecture=each, vocab_size=VOCAB)) for each in ("mlp", "lstm")}
+    drafters |= {"lookup": NgramDrafter(4), "none": None}
+    drafters["mlp"] = HeadDrafter(tiny_head(vocab_size=VOCAB))
     return target, drafters, expected
 
 

@@ -475,8 +475,6 @@ DRAFTERS = [
     "ngram",
     "attention-chain",
     "block-chain",
-    "hybrid-head-chain",
-    "exit-tree",
 ]
 
 
@@ -760,7 +758,7 @@ def test_an_interrupted_step_leaves_no_reusable_prefix(target, monkeypatch):
         assert engine.generate([text], max_new_tokens=12).tokens == expected
 
 
-@pytest.mark.parametrize("name", others_in_soak("none", "model-tree", "attention-chain", "block-chain", "exit-tree"))
+@pytest.mark.parametrize("name", others_in_soak("none", "model-tree", "attention-chain", "block-chain"))
 def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkeypatch):
     target = double_target()
     prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
@@ -772,7 +770,7 @@ def test_the_cache_grows_for_completions_beyond_the_reserved_tokens(name, monkey
     assert engine.cache.capacity < 2 * target.context_length
 
 
-@pytest.mark.parametrize("name", ["none", "head-tree", "hybrid-head-chain"])
+@pytest.mark.parametrize("name", ["none", "head-tree"])
 def test_token_logprobs_are_the_targets_own(name):
     """Every new token has one, also in a cut step; a batch-mate that asks for none gets none."""
     target = double_target()

@@ -39,12 +39,8 @@ NAMES = [
     ),
     "dflash2-chain",
     *(f"{source}-{shape}" for source in ("attention", "block", "mtp") for shape in ("candidates", "fixed-tree")),
-    "block-cautious-chain",
     "dflash-greedy-chain",
     "ngram",
-    "exit-chain",
-    "exit-tree",
-    *(f"hybrid-{drafter}" for drafter in ("head-chain", "attention-candidates", "block-chain")),
     *(f"adaptive-{head}" for head in ("head", "attention", "block", "mtp")),
 ]
 
@@ -57,8 +53,6 @@ GREEDY = [
     "head-chain",
     "head-tree",
     "head-candidates",
-    "lstm-chain",
-    "lstm-tree",
     "attention-tree",
     "block-chain",
     "block-tree",
@@ -69,21 +63,17 @@ GREEDY = [
     "ngram",
     "pruned-chain",
     "pruned-tree",
-    "exit-tree",
-    "hybrid-head-chain",
     "adaptive-head",
     "adaptive-attention",
     "adaptive-block",
 ]
 FEW = ["none", "head-tree", "attention-tree", "block-tree"]
-# Early exit drafts with the target's own layers: these share keys between layers, or add positions to the embedding.
-EXITING = ("gemma3n", "gemma4", "gpt2")
 
 
 @pytest.mark.parametrize(
     ("family", "names"),
     [
-        *((family, GREEDY if family == "llama" else FEW + ["exit-tree"] * (family in EXITING)) for family in CONFIGS),
+        *((family, GREEDY if family == "llama" else FEW) for family in CONFIGS),
         ("llama", ["mtp-tree", "adaptive-mtp"]),
         *(pytest.param(family, GREEDY, marks=pytest.mark.soak) for family in CONFIGS),
     ],
@@ -149,7 +139,7 @@ WARPERS = [Sampling(1.0, seed=3), Sampling(0.7, top_k=6, seed=5), Sampling(1.3, 
 
 # A few: `plainly_drawn` compares the texts of every drafter with the plain ones, and these follow the enumerated
 # distribution under every warper. `make soak` has all.
-DRAWN = ["head-tree", "dflash2-chain", "hybrid-block-chain"]
+DRAWN = ["head-tree", "dflash2-chain", "adaptive-block"]
 SAMPLED = [
     pytest.param(number, name, marks=[pytest.mark.soak] * (name not in DRAWN), id=name)
     for number, name in enumerate(NAMES)
@@ -171,13 +161,10 @@ def test_every_warper_keeps_the_distribution(name, sampling):
 
 
 CHAINS = [
-    *(("block", name) for name in ("head-greedy-chain", "pruned-chain", "block-cautious-chain")),
-    *(("rejection", f"{name}-chain") for name in ("head-cautious", "attention", "pruned_block", "dflash")),
+    *(("block", name) for name in ("head-greedy-chain", "pruned-chain")),
+    *(("rejection", f"{name}-chain") for name in ("attention", "pruned_block", "dflash")),
     *(pytest.param("block", name, marks=pytest.mark.soak) for name in ("model-chain", "ngram", "block-chain")),
-    *(
-        pytest.param("rejection", f"{name}-chain", marks=pytest.mark.soak)
-        for name in ("head", "pruned", "block", "block-cautious")
-    ),
+    *(pytest.param("rejection", f"{name}-chain", marks=pytest.mark.soak) for name in ("head", "pruned", "block")),
 ]
 
 
@@ -192,7 +179,7 @@ def test_every_rule_of_a_chain_follows_the_enumerated_distribution(rule, name):
         ("attention-chain", 3),
         *(
             pytest.param(name, batch, marks=pytest.mark.soak)
-            for name in ("head-chain", "head-tree", "attention-chain", "hybrid-head-chain")
+            for name in ("head-chain", "head-tree", "attention-chain")
             for batch in (1, 3)
             if (name, batch) != ("attention-chain", 3)
         ),
@@ -387,8 +374,8 @@ def test_a_drafter_leaves_the_sampled_text_as_plain_decoding_draws_it(plainly_dr
     assert made.acceptance_length > 1
 
 
-CACHED = ["none", "head-tree", "head-cautious-chain", "model-tree", "attention-candidates", "mtp-chain"]
-CACHED += ["block-fixed-tree", "dflash2-chain", "ngram", "exit-chain", "hybrid-block-chain", "adaptive-attention"]
+CACHED = ["none", "head-tree", "model-tree", "attention-candidates", "mtp-chain"]
+CACHED += ["block-fixed-tree", "dflash2-chain", "ngram", "adaptive-attention"]
 
 
 @pytest.mark.parametrize("name", others_in_soak(*CACHED))
@@ -435,10 +422,10 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [*((name, 1.0) for name in MAIN if "cautious" not in name), ("head-tree", 0.0), ("adaptive-attention", 0.0)],
+    [*((name, 1.0) for name in MAIN), ("head-tree", 0.0), ("adaptive-attention", 0.0)],
 )
 def test_a_step_copies_to_the_host_once(target, name, temperature, monkeypatch):
-    """Steps of 8 more tokens add one copy each. A chain with `min_confidence` asks the device in between."""
+    """Steps of 8 more tokens add one copy each."""
     counts = Counter()
     for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
         original = getattr(torch.Tensor, method)

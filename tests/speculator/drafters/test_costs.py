@@ -1,99 +1,56 @@
-"""c and v are what the clock says of real steps, and predict what the loop does."""
+"""Costs are what the clock says of real steps."""
 
 import random
 import statistics
 
 import pytest
 import torch
-from conftest import RECURRENT_RUNS, Oracle, tiny_head, tiny_model
-from replays import Double, capturing
+from conftest import RECURRENT_RUNS, tiny_head, tiny_model
 
-from speculator import Chain, Engine, FixedTree, HeadDrafter, NgramDrafter, Sampling, Target, Tree, generate
+from speculator import Chain, Engine, FixedTree, HeadDrafter, Sampling, Target
 from speculator.decoding.memory import LookupPaths
 from speculator.drafters.costs import CostEntry, CostTable, fitted
-from speculator.drafters.measure import StepSeconds, measure, measure_costs, timed_steps, without_captures
+from speculator.drafters.measure import interquartile_mean, measure_costs, paired_steps, without_captures
 from speculator.drafters.tuning import adaptive_drafter
 from speculator.kernels.cuda_graphs import Captured
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
 
 
-def test_step_costs_equal_those_computed_by_hand():
-    """Drafts of 0.9, 0.5, 0.3, 0.1 plain steps: the middle half's mean is 0.4. Passes of 2, 1, 2, 2.
+def test_a_step_is_compared_with_the_plain_one_before_it(target, monkeypatch):
+    """A machine that halves its speed, or stalls once, changes nothing; only levels cost time."""
+    now, step, steps = [0.0], Engine.step, []
 
-    The median draft over the median plain step would be 0.65 / 1.5, the sum of all over that of all 2.6 / 8.
-    """
-    costs = StepSeconds(plain=[1, 2, 1, 4], draft=[0.9, 1, 0.3, 0.4], verify=[2, 2, 2, 8])
-    assert costs.ratios() == pytest.approx((0.4, 2))
+    def timed(engine):
+        steps.append(engine.drafter)
+        slow = 1.0 if len(steps) < 20 else 2.0
+        now[0] += (
+            90.0 if len(steps) == 10 else slow * (1 + 0.5 * (engine.drafter.shape.levels if engine.drafter else 0))
+        )
+        return step(engine)
 
-
-def test_a_machine_that_halves_its_speed_or_stalls_once_changes_nothing():
-    fast = StepSeconds(plain=[1.0] * 5, draft=[0.4] * 5, verify=[1.5] * 5)
-    both = StepSeconds(plain=[1.0] * 5 + [2.0] * 5, draft=[0.4] * 5 + [0.8] * 5, verify=[1.5] * 4 + [90.0] + [3.0] * 5)
-    assert both.ratios() == pytest.approx(fast.ratios())
-
-
-LLAMA = [("chain", 0.0), ("tree", 1.0), ("ngram", 1.0)]
-RECURRENT = [("chain", 1.0), ("tree", 0.0), ("ngram", 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "temperature"),
-    [
-        *(("llama", *pair) for pair in LLAMA),
-        *(pytest.param("qwen3_5", *pair, marks=RECURRENT_RUNS) for pair in RECURRENT),
-        *(pytest.param("llama", *pair, marks=pytest.mark.soak) for pair in RECURRENT),
-        *(pytest.param("qwen3_5", *pair, marks=[RECURRENT_RUNS, pytest.mark.soak]) for pair in LLAMA),
-    ],
-)
-def test_the_steps_walked_are_the_loops(kind, temperature, family):
-    """Same drafts kept, same tokens, batch and seeds: what is measured is what runs."""
-    target = Target(tiny_model(family), tokenizer=None)
-    make = {
-        "chain": lambda: HeadDrafter(tiny_head()),
-        "tree": lambda: HeadDrafter(tiny_head(), Tree((2, 2, 1), 5)),
-        "ngram": lambda: NgramDrafter(3),
-    }[kind]
-    sampling = Sampling(temperature, seed=3)
-    generation = generate(target, make(), PROMPTS, sampling, max_new_tokens=60, eos_token_ids=())
-    walked = [result for _, result in timed_steps(target, make(), PROMPTS, sampling, 9, StepSeconds())]
-    for row in range(2):
-        expected = [step.accepted for step in generation.steps[row]][:9]
-        assert [int(result.accepted[row]) for result in walked] == expected
-        tokens = [int(t) for r in walked for t in [*r.tokens[row, 1 : 1 + int(r.accepted[row])], r.next_token[row]]]
-        assert tokens == generation.tokens[row][1 : 1 + len(tokens)]
-
-
-def test_plain_steps_leave_no_trace_in_what_the_drafter_sees(target):
-    """An adaptive drafter learns from the newest step, which must be one that it drafted for."""
-    seen = []
-
-    class Noting(HeadDrafter):
-        def choose(self, requests):
-            seen.append([len(request.steps) for request in requests])
-            return super().choose(requests)
-
-    for _ in timed_steps(target, Noting(tiny_head()), PROMPTS, Sampling(), 12, StepSeconds()):
-        pass
-    assert seen == [[seen[0][0] + done] * 2 for done in range(12)]
+    monkeypatch.setattr(Engine, "step", timed)
+    monkeypatch.setattr("speculator.drafters.measure.time.perf_counter", lambda: now[0])
+    pairs = paired_steps(target, HeadDrafter(tiny_head(), 3), PROMPTS, Sampling(), 20)
+    assert len(pairs) == 20
+    assert [who is None for who in steps[:4]] == [True, False, True, False]
+    assert interquartile_mean(drafted / plain for plain, drafted in pairs) == pytest.approx(2.5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_steps_are_measured_even_at_the_contexts_end(family):
-    costs = StepSeconds()
     prompt = torch.arange(126).remainder(32).tolist()
     target = Target(tiny_model(family), tokenizer=None)
-    measure(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 2, costs)
-    assert len(costs.plain) == len(costs.draft) == len(costs.verify) == 2
-    assert min(costs.plain + costs.draft + costs.verify) > 0
+    pairs = paired_steps(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 6)
+    assert len(pairs) == 6
+    assert min(min(pair) for pair in pairs) > 0
 
 
-def test_a_drafter_that_cannot_be_captured_is_measured_next_to_captured_plain_steps(target, monkeypatch):
-    capturing(monkeypatch, Double)
-    costs = StepSeconds()
-    measure(target, HeadDrafter(tiny_head(), Chain(3, min_confidence=0.1)), [[1, 2, 3]], Sampling(), 1, costs)
-    assert Double.made
-    assert len(costs.plain) == len(costs.draft) > 0
+def test_without_a_head_a_verification_is_priced_by_lookup_paths(target, monkeypatch):
+    measured = []
+    monkeypatch.setattr("speculator.drafters.measure.fitted", lambda *given: measured.extend(given[2]))
+    measure_costs(target, None, (), [(2, True)], seconds=60)
+    assert {step[:3] for step in measured} == {(0, 16, True), (0, 4, True), (0, 2, True), (0, 8, True)}
 
 
 def test_a_timed_run_is_repeated_until_it_captures_nothing(capsys, monkeypatch):
@@ -106,13 +63,6 @@ def test_a_timed_run_is_repeated_until_it_captures_nothing(capsys, monkeypatch):
     assert not capsys.readouterr().err
     assert without_captures(lambda captures=[2, 1, 1, 1, 1]: run(captures)) == 1
     assert "captured CUDA graphs in all of 4 tries" in capsys.readouterr().err
-
-
-def test_a_whole_draft_kept_is_walked_whole(target, monkeypatch):
-    monkeypatch.setattr("speculator.decoding.rows.RESERVED_NEW_TOKENS", 4)
-    texts = generate(target, None, [PROMPTS[0]], max_new_tokens=60, eos_token_ids=()).tokens
-    walked = list(timed_steps(target, Oracle(texts), [PROMPTS[0]], Sampling(), 10, StepSeconds()))
-    assert [int(result.accepted[0]) for _, result in walked] == [3] * 10
 
 
 def measured(entry: CostEntry, rounds: int, noise: random.Random) -> list[tuple[int, int, bool, float]]:

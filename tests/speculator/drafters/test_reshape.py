@@ -12,7 +12,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]
 SHAPES = [Chain(1), Chain(3), FixedTree([[0], [1], [0, 0], [0, 1], [0, 0, 0]])]
 
 
-@pytest.mark.parametrize("architecture", ["mlp", "lstm", "eagle3", "dspark"])
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])
 def test_texts_and_drafts_are_as_if_it_had_always_drafted_so(architecture):
     target = Target(tiny_model().double(), tokenizer=None)
     head = tiny_block_head(target) if architecture == "dspark" else tiny_head(3, architecture).double()

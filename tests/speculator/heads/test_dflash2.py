@@ -17,8 +17,6 @@ from speculator import (
     Engine,
     FixedTree,
     HeadDrafter,
-    HybridDrafter,
-    NgramDrafter,
     Sampling,
     Target,
 )
@@ -157,7 +155,7 @@ def test_channels_are_mixed_in_groups_of_any_size_that_divides_them():
 
 def test_no_token_has_more_children_than_there_are_candidates():
     made = head(**PARTS["selector"])
-    HybridDrafter(HeadDrafter(made, Candidates((5, 1))), NgramDrafter(2))  # a lookup path is not drafted by the head
+    HeadDrafter(made, Candidates((5, 1)))
     with pytest.raises(UserError, match="6 children of a token: the head drafts from 5 tokens only"):
         HeadDrafter(made, Candidates((6, 1)))
     with pytest.raises(UserError, match="whole vocabulary"):
@@ -256,7 +254,7 @@ WALKS = [
     *(
         pytest.param(rule, shape, ALL, 3, marks=pytest.mark.soak)
         for rule, shape in (
-            *(("rejection", Chain(2)), ("block", Chain(2)), ("block", Chain(2, min_confidence=0.8))),
+            *(("rejection", Chain(2)), ("block", Chain(2))),
             ("match", Chain(2)),
             ("multi_candidate", FixedTree([(0,), (1,), (0, 0)])),
         )

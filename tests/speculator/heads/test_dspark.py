@@ -99,7 +99,7 @@ def test_a_draft_has_the_logits_of_training(shape, chunks):
         features = made.blocks(states, tokens, rows, anchors, document_starts(documents)[rows, anchors])[1]
         for level in (1, 2):
             token = tokens[:, anchor + level]
-            chance = source.confidence(level, token)
+            chance = made.confidence_logits(source._slots[:, level], token).sigmoid()
             inputs = torch.cat([features[level], made.markov_head.markov_w1(token)[0]])
             torch.testing.assert_close(chance[0], made.confidence_head.proj(inputs)[0].sigmoid(), atol=1e-10, rtol=0)
 

@@ -18,7 +18,7 @@ from speculator.heads.attention import joint_attention
 from speculator.heads.attention.cache import HeadCache
 from speculator.heads.attention.levels import LevelCache
 from speculator.heads.eagle3 import model as eagle3
-from speculator.heads.eagle3.drafting import Eagle3Form
+from speculator.heads.eagle3.model import Eagle3Form
 
 V, D, STEPS = 13, 8, 4
 LLAMA3 = {

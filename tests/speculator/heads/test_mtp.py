@@ -10,8 +10,7 @@ from speculator import Candidates, Chain, Target, Tree
 from speculator.decoding.engine import Engine
 from speculator.errors import UserError
 from speculator.heads import MTPSpeculator, MTPSpeculatorConfig
-from speculator.heads.mtp.drafting import MTPForm, MTPSource
-from speculator.heads.mtp.model import Joint
+from speculator.heads.mtp.model import Joint, MTPForm, MTPSource
 from tests.speculator.heads.test_eagle3_drafting import Noted, Seldom, largest_gap, trained_form
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9, 2, 6]]

@@ -19,14 +19,13 @@ from transformers import AutoModelForCausalLM
 
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
-    Chain,
     Engine,
     HeadDrafter,
     Sampling,
     Target,
     generate,
 )
-from speculator.drafters.measure import StepSeconds, measure
+from speculator.drafters.measure import paired_steps
 from speculator.kernels import cuda_graphs as graphs
 from speculator.kernels.host_sync import HostSyncs
 from speculator.target.cache import kv_cache as cache_module
@@ -51,8 +50,8 @@ class Comparison(Double):
 # ---- without a GPU
 
 
-KINDS = ["none", "head-chain", "head-tree", "model-chain", "exit-tree", "attention-tree", "block-chain", "ngram"]
-KINDS += ["hybrid-attention-fixed-tree", "adaptive-attention"]
+KINDS = ["none", "head-chain", "head-tree", "model-chain", "attention-tree", "block-chain", "ngram"]
+KINDS += ["attention-fixed-tree", "adaptive-attention"]
 """Drafters of every kind; the others run in `make soak`."""
 
 
@@ -143,7 +142,7 @@ def test_an_engine_keeps_its_graphs(monkeypatch):
         ([[1], [5, 5, 5]], [Sampling(0.9, seed=3), Sampling(1.1, seed=4)], 90),
         (PROMPTS[:2], [Sampling(1.0, seed=8), Sampling(0.5, seed=9)], 12),
     ]
-    for name in ("head-chain", "hybrid-attention-fixed-tree"):
+    for name in ("head-chain", "attention-fixed-tree"):
         alone = [
             generate(target, make_drafter(name, target), prompts, settings, max_new_tokens=count).tokens
             for prompts, settings, count in turns
@@ -231,7 +230,7 @@ def test_requests_join_and_leave_captured_steps(monkeypatch):
     prompts = [PROMPTS[i % 4][: 1 + i] for i in range(10)]
     settings = [replace(SAMPLINGS["sampled"][i % 4], seed=i) for i in range(10)]
     limits = [3, 30, 7, 12, 22, 5, 9, 16, 2, 11]
-    for name in ("none", "model-tree", "hybrid-attention-fixed-tree"):
+    for name in ("none", "model-tree", "attention-fixed-tree"):
         expected = [
             generate(target, make_drafter(name, target), [prompt], [own], max_new_tokens=limit).tokens[0]
             for prompt, own, limit in zip(prompts, settings, limits, strict=True)
@@ -252,9 +251,7 @@ def test_drafters_that_need_the_host_run_eagerly(target, monkeypatch):
     plain = tokens(None)
     assert Double.made
     Double.made = 0
-    hosts = (Oracle(plain, prompts=PROMPTS), HeadDrafter(tiny_head(), Chain(3, min_confidence=0.3)))
-    for drafter in hosts:
-        assert tokens(drafter) == plain
+    assert tokens(Oracle(plain, prompts=PROMPTS)) == plain
     target.capturable = False
     assert tokens(HeadDrafter(tiny_head())) == plain
     assert Double.made == 0
@@ -389,7 +386,7 @@ def test_an_engine_frees_its_cache_when_deleted(target, monkeypatch):
 
 
 def test_measured_costs_exclude_captures(target, monkeypatch):
-    """Slow captures change neither c nor v, and some blocks remain."""
+    """Slow captures change no cost."""
     capturing(monkeypatch, Double)
     quick = graphs.capture
 
@@ -398,10 +395,10 @@ def test_measured_costs_exclude_captures(target, monkeypatch):
         return quick(work, pool, *given)
 
     monkeypatch.setattr(graphs, "capture", slow)
-    costs = StepSeconds()
-    measure(target, HeadDrafter(tiny_head()), PROMPTS[:2], Sampling(), 2, costs)
-    assert len(costs.plain) >= 2
-    assert max(costs.plain + costs.draft + costs.verify) < 0.2
+    pairs = paired_steps(target, HeadDrafter(tiny_head()), PROMPTS[:2], Sampling(), 8)
+    assert Double.made
+    assert len(pairs) == 8
+    assert max(max(pair) for pair in pairs) < 0.2
 
 
 def test_a_run_with_a_capture_is_timed_again(target, monkeypatch):
@@ -458,7 +455,7 @@ def on_gpu(monkeypatch, request) -> Target:
 
 ON_THE_GPU = [
     *("none", "head-chain", "head-tree", "head-candidates", "model-chain", "model-tree", "attention-chain"),
-    *("attention-tree", "block-chain", "block-tree", "ngram", "hybrid-attention-fixed-tree", "adaptive-attention"),
+    *("attention-tree", "block-chain", "block-tree", "ngram", "attention-fixed-tree", "adaptive-attention"),
 ]
 
 

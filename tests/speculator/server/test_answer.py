@@ -4,6 +4,7 @@ import random
 
 import pytest
 from conftest import tiny_tokenizer
+from serving_here import outputs
 
 from speculator.decoding.request import StopStrings
 from speculator.decoding.streaming import decode
@@ -29,11 +30,9 @@ def test_a_stream_is_a_prefix_of_the_text_before_the_first_stop_string(text, sto
     expected = text[: min(places)] if places else text
     draw = random.Random(0)
     for _ in range(20):
-        answer, shown, left = AnswerText(tokenizer, stops), "", list(tokens)
-        while left:
-            count = draw.randint(1, 5)
-            part, left = left[:count], left[count:]
-            shown += answer.push(part, ended=not left)
+        answer, shown = AnswerText(tokenizer, stops), ""
+        for output in outputs(tokenizer, tokens, "length", stops, size=lambda: draw.randint(1, 5)):
+            shown += answer.push(output.tokens, output.finish_reason)
             assert expected.startswith(shown), (shown, expected)
         assert shown == answer.text == expected
         assert answer.stopped == bool(places)
@@ -47,9 +46,9 @@ def test_a_stop_string_may_not_end_among_the_first_tokens():
         early = decode(tokenizer, tokens[:count])
         place = "ab ab ab".find("ab", max(0, len(early) - 1))
         for step in (1, 3, 8):
-            answer = AnswerText(tokenizer, ["ab"], min_tokens=count)
-            for start in range(0, len(tokens), step):
-                answer.push(tokens[start : start + step], start + step >= len(tokens))
+            answer = AnswerText(tokenizer, ["ab"])
+            for output in outputs(tokenizer, tokens, "length", ["ab"], count, lambda step=step: step):
+                answer.push(output.tokens, output.finish_reason)
             assert answer.text == ("ab ab ab" if place < 0 else "ab ab ab"[:place])
             assert answer.stopped == (place >= 0)
             stop = StopStrings(["ab"], tokenizer)
@@ -61,11 +60,11 @@ def test_text_that_starts_no_stop_string_is_shown_at_once():
     tokenizer = tiny_tokenizer()
     answer = AnswerText(tokenizer, ["xyz"])
     (a, x, y) = (tokenizer(letter)["input_ids"] for letter in "axy")
-    assert answer.push(a, False) == "a"
-    assert answer.push(x, False) == ""
-    assert answer.push(y, False) == ""
-    assert answer.push(a, False) == "xya"
-    assert answer.push(x, True) == "x", "the end settles what was held back"
+    assert answer.push(a, None) == "a"
+    assert answer.push(x, None) == ""
+    assert answer.push(y, None) == ""
+    assert answer.push(a, None) == "xya"
+    assert answer.push(x, "length") == "x", "the end settles what was held back"
 
 
 def test_half_a_character_at_the_end_is_shown_as_a_replacement_character():
@@ -73,4 +72,4 @@ def test_half_a_character_at_the_end_is_shown_as_a_replacement_character():
     tokens = tokenizer("é")["input_ids"]
     assert len(tokens) == 2
     answer = AnswerText(tokenizer, [])
-    assert answer.push(tokens[:1], True) == "�"
+    assert answer.push(tokens[:1], "length") == "�"

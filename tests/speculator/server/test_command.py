@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import forked
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parents[3]
         ["--allowed_origins", "http://localhost:3000/"],
         ["--allowed_origins", "localhost:3000"],
         ["--ngram", "--speculator_revision", "v2"],
+        ["--timeout_keep_alive", "-1"],
     ],
 )
 def test_wrong_flags_fail_in_one_line(capsys, target_folder, flags):
@@ -40,6 +42,13 @@ def test_wrong_flags_fail_in_one_line(capsys, target_folder, flags):
     error = capsys.readouterr().err.removeprefix(f"loading {target_folder}\n").removeprefix("loading /nowhere\n")
     assert error.count("\n") == 1
     assert flags[-2] in error or flags[-1] in error or "one target" in error
+
+
+def test_an_empty_key_in_the_environment_is_not_an_open_server(capsys, target_folder, monkeypatch):
+    for key in ("", " "):
+        monkeypatch.setenv(serve.KEY_VARIABLE, key)
+        assert exit_code(main, ["serve", "--target", str(target_folder), "--port", "0"]) == 2
+        assert "$SPECULATOR_API_KEY is empty" in capsys.readouterr().err
 
 
 def test_a_taken_port_is_an_error_before_the_target_is_loaded(capsys, target_folder, monkeypatch):
@@ -106,7 +115,42 @@ def test_sigterm_lets_requests_in_flight_finish(target_folder):
                 process.send_signal(signal.SIGTERM)
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.wait(20) == 0
-        assert process.stderr.read() == ""
+        assert process.stderr.read() == "answering 1 requests, for at most 60 s; a second signal ends at once\n"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stalled_client_does_not_hold_up_the_end(target_folder, signals):
+    """Of two clients one has sent half a request, the other reads no answer. On another loopback address."""
+    command = ["-m", "speculator", "serve", str(target_folder), "--ngram", "--port", "0", "--host", "127.0.0.2"]
+    command += ["--timeout_keep_alive", "1", "--timeout_graceful_shutdown", "1" if signals == 1 else "60"]
+    process = forked.Popen(command)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    body = b'{"prompt": [5], "max_tokens": 200, "n": 8, "ignore_eos": true, "stream": true, "logprobs": 20}'
+    try:
+        process.stderr.readline()
+        address = re.search(r"127\.0\.0\.2:(\d+)", process.stderr.readline())
+        until(lambda: httpx.get(f"http://{address.group()}/health").is_success, 30)
+        for host, status in ((address.group(), 200), ("page.example", 403)):
+            assert httpx.get(f"http://{address.group()}/health", headers={"Host": host}).status_code == status
+        place = ("127.0.0.2", int(address.group(1)))
+        idle, half, unread = (socket.create_connection(place) for _ in range(3))
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        half.sendall(head + b'100\r\n\r\n{"prompt": ')
+        unread.sendall(head + b"%d\r\n\r\n" % len(body) + body)
+        idle.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        idle.settimeout(10)
+        while idle.recv(1000):  # closed after a second
+            pass
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        assert process.wait(10) == 0
+        errors = process.stderr.read()
+        assert "Traceback" not in errors, errors
+        assert "warning" not in errors
     finally:
         process.kill()
         process.wait()

@@ -150,7 +150,7 @@ def loader(target):
 
 
 def test_a_head_that_does_not_fit_is_an_error_and_the_old_one_stays(chat_target, drafter, heads):
-    with serving(chat_target, drafter, load_drafter=loader(chat_target)) as (url, worker):
+    with serving(chat_target, drafter, load_drafter=loader(chat_target), head="first") as (url, worker):
         before = httpx.post(f"{url}/v1/completions", json={**BODY, "temperature": 0}).json()["choices"]
 
         def load(body: dict) -> tuple[int, bool]:
@@ -161,7 +161,11 @@ def test_a_head_that_does_not_fit_is_an_error_and_the_old_one_stays(chat_target,
         for name in ("foreign", "damaged", "large", "nowhere"):
             assert load({"path": heads[name]}) == (400, True), name
         assert load({"paht": heads["good"]}) == (400, True)
+        assert load({"path": "\0"}) == (400, True)
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["speculator"] == "first"
         assert load({"path": heads["good"]}) == (200, False)
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["speculator"] == heads["good"]
+        assert "speculator_head_loads 1.0" in httpx.get(f"{url}/metrics").text
         assert load({"path": "org/head"}) == (400, True)
 
         def no_memory(*_):

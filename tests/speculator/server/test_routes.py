@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ import torch
 from chat_targets import CHATML
 from chat_templates import QWEN3, chat_tokenizer
 from encoder_decoders import tiny_encoder_decoder
-from serving_here import serving, until
+from serving_here import outputs, serving, until
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -215,11 +216,9 @@ def test_an_answer_becomes_a_message_with_reasoning_and_tool_calls(stream, field
     request = ChatRequest(messages=CHAT, stream=stream, **fields)
     writer = ChatWriter(request, "tiny", tokenizer, [[1, 2]])
     tokens = tokenizer(text + "<|im_end|>")["input_ids"]
-    outputs = [StepOutput(index=0, tokens=[token], logprobs=[], finish_reason=None) for token in tokens[:-1]] + [
-        StepOutput(index=0, tokens=tokens[-1:], logprobs=[], finish_reason="eos")
-    ]
+    steps = outputs(tokenizer, tokens, "eos", request.stops)
     if stream:
-        sent = [writer.event(output) for output in outputs if not writer.done]
+        sent = [writer.event(output) for output in steps]
         choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in sent if event]
         found = {}
         for choice in choices:
@@ -228,7 +227,7 @@ def test_an_answer_becomes_a_message_with_reasoning_and_tool_calls(stream, field
         if not request.parses_calls:  # a stream is not parsed without tools
             message = {"content": text.removesuffix(fields.get("stop", ""))}
     else:
-        for output in outputs:
+        for output in steps:
             writer.add(output)
         choices = writer.body()["choices"]
         found = choices[0]["message"]
@@ -236,6 +235,8 @@ def test_an_answer_becomes_a_message_with_reasoning_and_tool_calls(stream, field
     if "tool_calls" in found:
         (call,) = found["tool_calls"]
         assert (call["type"], call["function"]) == ("function", {"name": "f", "arguments": '{"n": 1}'})
+        assert len(call["id"]) == 9, "Mistral's templates reject other ids when the call is history"
+        assert call["id"].isalnum()
         found["tool_calls"] = "f"
     assert found == message
     assert choices[-1]["finish_reason"] == reason
@@ -263,6 +264,7 @@ WRONG_COMPLETIONS = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"echo": True}, "echo"),
     ({"temprature": 1}, "temprature"),
+    ({"a" * 9000: 1}, "a" * 40),
 ]
 WRONG_CHATS = [
     ({"messages": []}, "messages"),
@@ -340,6 +342,7 @@ def test_other_paths_methods_and_models_get_their_status(client):
     answer = client.post("/v1/completions", json={"model": "other", "prompt": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert client.get("/health").json() == {"status": "ok"}
+    assert client.head("/health").status_code == 200
 
 
 def test_a_body_that_is_too_large_gets_status_413(client):
@@ -354,10 +357,16 @@ def test_a_body_that_is_too_large_gets_status_413(client):
 
 
 def test_metrics_give_acceptance_length_and_rates(chat_target, drafter):
-    metrics = Metrics({"queue": ("Waiting", lambda: 3)})
+    traffic, engine = Traffic(), Engine(chat_target, drafter)
+    metrics = Metrics(traffic, {"queue": ("Waiting", lambda: 3)})
     made = generate(chat_target, drafter, [[5, 6], [7]], max_new_tokens=40)
-    for tokens, steps, reason in zip(made.tokens, made.steps, made.finish_reasons, strict=True):
-        metrics.count_answer(type("Ended", (), {"tokens": tokens, "steps": steps, "finish_reason": reason})())
+    for prompt in ([5, 6], [7]):
+        request = engine.request(prompt, max_new_tokens=40)
+        request.on_step = lambda new, _, request=request: traffic.count(request, len(new))
+        engine.enqueue(request)
+    while engine.busy:
+        engine.step()
+        assert metrics.page(), "at any time"
     lines = metrics.page().decode().splitlines()
     page = dict(line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
     count, total = (float(page[f"speculator_acceptance_length_{name}"]) for name in ("count", "sum"))
@@ -367,6 +376,7 @@ def test_metrics_give_acceptance_length_and_rates(chat_target, drafter):
     assert accepted == sorted(accepted, reverse=True)
     assert float(page["speculator_new_tokens_total"]) == sum(map(len, made.tokens))
     assert float(page["speculator_queue"]) == 3
+    assert page['speculator_acceptance_length_bucket{le="17.0"}'] == page["speculator_acceptance_length_count"]
 
 
 def test_the_log_tells_what_the_server_does_and_nothing_when_it_is_idle(chat_target, drafter, monkeypatch, capsys):
@@ -384,7 +394,8 @@ def test_the_log_tells_what_the_server_does_and_nothing_when_it_is_idle(chat_tar
 
 def test_a_line_of_traffic_has_the_counts_since_the_last():
     assert not Traffic().line(10, 0, 0)
-    line = Traffic(answers=2, tokens=52, steps=20, accepted=50).line(10, 1, 3)
+    before = Traffic(answers=1, tokens=100, lengths={1: 4})
+    line = Traffic(answers=3, tokens=152, lengths={1: 4, 2: 10, 3: 10}).since(before).line(10, 1, 3)
     assert line == "1 requests decoding, 3 waiting, 2 answered, 5.2 tokens/s, acceptance length 2.50"
     assert "acceptance" not in Traffic(tokens=1).line(10, 1, 0)
 
@@ -397,8 +408,8 @@ def test_a_prefill_is_no_verification_step(chat_target, drafter):
     engine.enqueue(request)
     while engine.busy:
         engine.step()
-    assert (traffic.answers, traffic.tokens, traffic.accepted) == (1, 12, 11)
-    assert traffic.steps == len(request.steps)
+    assert (traffic.answers, traffic.tokens) == (1, 12)
+    assert sum(traffic.lengths.values()) == sum(not step.cut for step in request.steps)
 
 
 def test_metrics_count_requests(client):
@@ -444,7 +455,7 @@ def test_too_many_prompts_are_refused_before_they_are_tokenized(client, monkeypa
 
 def test_a_body_has_a_largest_size_without_a_context(chat_target, monkeypatch):
     monkeypatch.setattr(chat_target, "context_length", 1 << 31)
-    assert app._Routes(chat_target, None, "tiny", 1, None).max_body == 16 << 20
+    assert app._Routes(chat_target, Worker(lambda drafter: None), "tiny", 1, None).max_body == 16 << 20
 
 
 def test_the_answer_to_an_encoders_source_is_a_text_of_its_own(monkeypatch):
@@ -606,6 +617,63 @@ def test_every_message_of_a_chat_reaches_the_prompt_or_the_request_is_refused(cl
     result = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     answer = client.post("/v1/chat/completions", json=body | {"messages": [*result, {"role": "tool", "content": None}]})
     assert (answer.status_code, "leaves out tool calls" in answer.text) == (400, True)
+
+
+def test_long_work_is_done_outside_of_the_event_loop(chat_target, monkeypatch):
+    """Its streams and /health stood still meanwhile. Answers to one prompt share it."""
+    seen, made = {}, []
+
+    def noting(name, original):
+        def noted(*given, **how):
+            seen.setdefault(name, set()).add(threading.current_thread().name)
+            found = original(*given, **how)
+            made.extend([found] if name == "request" else [])
+            return found
+
+        return noted
+
+    monkeypatch.setattr(Engine, "request", noting("request", Engine.request))
+    monkeypatch.setattr(app, "JSONResponse", noting("dump", app.JSONResponse))
+    monkeypatch.setattr(app.ChatWriter, "_parsed", noting("parsed", app.ChatWriter._parsed))
+    body = {"messages": CHAT, "tools": [TOOL], "max_tokens": 3, "n": 3, "logprobs": True}
+    target = Target(chat_target.model, chat_tokenizer("qwen3", QWEN3 + "{{ tools }}"))
+    with serving(target) as (url, _):
+        for stream in (False, True):
+            answer = httpx.post(f"{url}/v1/chat/completions", json={**body, "stream": stream}, timeout=60)
+            assert answer.status_code == 200
+        assert answer.headers["x-accel-buffering"] == "no", "a proxy must not collect the events"
+    loops = {thread.name for thread in threading.enumerate()} | {"MainThread"}
+    assert len(made) == 6
+    assert len({id(request.prompt) for request in made}) == 2
+    assert not any(request.token_logprobs for request in made), "they have been sent"
+    for name, threads in seen.items():
+        assert all(thread.startswith(("ThreadPool", "asyncio_")) for thread in threads), (name, threads, loops)
+    assert set(seen) == {"request", "dump", "parsed"}
+
+
+def test_requests_that_are_read_count_and_do_not_hold_up_answers(chat_target, monkeypatch):
+    """Any number of chats was rendered at a time, before an overloaded server said so, in the threads of all others."""
+    go, tokens, reading = threading.Event(), app._tokens, []
+
+    def slow(*given):
+        reading.append(0)
+        go.wait(20)
+        return tokens(*given)
+
+    with serving(chat_target, slots=3, max_queue=5) as (url, _), ThreadPoolExecutor(9) as threads:
+        monkeypatch.setattr(app, "_tokens", slow)
+        body = {"max_tokens": 2, "temperature": 0}
+        chats = [
+            threads.submit(httpx.post, f"{url}/v1/chat/completions", json={"messages": CHAT, **body}, timeout=30)
+            for _ in range(7)
+        ]
+        until(lambda: len(reading) == 2)
+        time.sleep(0.2)
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": [5], "n": 2, **body}, timeout=5)
+        go.set()
+        assert (refused.status_code, len(reading)) == (429, 2)
+        assert [chat.result().status_code for chat in chats] == [200] * 7
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": [5], "n": 8, **body}).status_code == 200
 
 
 def test_a_stop_string_that_is_a_special_token_ends_the_answer(chat_target):

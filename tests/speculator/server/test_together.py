@@ -175,6 +175,25 @@ def test_an_engine_that_fails_is_created_again(chat_target, caplog):
     assert "the device is gone" in caplog.text
 
 
+def test_a_request_that_the_engine_ends_alone_is_an_error_alone(chat_target):
+    class Ending(Engine):
+        def append_tokens(self, batch, report):
+            for request in batch.requests:
+                if request.prompt[0] == 17:
+                    request.fail("not_finite", "its logits are not finite")
+            super().append_tokens(batch, report)
+
+    body = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    with serving(chat_target, engine=Ending) as (url, worker), ThreadPoolExecutor(2) as threads:
+        engine = worker.engine
+        posts = [threads.submit(httpx.post, f"{url}/v1/completions", json={**body, "prompt": [n]}) for n in (17, 9)]
+        failed, other = (post.result(20) for post in posts)
+        assert (failed.status_code, "not finite" in failed.json()["error"]["message"]) == (500, True)
+        assert other.json()["choices"][0]["token_ids"] == generate(chat_target, None, [[9]], max_new_tokens=8).tokens[0]
+        assert worker.engine is engine
+        until(lambda: worker.load == 0 and worker.in_use == 0)
+
+
 def test_requests_that_only_wait_outlive_a_failed_engine(chat_target, caplog):
     gate = threading.Event()
 

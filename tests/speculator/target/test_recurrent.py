@@ -99,8 +99,7 @@ def test_greedy_text_is_what_transformers_generates(family, count):
         assert made.tokens == expected, name
 
 
-DRAFTERS = ["model-chain", "head-tree", "attention-candidates", "block-tree", "hybrid-block-chain", "adaptive-head"]
-DRAFTERS += ["exit-chain"]
+DRAFTERS = ["model-chain", "head-tree", "attention-candidates", "block-tree", "adaptive-head"]
 
 
 @pytest.mark.parametrize("family", FEW)

@@ -1,1 +1,0 @@
-"""The LSTM speculator of Arctic."""
