@@ -218,7 +218,7 @@ def conversations(
     split: str | None,
     tokenizer: PreTrainedTokenizerBase,
     cut: Cut,
-    count: int,
+    count: int | None,
     *,
     limits: PromptLimits | None = None,
     tally: Tally | None = None,
@@ -236,6 +236,7 @@ def conversations(
     Weights of sources are shares of the prompts. Sources without weights take turns.
 
     Args:
+        count: None: all.
         limits: prompts that do not fit are skipped and counted.
         tally: counts unusable rows (default: the first one raises).
 

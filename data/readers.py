@@ -13,9 +13,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +34,11 @@ from speculator.terminal import loading, log
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
 """Each split as a range of the documents' SHA-256 modulo 100."""
+
+ENOUGH_RECORDED = 200
+"""Different recorded answers from which on enough are held out to compare two heads."""
+_LEAST_HELD_OUT, _MOST_HELD_OUT = 64, 500
+_SHORTEST_PROMPT = 8  # tokens, from which on texts that begin alike are one chat
 
 _TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 _SUFFIXES = {".jsonl", ".json", ".parquet", *_TEXT_SUFFIXES}
@@ -146,20 +151,58 @@ def is_recorded(path: Path) -> bool:
 
 
 def _recorded(folder: Path) -> Iterator[Document]:
-    """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest."""
+    """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest.
+
+    Each of the two has a twentieth of the rows, but at least 64 and about 500 at most, if there are 200 or more. A chat
+    whose turns were recorded one by one is in one split, that of its newest turn.
+    """
     files = _readable_files(folder)  # listed once, because the server may be adding shards
-    numbers: dict[bytes, int] = {}  # of different rows: copies and bad rows, which are dropped, fill no split alone
+    chats: dict[bytes, int] = {}  # of different rows: copies and bad rows, which are dropped, fill no split alone
+    begun: dict[int, int] = {}
     for file in files:
         for document in _local_file(file, file.name):
             if "fault" not in document:
-                numbers.setdefault(digest_of(document), len(numbers))
-    bucket = 0
+                chats.setdefault(digest_of(document), _chat_of(document, begun))
+    sizes = Counter(chats.values())
+    newest_first = dict.fromkeys(reversed(chats.values()))
+    held = len(chats) // 20
+    if len(chats) >= ENOUGH_RECORDED:
+        held = max(_LEAST_HELD_OUT, min(held, _MOST_HELD_OUT))
+    splits: dict[int, str] = {}
+    taken = 0
+    for chat in newest_first:
+        splits[chat] = "held-out" if taken < held else "validation" if taken < 2 * held else "train"
+        taken += sizes[chat]
+    split = "train"
     for document in chain.from_iterable(_local_file(file, file.name) for file in files):
-        # By age: of 200 rows 0..179 train, 180..189 validate, and the newest ten are held out. A bad row goes with the
-        # one before it.
-        if "fault" not in document:
-            bucket = 100 * numbers[digest_of(document)] // len(numbers)
-        yield {**document, "split": next(name for name, buckets in SPLITS.items() if bucket in buckets)}
+        if "fault" not in document:  # a bad row goes with the one before it
+            split = splits[chats[digest_of(document)]]
+        yield {**document, "split": split}
+
+
+def _chat_of(document: Document, begun: dict[int, int]) -> int:
+    """Return the number of a recorded answer's chat: that of an earlier row whose whole prompt begins this one's.
+
+    Args:
+        begun: numbers of chats by the hash of a prompt, to which this one's is added.
+    """
+    if "input_ids" in document:
+        mask = document["loss_mask"]
+        prompt: Sequence[Any] = document["input_ids"][: mask.index(1) if 1 in mask else None]
+        shortest = _SHORTEST_PROMPT
+    elif "messages" in document:
+        opening = takewhile(lambda message: message["role"] != "assistant", document["messages"])
+        prompt, shortest = [json.dumps(list(opening), sort_keys=True)], 1
+    else:
+        prompt, shortest = [digest_of(document)], 1
+    state, chat = 0, None
+    for size, piece in enumerate(prompt, start=1):
+        state = hash((state, piece))
+        if chat is None and size >= shortest:
+            chat = begun.get(state)
+    number = len(begun) if chat is None else chat
+    begun[state if len(prompt) >= shortest else hash((len(begun), "short"))] = number
+    return number
 
 
 def _suffix(file: Path) -> str:

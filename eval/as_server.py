@@ -11,16 +11,28 @@ from __future__ import annotations
 from eval.decoders import Decoder, decoder_of
 from eval.timing import Engines, Timed
 from speculator.drafters import Chain, HeadDrafter
+from speculator.errors import refuse
 from speculator.heads import Speculator
 from speculator.report import ServerLog
 from speculator.target.model import Target
 
-_LLAMA_CPP_LENGTH = 3  # its --spec-draft-n-max
+_LENGTHS = {"llama.cpp": 3, "sglang": 3}
+"""Defaults of --spec-draft-n-max and, but for Llama, --speculative-num-steps; vLLM has none."""
 
 
-def default_lengths(server: str, head: Speculator) -> list[int]:
-    """Return the draft lengths to measure if the user names none; [] means the length that the head was trained for."""
-    return [min(_LLAMA_CPP_LENGTH, head.n_predict)] if server == "llama.cpp" else []
+def default_lengths(server: str, head: Speculator, target: Target) -> list[int]:
+    """Return the draft lengths to measure if the user names none; [] means the length that the head was trained for.
+
+    Raises a UserError if SGLang's default for the target is a tree, which is not measured.
+    """
+    refuse(
+        (
+            server == "sglang" and target.config.model_type == "llama",
+            "--as sglang: SGLang drafts a tree for this target by default: start it with --speculative-eagle-topk 1 "
+            "and --speculative-num-steps G, and give --num_speculative_tokens G",
+        )
+    )
+    return [min(_LENGTHS[server], head.n_predict)] if server in _LENGTHS else []
 
 
 def server_decoders(
@@ -39,7 +51,7 @@ def server_decoders(
 
 
 def server_log(timed: Timed, num_speculative_tokens: int) -> ServerLog:
-    """Return what a server logs for these steps: "drafts", "accepted_per_position" and "mean_acceptance_length".
+    """Return what a server logs for these steps: counts of drafts and tokens, and "mean_acceptance_length".
 
     Unlike `acceptance`, it includes the steps that ended a text. `accepted_per_position[i]` counts the drafts whose
     token i was accepted.
@@ -48,6 +60,7 @@ def server_log(timed: Timed, num_speculative_tokens: int) -> ServerLog:
     accepted = [sum(step.accepted > i for step in steps) for i in range(num_speculative_tokens)]
     return {
         "drafts": len(steps),
+        "drafted_tokens": sum(step.drafted for step in steps),
         "accepted_per_position": accepted,
         "mean_acceptance_length": 1 + sum(accepted) / max(1, len(steps)),
     }

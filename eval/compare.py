@@ -66,7 +66,7 @@ def table(a: Report, b: Report) -> str:
             if name in theirs:
                 gap = difference(figure, theirs[name])
                 low, high = gap["low"], gap["high"]
-                verdict = "" if low is None or high is None else "differs" if low > 0 or high < 0 else "same"
+                verdict = "" if low is None or high is None else "differs" if low > 0 or high < 0 else "not shown"
                 verdict = verdict if _conditions(row, names) == _conditions(other, names) else "other conditions"
                 rows.append((*where, name, shown(figure), shown(theirs[name]), shown(gap, "+.2f"), verdict))
     lines += ["", markdown_table(header, rows)]
@@ -149,7 +149,9 @@ def difference(a: Interval, b: Interval) -> Interval:
 def _figures(row: ReportRow) -> dict[str, Interval]:
     """Return a row's figures with an interval, {"value", "low", "high"} each, by their names in the table."""
     speedups = {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
-    return {"acceptance length": length_with_interval(row), **speedups}
+    whole = row.get("end_to_end_speedup")  # not in reports of older versions
+    answers = {"speedup of whole answers": whole["plain"]} if whole else {}
+    return {"acceptance length": length_with_interval(row), **speedups, **answers}
 
 
 def _read(path: Path) -> Report:

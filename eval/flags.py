@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from eval.tracking import Tracker
-from speculator.cli.shared_flags import add_drafter_flags, add_revision, add_target_flags
+from speculator.cli.shared_flags import add_drafter_flags, add_filters, add_revision, add_target_flags
 from speculator.errors import OneLineParser
 from speculator.tables import OPTIONAL
 
@@ -54,6 +54,7 @@ def run(parser: OneLineParser) -> None:
     parser.add_argument(
         "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
     )
+    add_filters(parser)
     parser.add_argument("--batch_size", type=int, action="append", help="prompts per batch; repeatable (default: 1)")
     parser.add_argument(
         "--num_speculative_tokens",
@@ -115,7 +116,13 @@ def tune(parser: OneLineParser) -> None:
         help="folder of a head, to write decoding.json to; with --output, also a hub id",
     )
     add_revision(parser)
-    parser.add_argument("--suite", default="python-sources", help="prompts to measure on (default: python-sources)")
+    add_filters(parser)
+    parser.add_argument(
+        "--suite",
+        default="python-sources",
+        help="prompts to measure on, other ones than those of `speculator eval`; of python-sources and of a folder of "
+        "`serve --record`, the validation split (default: python-sources)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="file to write instead of decoding.json in the head's folder")
 
@@ -134,27 +141,31 @@ def gate(parser: OneLineParser) -> None:
     """Accept a new head in place of an old one, or not: exit code 0 or 1, and one line with the figures.
 
     The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
-    acceptance length on the guard suite has not fallen by more than `--guard_loss`. Both heads draft adaptively, as in
-    `speculator serve`, or the chains of the server that `--as` names, and decode every prompt one right after the
-    other.
+    acceptance length on the guard suite has not fallen by more than `--guard_loss`, by its 95% interval. Both heads
+    draft adaptively, as in `speculator serve`, or the chains of the server that `--as` names, and decode every prompt
+    one right after the other.
     """
     parser.add_argument("old", metavar="OLD", help="hub id or folder of the head in use")
     parser.add_argument("new", metavar="NEW", help="hub id or folder of the head that would replace it")
     add_revision(parser, "OLD")
     add_flags(parser, max_prompts=64)
     parser.add_argument(
-        "--suite", required=True, help="prompts of the traffic; of a folder of `serve --record`, the newest 5%%"
+        "--suite",
+        required=True,
+        help="prompts of the traffic; of a folder of `serve --record`, spread over the newest requests, 64 to 500",
     )
-    parser.add_argument("--guard", help="suite on which OLD was published (default: no guard)")
+    parser.add_argument("--guard", help="suite on which the head was published (default: no guard)")
+    parser.add_argument("--guard_head", metavar="HEAD", help="head that the guard compares NEW with (default: OLD)")
     parser.add_argument(
         "--guard_loss",
         type=float,
-        help="share of OLD's acceptance length that NEW may lose on the guard suite (default: 0.05)",
+        help="share of the acceptance length that NEW may lose on the guard suite (default: 0.05)",
     )
     parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")
     what = "tokens that the server of --as drafts per step (default: its own, or all that the head can)"
     parser.add_argument("--num_speculative_tokens", type=int, metavar="G", help=what)
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    add_filters(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
 

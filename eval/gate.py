@@ -6,10 +6,11 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 
 from eval.as_server import default_lengths
 from eval.metrics import paired_bootstrap
-from eval.suites import Suite, check_flags, first_turns
+from eval.suites import Suite, check_flags, first_turns, sampling_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints import head_folder
@@ -20,11 +21,12 @@ from speculator.drafters import Chain
 from speculator.errors import refuse, show
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
-from speculator.report import Gate, HeadsCompared
+from speculator.report import Gate, Guard, HeadsCompared, Interval
 from speculator.tables import shown
 from speculator.terminal import Progress
 
 _GUARD_LOSS = 0.05
+_GAIN = 0.05  # of speed, for which the power is printed
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,26 +37,27 @@ def run(arguments: argparse.Namespace) -> int:
     refuse(
         (arguments.guard == "", "--guard is empty: give a suite"),
         (arguments.guard_loss is not None and arguments.guard is None, "--guard_loss needs --guard"),
+        (arguments.guard_head is not None and arguments.guard is None, "--guard_head needs --guard"),
         (not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"),
         (arguments.num_speculative_tokens and arguments.server == "ours", "--num_speculative_tokens needs --as"),
     )
-    target, sampling = model_flags.load_target(arguments), Sampling(arguments.temperature, seed=arguments.seed)
+    target, sampling = model_flags.load_target(arguments), sampling_of(arguments, arguments.temperature)
     folders = head_folder(arguments.old, arguments.speculator_revision), head_folder(arguments.new)
     heads = [load_head(folder, target) for folder in folders]
     suite = first_turns(arguments, arguments.suite, target)
     guard = first_turns(arguments, arguments.guard, target) if arguments.guard else None
+    first = load_head(head_folder(arguments.guard_head), target) if arguments.guard_head else heads[0]
     drafters: list[HeadDrafter]
     if arguments.server == "ours":
         drafters = [load_drafter(folder, target, temperatures=[arguments.temperature]) for folder in folders]
     else:
         asked = [arguments.num_speculative_tokens] if arguments.num_speculative_tokens else []
-        lengths = [[*asked, *default_lengths(arguments.server, head), head.n_predict][0] for head in heads]
+        lengths = [(asked or default_lengths(arguments.server, head, target) or [head.n_predict])[0] for head in heads]
         drafters = [HeadDrafter(*row) for row in zip(heads, (Chain(n, sampled=False) for n in lengths), strict=True)]
     count = arguments.max_new_tokens
     result: Gate = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
     if guard:
-        old, new = (fixed_acceptance(target, head, guard, sampling, count) for head in heads)
-        result["guard"] = {"name": guard.name, "old": old, "new": new, "change": new / old - 1, "allowed": -share}
+        result["guard"] = compare_on_guard(target, [first, heads[1]], guard, sampling, count, share)
     result["accepted"] = accepted(result)
     result["line"] = line(result)
     if arguments.output:
@@ -103,36 +106,70 @@ def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
     return new / new_seconds - old / old_seconds
 
 
-def fixed_acceptance(target: Target, head: Speculator, suite: Suite, sampling: Sampling, max_new_tokens: int) -> float:
-    """Return a head's acceptance length on a suite, with chains of `n_predict` tokens as drafts.
+def compare_on_guard(
+    target: Target, heads: Sequence[Speculator], suite: Suite, sampling: Sampling, max_new_tokens: int, share: float
+) -> Guard:
+    """Compare the acceptance lengths of an old and a new head on a suite, with chains of `n_predict` tokens as drafts.
 
-    Unlike that of adaptive drafts, it does not depend on timings.
+    Unlike those of adaptive drafts, they do not depend on timings.
+
+    Args:
+        share: of the old head's acceptance length that the new one may lose.
     """
     eos = None if suite.chat else ()
-    made = generate(
-        target,
-        HeadDrafter(head),
-        suite.prompts,
-        sampling,
-        max_new_tokens=max_new_tokens,
-        max_batch_size=8,
-        eos_token_ids=eos,
-    )
-    return made.acceptance_length
+    counts = []
+    for head in heads:
+        made = generate(
+            target,
+            HeadDrafter(head),
+            suite.prompts,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            max_batch_size=8,
+            eos_token_ids=eos,
+        )
+        whole = [[step.accepted + 1 for step in row if not step.cut] for row in made.steps]
+        counts.append([(sum(row), len(row)) for row in whole])
+    samples = [(*old, *new) for old, new in zip(*counts, strict=True) if old[1] and new[1]]
+    refuse((not samples, f"{suite.name}: every answer ends in its first step, so there is nothing to compare"))
+    change = paired_bootstrap(samples, _change)
+    old_length, new_length = (sum(row[i] for row in samples) / sum(row[i + 1] for row in samples) for i in (0, 2))
+    return {"name": suite.name, "old": old_length, "new": new_length, "change": change, "allowed": -share}
+
+
+def _change(samples: Sequence[tuple[int, int, int, int]]) -> float:
+    """Return the change of the acceptance length as a share; a sample is (old tokens, old steps, new tokens, steps)."""
+    old, old_steps, new, new_steps = map(sum, zip(*samples, strict=True))
+    return (new / new_steps) / (old / old_steps) - 1
+
+
+def power(difference: Interval, speed: float, gain: float = _GAIN) -> float | None:
+    """Return the chance that these prompts show a head that is faster by `gain`; None with a single prompt.
+
+    Args:
+        difference: interval of the measured difference, whose width is that of any other head's.
+        speed: of the old head, in tokens per second.
+    """
+    if difference["high"] is None:
+        return None
+    reach = difference["high"] - difference["value"]  # about two standard errors, which the estimate must exceed
+    return NormalDist().cdf(2 * (gain * speed / reach - 1)) if reach else 1.0
 
 
 def accepted(result: Gate) -> bool:
     """Return whether the new head replaces the old one.
 
     It must decode the suite faster (lower bound of the difference above 0), and the acceptance length on the guard
-    suite, if there is one, must not fall by more than `--guard_loss`.
+    suite, if there is one, must not fall by more than `--guard_loss` (lower bound of its change).
 
     Args:
-        result: "suite": what `compare` returns; "guard": None or a dict whose "change" and "allowed" are shares of the
-            old head's acceptance length.
+        result: "suite": what `compare` returns; "guard": None, or what `compare_on_guard` returns.
     """
-    low, guard = result["suite"]["difference"]["low"], result["guard"]
-    return low is not None and low > 0 and (guard is None or guard["change"] >= guard["allowed"])
+    bounds = [(result["suite"]["difference"]["low"], 0.0)]
+    if guard := result["guard"]:
+        # At the least that is allowed the guard accepts: two equal heads differ by exactly 0.
+        bounds.append((guard["change"]["low"], math.nextafter(guard["allowed"], -1)))
+    return all(low is not None and low > least for low, least in bounds)
 
 
 def line(result: Gate) -> str:
@@ -142,6 +179,8 @@ def line(result: Gate) -> str:
     words = f"{'accepted' if result['accepted'] else 'rejected'}: {old:.1f} -> {new:.1f} tokens/s on {suite['name']}, "
     words += f"{shown(suite['difference'], '+.1f')}; acceptance length {lengths[0]:.2f} -> {lengths[1]:.2f}"
     if guard:
-        words += f"; on {guard['name']} {guard['old']:.2f} -> {guard['new']:.2f}, {guard['change']:+.1%}"
+        words += f"; on {guard['name']} {guard['old']:.2f} -> {guard['new']:.2f}, {shown(guard['change'], '+.1%')}"
         words += f" (at least {guard['allowed']:+.1%})"
+    if (chance := power(suite["difference"], old)) is not None:
+        words += f"; {suite['prompts']} prompts show a head that is {_GAIN:.0%} faster in {chance:.0%} of cases"
     return words

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
-from eval.suites import Suite, check_names, first_turns
+from eval.suites import Suite, check_names, first_turns, sampling_of
 from speculator.checkpoints import head_folder
 from speculator.clients.vllm_counters import read_counters
 from speculator.decoding.sampling import Sampling
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
             rows: list[Served] = []
             for suite, temperature in product(suites, arguments.temperature or [0.0, 1.0]):
                 before = None if llama_cpp else _counters(base, server.url)
-                sampling = Sampling(temperature, seed=arguments.seed)
+                sampling = sampling_of(arguments, temperature)
                 counted = _generate(client, model.id, suite, sampling, arguments.max_new_tokens)
                 if before is None:
                     measured = _acceptance_of_answers(counted)
@@ -111,10 +111,15 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
             prompt=suite.prompts[number],
             max_tokens=max_new_tokens,
             temperature=sampling.temperature,
-            top_p=1.0,
+            top_p=sampling.top_p,
             seed=sampling.seed + number,
             # Also what the model's own defaults would change.
-            extra_body={"ignore_eos": not suite.chat, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+            extra_body={
+                "ignore_eos": not suite.chat,
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "repetition_penalty": 1.0,
+            },
         )
         timings = getattr(answer, "timings", None) or {}
         return {"texts": 1, **{name: int(timings.get(name, 0)) for name in _LLAMA_CPP}}

@@ -18,7 +18,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.drafters.measure import interquartile_mean
-from speculator.report import Bucket, Figures, Interval, ReportRow
+from speculator.report import Bucket, Figures, Interval, ReportRow, Spread
 from speculator.tables import BASELINES
 from speculator.target.model import Target
 
@@ -55,28 +55,48 @@ def paired_bootstrap(samples: Sequence[Sample], statistic: Callable[[Sequence[Sa
     return {"value": value, "low": value - reach, "high": value + reach}
 
 
-def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None) -> Interval:
-    """Return `ours` over `baseline` in decoded tokens per second, as {"value", "low", "high"} with a 95% interval.
+def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None, whole: bool = False) -> Interval:
+    """Return `ours` over `baseline` in tokens per second, as {"value", "low", "high"} with a 95% interval.
 
     Sequences that end with the prefill's token are left out; the ratio is 1 if there are no others.
 
     Args:
         ours, baseline: timings of the same batches in the same order.
         groups: conversation of each batch; the turns of a conversation are resampled together (default: each alone).
+        whole: count the prefill and its tokens too.
     """
+    samples = _conversations(ours, baseline, groups, whole)
+    return paired_bootstrap(samples, _ratio) if samples else {"value": 1.0, "low": None, "high": None}
+
+
+def _conversations(ours: Timed, baseline: Timed, groups: Sequence[int] | None, whole: bool) -> list[np.ndarray]:
+    """Return (tokens, seconds, tokens of the baseline, its seconds) of each conversation that has decoded tokens."""
     sums: dict[int, np.ndarray] = {}
     for group, x, y in zip(groups or range(len(ours.batches)), ours.batches, baseline.batches, strict=True):
-        # Sums, not ratios: the ratio of a resample is that of its sums, so long texts weigh more than short ones, as
-        # they do in serving.
-        batch = np.array([x.decoded, x.decode_seconds, y.decoded, y.decode_seconds])
+        batch = np.array([*x.counted(whole), *y.counted(whole), x.decoded and y.decoded])
         sums[group] = sums.get(group, 0) + batch
-    samples = [total for total in sums.values() if total[0] and total[2]]
+    return [total[:-1] for total in sums.values() if total[-1]]
 
-    def ratio(chosen: Sequence[np.ndarray]) -> float:
-        tokens, seconds, baseline_tokens, baseline_seconds = np.sum(chosen, axis=0).tolist()
-        return (tokens / seconds) / (baseline_tokens / baseline_seconds)
 
-    return paired_bootstrap(samples, ratio) if samples else {"value": 1.0, "low": None, "high": None}
+def _ratio(chosen: Sequence[np.ndarray]) -> float:
+    """Return the ratio of the speeds of some conversations of `_conversations`.
+
+    It is a ratio of sums, so long texts weigh more than short ones, as they do in serving.
+    """
+    tokens, seconds, baseline_tokens, baseline_seconds = np.sum(chosen, axis=0).tolist()
+    return (tokens / seconds) / (baseline_tokens / baseline_seconds)
+
+
+def spread(ours: Timed, baseline: Timed, groups: Sequence[int]) -> Spread | None:
+    """Return quantiles of the whole answers' speedup over conversations, and the share that got slower; None: no data.
+
+    Arguments are those of `speedup`.
+    """
+    ratios = [_ratio([each]) for each in _conversations(ours, baseline, groups, whole=True)]
+    if not ratios:
+        return None
+    p5, p50, p95 = np.quantile(ratios, [0.05, 0.5, 0.95]).tolist()
+    return {"p5": p5, "p50": p50, "p95": p95, "slower": sum(ratio < 1 for ratio in ratios) / len(ratios)}
 
 
 def acceptance(steps: Iterable[Step], num_speculative_tokens: int) -> Figures:
@@ -281,19 +301,19 @@ def _acceptance(timed: Timed, drafter: Drafter | None, conversations: Sequence[i
 
 
 def _speeds(measured: Measured, decoder: Decoder) -> Figures:
-    """Return "tokens_per_second" and "end_to_end_tokens_per_second" by decoder, and a drafter's "speedup" by baseline.
+    """Return "tokens_per_second" by decoder and a drafter's "speedup" by baseline, and both "end_to_end_" too.
 
-    A speedup is {"value", "low", "high"}.
+    A speedup is {"value", "low", "high"}. "spread" is that of the whole answers' speedup over plain decoding.
     """
     speeds: Figures = {
         "tokens_per_second": _by_decoder(measured, decoder, lambda t: t.tokens_per_second),
         "end_to_end_tokens_per_second": _by_decoder(measured, decoder, lambda t: t.end_to_end_tokens_per_second),
     }
     if decoder.drafter:
-        timed = measured.timed[decoder.key]
-        speeds["speedup"] = {
-            name: speedup(timed, baseline, measured.conversations) for name, baseline in _baselines(measured).items()
-        }
+        timed, groups, baselines = measured.timed[decoder.key], measured.conversations, _baselines(measured)
+        speeds["speedup"] = {name: speedup(timed, other, groups) for name, other in baselines.items()}
+        speeds["end_to_end_speedup"] = {name: speedup(timed, other, groups, True) for name, other in baselines.items()}
+        speeds["spread"] = spread(timed, baselines["plain"], groups)
     return speeds
 
 

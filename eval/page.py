@@ -35,6 +35,7 @@ COLUMNS = {
     "category": "Category of the prompts.",
     "temperature": "Sampling temperature; 0 decodes greedily.",
     "speedup": "Decoding speed relative to plain decoding by the same engine, with its 95% interval.",
+    "whole answers": "The same with the prefill, as a user sees it.",
     "acceptance length": "Mean number of tokens per verification step, the bonus token included. Plain decoding has 1.",
     "tokens/s": "New tokens per second, without the prefill.",
     "predicted": "Speedup that the acceptance length E and the costs predict: E / (G c + v).",
@@ -48,7 +49,7 @@ COLUMNS = {
     "turns": "Answers in this category.",
 }
 """Columns, and what a reader sees who points at them."""
-_MAIN = ("decoder", "category", "temperature", "speedup", "acceptance length", "tokens/s", "predicted", "batch size")
+_MAIN = ("decoder", "category", "temperature", "speedup", "whole answers", "acceptance length", "tokens/s", "predicted")
 
 
 def write_page(report: Report, traces: Sequence[Trace], folder: Path) -> None:
@@ -89,7 +90,7 @@ def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) ->
         warnings=report["warnings"],
         how_to_read=HOW_TO_READ,
         explained=COLUMNS,
-        main=_MAIN if several else _MAIN[:-1],
+        main=(*_MAIN, "batch size") if several else _MAIN,
         suites=suites,
         plots=[(captions[name], base64.b64encode(picture).decode()) for name, picture in pictures.items()],
         sources={name: title for name, title in DRAFTERS.items() if name in sources},
@@ -133,6 +134,7 @@ def _decoder(
         "decoder": (label(row, lengths) if baseline is None else baseline, None),
         "temperature": _number(row["temperature"], "g"),
         "speedup": _interval(ratio) if speculative else _number(ratio["value"]),
+        "whole answers": _interval(row["end_to_end_speedup"]["plain"] if speculative else None),
         "acceptance length": _interval(length_with_interval(row))
         if speculative
         else _number(1.0 if key == "plain" else None),
@@ -159,6 +161,7 @@ def _category(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
         "decoder": (label(row, lengths), None),
         "temperature": _number(row["temperature"], "g"),
         "speedup": _interval(part["speedup"]["plain"]),
+        "whole answers": _interval(part["end_to_end_speedup"]["plain"]),
         "acceptance length": _interval(length_with_interval(part)),
         "tokens/s": _number(part["tokens_per_second"]["speculative"], ".1f"),
         "batch size": _number(row["batch_size"], "d"),

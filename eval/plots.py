@@ -16,7 +16,7 @@ from speculator.report import Interval, Report, ReportRow, Round
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eval.report import decoder_lines, drafter_rows, groups, head_lengths, label, plots, reached
 from speculator.files import write_bytes
@@ -78,24 +78,34 @@ def draw_plots(report: Report, folder: Path) -> None:
 
 
 def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
-    """Write an .svg of the acceptance length of the old and the new head in each round of `speculator adapt`.
+    """Write an .svg of what the gate decides by in each round of `speculator adapt`: how much faster the new head is.
 
     Args:
         rounds: contents of the rounds' round.json.
     """
     figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
     numbers = range(1, len(rounds) + 1)
-    old, new = zip(*(each["gate"]["suite"]["acceptance_length"] for each in rounds), strict=True)
-    axis.plot(numbers, old, "s-", color=_BASELINE, label="head before the round")
+    axis.axhline(0, color=_BASELINE, label="head before the round")
     for loaded, fill, name in ((True, _COLOURS["head"], "new head, in use"), (False, "none", "new head, not in use")):
         among = [n for n in numbers if (rounds[n - 1]["outcome"] == "in use") is loaded]
-        axis.plot(among, [new[n - 1] for n in among], "o", color=_COLOURS["head"], markerfacecolor=fill, label=name)
+        suites = [rounds[n - 1]["gate"]["suite"] for n in among]
+        gains = [_shares(each["difference"], each["tokens_per_second"][0]) for each in suites]
+        middle = [value for value, _, _ in gains]
+        reach = [[value - low for value, low, _ in gains], [high - value for value, _, high in gains]]
+        axis.errorbar(among, middle, reach, fmt="o", color=_COLOURS["head"], markerfacecolor=fill, label=name)
     axis.set_xticks(numbers)
     axis.set_xlabel("round")
-    axis.set_ylabel("acceptance length")
+    axis.set_ylabel("change of tokens per second")
+    axis.yaxis.set_major_formatter(PercentFormatter(1))
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     _save(figure, file, metadata={"Date": None})
+
+
+def _shares(interval: Interval, whole: float) -> tuple[float, float, float]:
+    """Return a figure and its bounds as shares of `whole`; without bounds, these are the figure."""
+    value, low, high = interval["value"], interval["low"], interval["high"]
+    return value / whole, (value if low is None else low) / whole, (value if high is None else high) / whole
 
 
 def _save(figure: Figure, file: Path, **settings: Any) -> None:

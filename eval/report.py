@@ -12,9 +12,9 @@ from speculator.verdict import headlines
 TOLERANCE = 0.15  # relative difference of predicted and measured speedup above which the report warns
 HOW_TO_READ = (
     "The acceptance length is the mean number of tokens per verification step, the bonus token included. Tokens per "
-    "second and speedups leave out the prefill. A figure is followed by its 95% interval (paired bootstrap over "
-    "prompts, or over batches at a larger batch size). Draft cost c and verify cost v are in units of one plain "
-    "decoding step."
+    "second and speedups leave out the prefill; those of whole answers include it. A figure is followed by its 95% "
+    "interval (paired bootstrap over prompts, or over batches at a larger batch size). Draft cost c and verify cost v "
+    "are in units of one plain decoding step."
 )
 _TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 
@@ -158,14 +158,16 @@ def _table(rows: list[ReportRow], lengths: set[int]) -> str:
     baselines = [name for name in _TRANSFORMERS if name in rows[0]["tokens_per_second"]]
     header = ["decoder", "acceptance length", "tokens/s", "end-to-end tokens/s", "time to first token, ms"]
     header += ["peak memory, MB", *(f"speedup over {BASELINES[name]}" for name in ("plain", *baselines))]
+    header.append("speedup of whole answers")
     lines = []
     for row in rows:
         if row["drafter"] != "none":
             ratios = [shown(row["speedup"][name]) for name in ("plain", *baselines)]
+            ratios.append(shown(row["end_to_end_speedup"]["plain"]))
             lines.append(_line(label(row, lengths), shown(length_with_interval(row)), row, "speculative", ratios))
             continue
         for name in ("plain", *baselines):
-            ratios = ["1" if other == name else "" for other in ("plain", *baselines)]
+            ratios = ["1" if other == name else "" for other in ("plain", *baselines, "plain")]
             lines.append(_line(BASELINES[name], "1.00" if name == "plain" else "", row, name, ratios))
     return markdown_table(header, lines)
 
@@ -193,18 +195,23 @@ def _details(row: ReportRow, lengths: set[int]) -> str:
     cost = row["cost"]
     parts = [
         f"- {label(row, lengths)}: rule {row['rule']}",
-        f"acceptance rate per position {rates}",
+        f"acceptance rate of each position, given the one before, {rates}",
         f"draft cost c {cost['draft']:.3f} per position, verify cost v {cost['verify']:.2f}",
         f"predicted speedup {row['predicted_speedup']:.2f}, measured {row['speedup']['plain']['value']:.2f}",
     ]
+    if part := row["spread"]:
+        parts.append(
+            f"of whole answers, the speedup is {part['p5']:.2f}, {part['p50']:.2f} and {part['p95']:.2f} at the 5th, "
+            f"50th and 95th percentile, and {part['slower']:.0%} get slower"
+        )
     buckets = [f"{part['acceptance_length']:.2f} below {part['below']}" for part in row["acceptance_by_context"]]
     if len(buckets) > 1:
         parts.append(f"acceptance length by context length {', '.join(buckets)}")
     if log := row.get("server_log"):
         rates = ", ".join(f"{accepted / max(1, log['drafts']):.3f}" for accepted in log["accepted_per_position"])
         parts.append(
-            f"a server logs a mean acceptance length of {log['mean_acceptance_length']:.2f}, and acceptance rates per "
-            f"position of {rates} ({log['drafts']} drafts)"
+            f"a server logs a mean acceptance length of {log['mean_acceptance_length']:.2f}, and unconditional "
+            f"acceptance rates per position of {rates} ({log['drafts']} drafts of {log['drafted_tokens']} tokens)"
         )
     if same := row.get("identical_to_greedy"):
         parts.append(
@@ -265,6 +272,11 @@ def warnings(rows: Sequence[ReportRow]) -> list[str]:
                 for what, count in row["left_out"].items()
                 if count
             ]
+            if seen := row.get("tuned_on"):
+                lines.append(
+                    f"{row['name']}: decoding.json was tuned on {seen} of its {row['prompts']} prompts, so figures of "
+                    "tuned and adaptive drafts are too good; tune on others (speculator eval tune --suite)"
+                )
             if (cut := row.get("cut", 0)) > 0.1 * row["turns"]:
                 lines.append(
                     f"{row['name']}, temperature {row['temperature']:g}: {cut} of {row['turns']} answers reached "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import platform
+import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -23,20 +25,22 @@ from eval.metrics import row
 from eval.page import write_page
 from eval.plots import draw_plots
 from eval.report import UNFINISHED, markdown, warnings
-from eval.suites import Suite, check_flags, check_names, check_rows, suite_of
+from eval.suites import FILTERS, Suite, check_flags, check_names, check_rows, sampling_of, suite_of
 from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
 from speculator import HeadDrafter, Sampling, Target, load_head
+from speculator.about import DISTRIBUTION, git_commit, version_of
 from speculator.checkpoints import head_folder
 from speculator.cli import model_flags
 from speculator.device import dtype_name, hardware
 from speculator.drafters.price import fastest_shape
-from speculator.drafters.tuning import adaptive_drafter, choices_of, read_tuning
+from speculator.drafters.tuning import TUNED, adaptive_drafter, choices_of, read_tuning, tuned_prompts
 from speculator.errors import refuse
 from speculator.files import acquire, check_output_folder, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.report import Report, ReportRow
 from speculator.tables import BASELINES
+from speculator.target.fingerprint import digest_of_weights
 from speculator.terminal import log
 from speculator.verdict import headlines
 
@@ -74,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     suites = [suite_of(arguments, source, target, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]
     check_names(suites)
     check_batches(suites, arguments.batch_size or [1])
-    lengths = arguments.num_speculative_tokens or default_lengths(arguments.server, head)
+    lengths = arguments.num_speculative_tokens or default_lengths(arguments.server, head, target)
     default = ["hf_compiled"] * (target.device.type == "cuda") + ["hf_assisted"] * (draft_model is not None)
     report = evaluate(
         target,
@@ -84,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
         Measuring(
             temperatures=arguments.temperature or [0.0, 1.0],
             max_new_tokens=arguments.max_new_tokens,
-            seed=arguments.seed,
+            sampled=sampling_of(arguments, 1.0),
             batch_sizes=arguments.batch_size or [1],
             repeats=arguments.repeats,
         ),
@@ -108,13 +112,14 @@ class Measuring:
 
     Attributes:
         max_new_tokens: the most new tokens of a prompt and turn.
+        sampled: seed, and the filters above temperature 0; its own temperature does not count.
         batch_sizes: numbers of prompts that are decoded together.
         repeats: timings per batch, of which the median counts.
     """
 
     temperatures: Sequence[float]
     max_new_tokens: int
-    seed: int = 0
+    sampled: Sampling = field(default_factory=Sampling)
     batch_sizes: Sequence[int] = (1,)
     repeats: int = 1
 
@@ -174,7 +179,10 @@ def evaluate(
     rows: list[ReportRow] = []
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
-    content = partial(_content, target, head, measuring, compared, speculator_name)
+    tuned_on = tuned_prompts(compared.tuned_in)
+    content = partial(
+        _content, target, head, measuring, compared, speculator_name, _origin(target, head, compared.tuned_in)
+    )
     for batch_size in batch_sizes:
         engines: Engines = {}
         if server == "ours":
@@ -189,12 +197,13 @@ def evaluate(
             needed = _time_needed(target, suites, tables, batch_size, max_new_tokens * measuring.repeats)
             log(needed if training else f"{needed}; --max_prompts changes it")  # a run's settings are fixed by now
         for suite, temperature in product(suites, temperatures):
-            table, sampling = tables[temperature], Sampling(temperature, seed=measuring.seed)
+            table, sampling = tables[temperature], replace(measuring.sampled, temperature=temperature)
             measured = measure_suite(target, table, suite, sampling, max_new_tokens, batch_size, measuring.repeats)
             not_run |= measured.not_run
             trained = head.config.trained_length
             ours = [decoder for decoder in table if decoder.ours]
             made = [row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained) for d in ours]
+            made[0]["tuned_on"] = len(tuned_on.intersection(suite.prompt_hashes))
             if server != "ours":
                 for decoder, own in zip(ours[1:], made[1:], strict=True):
                     own["server_log"] = server_log(measured.timed[decoder.key], own["num_speculative_tokens"])
@@ -221,27 +230,30 @@ def _content(
     measuring: Measuring,
     compared: Compared,
     speculator_name: str,
+    origin: Report,
     rows: list[ReportRow],
     not_run: dict[str, str],
 ) -> Report:
     """Return the content of report.json; the arguments are those of `evaluate`.
 
-    `not_run` has the reason why a baseline was not run, by its name.
+    `origin` is what `_origin` returns, and `not_run` has the reason why a baseline was not run, by its name.
     """
     batch_sizes, draft_model = measuring.batch_sizes, compared.draft_model
     assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
-    versions = {name: version(name) for name in ("torch", "transformers")}
+    versions = {"speculator": version_of(DISTRIBUTION), **{name: version(name) for name in ("torch", "transformers")}}
     return {
         "schema": 2,
         "target": target.name,
         "speculator": speculator_name,
+        **origin,
         "hardware": hardware(target.device),
         "versions": versions | {"python": platform.python_version()},
         "settings": {
             "batch_size": batch_sizes[0] if len(batch_sizes) == 1 else list(batch_sizes),
             "dtype": dtype_name(target.dtype),
             "threads": torch.get_num_threads(),
-            "seed": measuring.seed,
+            "seed": measuring.sampled.seed,
+            **{name: getattr(measuring.sampled, name) for name in FILTERS},
             "repeats": measuring.repeats,
             "num_speculative_tokens": list(compared.lengths) or None,  # None: as tuned, or all the head's
             "draft_model": draft_model.name if draft_model else None,
@@ -255,6 +267,15 @@ def _content(
         "warnings": warnings(rows),
         "suites": rows,
     }
+
+
+def _origin(target: Target, head: Speculator, folder: str | Path | None) -> Report:
+    """Return by what a report can be made again, and what it is of; `folder` has the decoding.json that is used."""
+    fingerprints = {"target": target.fingerprint, "speculator": digest_of_weights(head)}
+    if folder and (tuning := Path(folder, TUNED)).is_file():
+        fingerprints[TUNED] = hashlib.sha256(tuning.read_bytes()).hexdigest()
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"fingerprints": fingerprints, "git_commit": git_commit(), "argv": sys.argv, "date": date}
 
 
 def _time_needed(

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +27,8 @@ from speculator.prompts import KEYS, Prompt, prompt_of
 from speculator.target.model import Target
 from speculator.terminal import log
 
+Item = TypeVar("Item")
+FILTERS = ("top_k", "top_p", "min_p")
 _SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
 
 
@@ -63,22 +65,36 @@ class Suite:
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
     @property
+    def prompt_hashes(self) -> list[str]:
+        """Hash of each prompt's tokens, 16 hexadecimal digits, by which `decoding.json` names what it was tuned on."""
+        return [hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16] for prompt in self.prompts]
+
+    @property
     def categories(self) -> list[str]:
         """Category of each prompt ("" if it has none)."""
         return [conversation.category for conversation in self.conversations] or [""] * len(self.prompts)
 
 
 def load_suite(
-    source: str, target: Target, *, prompt_tokens: int, max_prompts: int, max_new_tokens: int, raw: bool = False
+    source: str,
+    target: Target,
+    *,
+    prompt_tokens: int,
+    max_prompts: int,
+    max_new_tokens: int,
+    raw: bool = False,
+    split: str = "held-out",
 ) -> Suite:
     """Load the suite that the user named: python-sources, a local file or folder, or a hub dataset.
 
     Args:
         source: rows of `turns`, `messages`, `prompt` or `question` are prompts; text files, python-sources and rows
             of `text` are cut into prompts of `prompt_tokens`.
-        max_prompts: limit of the suite; its categories take turns, each in its own order.
+        max_prompts: limit of the suite; its categories take turns, each in its own order, but those of MT-bench share
+            one turn if all eight are there.
         max_new_tokens: room in the context for an answer.
         raw: never apply the chat template.
+        split: what to read of a source that has splits.
 
     Raises:
         UserError: the source can't be read, or none of its rows gives a prompt that fits the context.
@@ -97,7 +113,7 @@ def load_suite(
         tokenizer.chat_template = None
 
     def of_documents() -> Suite:
-        suite = held_out(source, tokenizer, prompt_tokens, max_prompts, limits)
+        suite = held_out(source, tokenizer, prompt_tokens, max_prompts, limits, split)
         return replace(suite, ends=suite.ends or target.encoder is not None)
 
     chats = raw and source.lower().removesuffix(".gz").endswith((".json", ".parquet"))
@@ -203,12 +219,26 @@ def _wanted(
             return
 
 
+_MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+
+
 def _interleave(prompts: Iterable[tuple[list[int], Prompt]]) -> Iterator[tuple[list[int], Prompt]]:
-    """Yield the first prompt of every category, then the second of each, so that a short run covers all."""
+    """Yield the first prompt of every category, then the second of each, so that a short run covers all.
+
+    The categories of MT-bench take turns as one: they are one of Spec-Bench's six tasks, which its authors weigh alike.
+    """
     groups: dict[str, list[tuple[list[int], Prompt]]] = {}
     for each in prompts:
         groups.setdefault(each[1].category, []).append(each)
-    return (each for each in chain.from_iterable(zip_longest(*groups.values())) if each is not None)
+    if groups.keys() >= _MT_BENCH:
+        parts = [groups.pop(name) for name in list(groups) if name in _MT_BENCH]
+        groups = {"": list(_in_turns(parts)), **groups}
+    return _in_turns(groups.values())
+
+
+def _in_turns(groups: Iterable[list[Item]]) -> Iterator[Item]:
+    """Yield the first item of each group, then the second of each that has one, and so on."""
+    return (each for each in chain.from_iterable(zip_longest(*groups)) if each is not None)
 
 
 def held_out(
@@ -217,20 +247,31 @@ def held_out(
     prompt_tokens: int,
     max_prompts: int,
     limits: PromptLimits | None = None,
+    split: str = "held-out",
 ) -> Suite:
-    """Return a suite of documents: of the held-out split of python-sources and of recorded answers, or of a whole file.
+    """Return a suite of documents: of one split of python-sources and of recorded answers, or of a whole file.
 
     Args:
         prompt_tokens: length of the prompts that are cut from text.
-        max_prompts: limit of the suite.
+        max_prompts: limit of the suite. Those of recorded answers are spread over the split, since requests that follow
+            each other are alike.
         limits: leaves out prompts that do not fit the context.
+        split: of python-sources and of recorded answers.
     """
-    split = "held-out" if source == PYTHON_SOURCES or is_recorded(Path(source)) else None
-    tally = Tally(max_share=1.0)
+    recorded, tally = is_recorded(Path(source)), Tally(max_share=1.0)
     suite = from_text(
-        mixture_of([source]), tokenizer, prompt_tokens, max_prompts, split=split, limits=limits, tally=tally
+        mixture_of([source]),
+        tokenizer,
+        prompt_tokens,
+        None if recorded else max_prompts,
+        split=split if recorded or source == PYTHON_SOURCES else None,
+        limits=limits,
+        tally=tally,
     )
     tally.warn(f"--suite {source}")
+    count = len(suite.prompts)
+    if recorded and count > max_prompts:
+        suite.prompts = [suite.prompts[count * i // max_prompts] for i in range(max_prompts)]
     return suite
 
 
@@ -238,7 +279,7 @@ def from_text(
     mixture: Mixture,
     tokenizer: PreTrainedTokenizerBase,
     prompt_tokens: int,
-    max_prompts: int,
+    max_prompts: int | None,
     *,
     split: str | None,
     limits: PromptLimits | None = None,
@@ -248,7 +289,7 @@ def from_text(
 
     Args:
         prompt_tokens: length of the prompts that are cut from text, special tokens included.
-        max_prompts: limit of the suite.
+        max_prompts: limit of the suite; None: all.
         split: "validation" or "held-out", which training never uses; None uses every document.
         limits: leaves out prompts that do not fit the context.
         tally: counts unusable rows (default: the first one raises).
@@ -264,26 +305,36 @@ def from_text(
     return Suite(f"{name} ({split})" if split else name, ids, left_out=left_out, ends=ends)
 
 
-def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:
+def suite_of(
+    arguments: argparse.Namespace, source: str, target: Target, raw: bool = False, split: str = "held-out"
+) -> Suite:
     """Return the suite `source`, as `load_suite` does, with the sizes in the flags of a command."""
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "max_prompts", "max_new_tokens")}
-    return load_suite(source, target, **sizes, raw=raw)
+    return load_suite(source, target, **sizes, raw=raw, split=split)
 
 
-def first_turns(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:
+def first_turns(
+    arguments: argparse.Namespace, source: str, target: Target, raw: bool = False, split: str = "held-out"
+) -> Suite:
     """Return a suite as `suite_of` does, for a command that asks first turns only, and say how many it leaves out."""
-    suite = suite_of(arguments, source, target, raw)
+    suite = suite_of(arguments, source, target, raw, split)
     if later := sum(len(conversation.later) for conversation in suite.conversations):
         log(f"{suite.name}: first turns only, {later} later turns are not asked (speculator eval asks them)")
     return suite
+
+
+def sampling_of(arguments: argparse.Namespace, temperature: float) -> Sampling:
+    """Return the settings of sampling that a command's flags ask for, as far as it has them, at one temperature."""
+    filters = {name: value for name in FILTERS if (value := getattr(arguments, name, None)) is not None}
+    return Sampling(temperature, seed=getattr(arguments, "seed", 0), **filters)
 
 
 def check_flags(arguments: argparse.Namespace) -> None:
     """Raise a UserError for a wrong count or temperature in the shared flags, or a value that is given twice."""
     refuse_below(arguments, max_prompts=1, prompt_tokens=1, max_new_tokens=2)
     given = vars(arguments)
-    for temperature in given.get("temperature") or []:
-        Sampling(temperature)
+    for temperature in given.get("temperature") or [1.0]:
+        sampling_of(arguments, temperature)
     for name in ("batch_size", "num_speculative_tokens", "repeats"):
         value = given.get(name)
         least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value

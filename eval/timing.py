@@ -61,6 +61,12 @@ class Decoded:
         """Number of new tokens without those of the prefill."""
         return sum(map(len, self.tokens)) - self.prefill_tokens
 
+    def counted(self, whole: bool) -> tuple[int, float]:
+        """Return new tokens and seconds: of the `whole` answers, or without the prefill and its tokens."""
+        if whole:
+            return self.decoded + self.prefill_tokens, self.prefill_seconds + self.decode_seconds
+        return self.decoded, self.decode_seconds
+
 
 @dataclass
 class Timed:
@@ -81,14 +87,16 @@ class Timed:
     @property
     def tokens_per_second(self) -> float:
         """Decoding speed, without the prefill and its token; 0 if there are no other tokens."""
-        seconds = sum(batch.decode_seconds for batch in self.batches)
-        return sum(batch.decoded for batch in self.batches) / seconds if seconds else 0.0
+        return self._speed(whole=False)
 
     @property
     def end_to_end_tokens_per_second(self) -> float:
         """New tokens per second, with the prefill and its token."""
-        seconds = sum(batch.prefill_seconds + batch.decode_seconds for batch in self.batches)
-        return sum(map(len, self.tokens)) / seconds
+        return self._speed(whole=True)
+
+    def _speed(self, whole: bool) -> float:
+        tokens, seconds = map(sum, zip(*(batch.counted(whole) for batch in self.batches), strict=True))
+        return tokens / seconds if seconds else 0.0
 
 
 def time_ours(
@@ -204,7 +212,6 @@ def time_transformers(
     """Decode one batch of prompts with transformers' generate, and append the result to `out`.
 
     Args:
-        sampling: only its temperature and seed are used.
         count: the most new tokens of a prompt.
         stop_at: tokens that end a completion.
         kwargs: further arguments of `generate`, such as an assistant model.
@@ -215,7 +222,9 @@ def time_transformers(
         given.pop("past_key_values", None)
     how: dict[str, bool | float | list[int]] = {"do_sample": False}
     if not sampling.greedy:
-        how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0}
+        how = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")} | {"do_sample": True}
+        if sampling.min_p:
+            how["min_p"] = sampling.min_p
     if stop_at:
         how["eos_token_id"] = list(stop_at)
     streamer = _FirstToken()

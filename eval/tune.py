@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from eval.recording import recorded_steps
-from eval.suites import Suite, check_flags, check_rows, first_turns
+from eval.suites import Suite, check_flags, check_rows, first_turns, sampling_of
 from speculator import Candidates, HeadDrafter, NgramDrafter, Sampling, Target, generate, load_head
 from speculator.checkpoints.hub import is_hub_id
 from speculator.cli import model_flags
@@ -21,7 +21,7 @@ from speculator.drafters.costs import CostTable
 from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.measure import measure_costs
 from speculator.drafters.price import expected_tokens, fastest_shape
-from speculator.drafters.tuning import TUNED, Ranks, Tuning, choices_of, measured_on, shapes_to_measure
+from speculator.drafters.tuning import PROMPT_HASHES, TUNED, Ranks, Tuning, choices_of, measured_on, shapes_to_measure
 from speculator.errors import UserError, refuse
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
@@ -56,29 +56,31 @@ def run(arguments: argparse.Namespace) -> None:
     check_output_file("--output", output)
     target = model_flags.load_target(arguments)
     head = load_head(arguments.speculator, target, arguments.speculator_revision)
-    suite = first_turns(arguments, arguments.suite, target)
-    rows = write_tuning(target, head, suite, output, arguments.max_new_tokens, arguments.seed)
+    # Not the prompts that `speculator eval` measures by default: a figure on what was tuned on is too good.
+    suite = first_turns(arguments, arguments.suite, target, split="validation")
+    rows = write_tuning(target, head, suite, output, arguments.max_new_tokens, sampling_of(arguments, 1.0))
     print(f"\n{table(rows)}\n\nWritten to {output}")
 
 
 def write_tuning(
-    target: Target, head: Speculator, suite: Suite, output: Path, max_new_tokens: int, seed: int = 0
+    target: Target, head: Speculator, suite: Suite, output: Path, max_new_tokens: int, sampled: Sampling
 ) -> list[dict]:
     """Measure a head on a suite, write the file `output` (decoding.json), and return the predictions for one row.
+
+    It measures greedy decoding and, with the settings `sampled`, temperature 1.
 
     A prediction is a dict with "temperature", "draft" (in words), "tokens" per step, "cost" in plain steps, "speedup",
     and "best", whether it is the draft to use.
     """
     eos = target.eos_token_ids if suite.chat else set()
     prompts = suite.prompts
+    settings = {kind: replace(sampled, temperature=temperature) for kind, temperature in _KINDS.items()}
     ranks: dict[str, Ranks] = {
-        kind: rank_acceptance(target, head, prompts, Sampling(temperature, seed=seed), eos=eos)
-        for kind, temperature in _KINDS.items()
+        kind: rank_acceptance(target, head, prompts, sampling, eos=eos) for kind, sampling in settings.items()
     }
     texts = [*map(target.text, prompts)]
     lookup: dict[str, Sequence[float]] = {}
-    for kind, temperature in Progress(_KINDS.items(), title="tuning: n-gram lookup", unit="temperatures"):
-        sampling = Sampling(temperature, seed=seed)
+    for kind, sampling in Progress(settings.items(), title="tuning: n-gram lookup", unit="temperatures"):
         answers = generate(
             target, None, prompts, sampling, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos
         ).tokens
@@ -95,6 +97,7 @@ def write_tuning(
         **measured_on(target),
         "suite": suite.name,
         "prompts": len(prompts),
+        PROMPT_HASHES: suite.prompt_hashes,
         "acceptance": tuning.ranks,
         "trees": tuning.trees,
         "lookup": tuning.lookup,

@@ -17,8 +17,8 @@ DISTRIBUTION = "speculator-llm"
 def version_line() -> str:
     """Return the line that a report of a fault needs."""
     commit = git_commit()
-    own = f"speculator {_version(DISTRIBUTION)}" + (f" ({commit})" if commit else "")
-    return f"{own}, torch {_version('torch')}, Python {platform.python_version()}, {_gpus() or processor()}"
+    own = f"speculator {version_of(DISTRIBUTION)}" + (f" ({commit})" if commit else "")
+    return f"{own}, torch {version_of('torch')}, Python {platform.python_version()}, {_gpus() or processor()}"
 
 
 def git_commit() -> str | None:
@@ -46,7 +46,8 @@ def _gpus() -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or that it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:  # a checkout that is not installed

@@ -34,6 +34,15 @@ class Bounds(TypedDict):
     high: float | None
 
 
+class Spread(TypedDict):
+    """Quantiles over conversations of the whole answers' speedup, and the share of them that got slower."""
+
+    p5: float
+    p50: float
+    p95: float
+    slower: float
+
+
 class Figures(TypedDict, total=False):
     """Acceptance and speed of one decoder: over a suite, or over one of its categories.
 
@@ -52,6 +61,8 @@ class Figures(TypedDict, total=False):
         tokens_per_second: speed without the prefill.
         end_to_end_tokens_per_second: speed with the prefill.
         speedup: ratio of `tokens_per_second` to that of each baseline.
+        end_to_end_speedup: ratio of `end_to_end_tokens_per_second` to that of each baseline.
+        spread: how that ratio to plain decoding differs between conversations; None if no answer has two tokens.
     """
 
     name: str
@@ -66,6 +77,8 @@ class Figures(TypedDict, total=False):
     tokens_per_second: dict[str, float]
     end_to_end_tokens_per_second: dict[str, float]
     speedup: dict[str, Interval]
+    end_to_end_speedup: dict[str, Interval]
+    spread: Spread | None
 
 
 class Cost(TypedDict):
@@ -94,6 +107,7 @@ class ServerLog(TypedDict):
     """What a server would log about its drafts, see `eval.as_server.server_log`."""
 
     drafts: int
+    drafted_tokens: int
     accepted_per_position: list[int]
     mean_acceptance_length: float
 
@@ -107,6 +121,7 @@ class ReportRow(Figures, total=False):
         left_out: number of prompts and turns that did not fit the context.
         chat: whether answers end at EOS.
         max_new_tokens: limit of an answer.
+        tuned_on: number of prompts of the suite that the head was tuned on, in the row of plain decoding.
         cut: number of answers of chats that reached it.
         drafter: "none" for plain decoding, or a key of `speculator.tables.DRAFTERS`.
         num_speculative_tokens: depth of the draft.
@@ -126,6 +141,7 @@ class ReportRow(Figures, total=False):
     temperature: float
     batch_size: int
     max_new_tokens: int
+    tuned_on: int
     cut: int
     drafter: str
     num_speculative_tokens: int
@@ -147,6 +163,10 @@ class Report(TypedDict, total=False):
 
     Attributes:
         schema: version of the format.
+        fingerprints: of the target, of the head's weights, and of decoding.json if it was used.
+        git_commit: of this project's checkout; None in a wheel.
+        argv: command line.
+        date: time of the report in UTC.
         not_run: reason by baseline that could not run.
         suites: one row per suite, temperature, batch size and decoder.
         training: [step, value] pairs by stage and curve.
@@ -155,6 +175,10 @@ class Report(TypedDict, total=False):
     schema: int
     target: str
     speculator: str
+    fingerprints: dict[str, str]
+    git_commit: str | None
+    argv: list[str]
+    date: str
     hardware: str
     versions: dict[str, str]
     settings: dict[str, Json]
@@ -175,12 +199,15 @@ class HeadsCompared(TypedDict):
 
 
 class Guard(TypedDict):
-    """Acceptance lengths on the guard suite, and the change and the least allowed one as shares of the old length."""
+    """Acceptance lengths on the guard suite, and the change and the least allowed one as shares of the old length.
+
+    The old head is that of `--guard_head`: in `adapt` the one that the rounds began with.
+    """
 
     name: str
     old: float
     new: float
-    change: float
+    change: Interval
     allowed: float
 
 

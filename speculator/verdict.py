@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 
-from speculator.report import Report, ReportRow
+from speculator.report import Interval, Report, ReportRow
 from speculator.tables import DRAFTERS, length_with_interval, shown
 
 _ALMOST_NOTHING = 1.15
@@ -44,12 +44,8 @@ def _of_suite(rows: list[ReportRow]) -> Iterator[str]:
         others = adaptive or fastest(rows, *DRAFTERS)
         yield f"{DRAFTERS[others[0]['drafter']]} is {_times(others)}"
         return
-    figures = (
-        f"acceptance length {shown(length_with_interval(row))}, {shown(row['speedup']['plain'])}{{}} at temperature "
-        f"{row['temperature']:g}"
-        for row in heads
-    )
-    yield "the head alone: " + _first(figures)
+    lengths = (f"acceptance length {shown(length_with_interval(row))}, " for row in heads)
+    yield f"the head alone: {_times(heads, lengths)}"
     if adaptive:
         yield f"adaptive drafting is {_times(adaptive)}{_off(adaptive)}"
     yield "verdict: " + verdict(heads, fastest(rows, "ngram"))
@@ -66,15 +62,19 @@ def _off(rows: list[ReportRow]) -> str:
 
 
 def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
-    """Return a clause that says whether a head is worth serving, and what to do next.
+    """Return a clause that says for whom a head is worth serving, and what to do next.
+
+    It judges whole answers where the report has them.
 
     Args:
-        heads: the head's rows of report.json, one per temperature; the fastest one decides.
+        heads: the head's rows of report.json, one per temperature; the slowest one decides.
         lookups: the rows of n-gram lookup alone; may be empty.
     """
-    head = max(heads, key=_speedup)
-    lookup = max((_speedup(row) for row in lookups), default=0.0)
-    interval = head["speedup"]["plain"]
+    head = min(heads, key=_speedup)
+    lookup = next((_speedup(row) for row in lookups if row["temperature"] == head["temperature"]), 0.0)
+    interval = _whole(head) or head["speedup"]["plain"]
+    where = f" at temperature {head['temperature']:g}" if len(heads) > 1 else ""
+    whom = "for one user at a time" if head["batch_size"] == 1 else f"at batch size {head['batch_size']}"
     helps = f"; n-gram lookup does the work here: alone it is {lookup:.2f} times as fast"
     if max(row["acceptance_length"] for row in heads) < _ALMOST_NOTHING:
         advice = "the head accepts almost nothing: train it on more text"
@@ -84,37 +84,40 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
         advice = f"the head {found}: one {sample} has no interval, so measure more prompts"
     elif interval["value"] < 1:
         advice = (
-            f"the head costs more than it gains here: a drafted token costs {head['cost']['draft']:.2f} of a plain "
-            "step; take a cheaper head, draft fewer tokens, or train on more text"
+            f"the head costs more than it gains here{where}: a drafted token costs {head['cost']['draft']:.2f} of a "
+            "plain step; take a cheaper head, draft fewer tokens, or train on more text"
         )
     elif interval["low"] <= 1:
-        advice = "the head may be worth serving: its interval includes 1, so measure more prompts"
+        advice = f"the head may be worth serving {whom}: its interval{where} includes 1, so measure more prompts"
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
     else:
         tokens, nodes = head["num_speculative_tokens"], head["nodes"]
         tree = f", a tree {tokens} deep" if nodes > tokens else ""
-        advice = f"worth serving: {nodes} token{'s' * (nodes != 1)} per draft{tree}"
-        slower = ", ".join(f"{row['temperature']:g}" for row in heads if _speedup(row) < 1)
-        if slower:
-            advice += f" at temperature {head['temperature']:g}, but slower than plain decoding at {slower}"
+        advice = f"worth serving {whom}: {nodes} token{'s' * (nodes != 1)} per draft{tree}"
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
     return advice + (helps if lookup > max(1.0, interval["value"]) else "")
 
 
 def _speedup(row: ReportRow) -> float:
-    """Return the speedup over plain decoding."""
-    return row["speedup"]["plain"]["value"]
+    """Return the speedup of whole answers over plain decoding, of an older report that without the prefill."""
+    return (_whole(row) or row["speedup"]["plain"])["value"]
 
 
-def _times(rows: list[ReportRow]) -> str:
-    """Return the speedup over plain decoding of each row with its temperature, as a clause."""
-    return _first(f"{shown(row['speedup']['plain'])}{{}} at temperature {row['temperature']:g}" for row in rows)
+def _whole(row: ReportRow) -> Interval | None:
+    """Return the speedup of whole answers, the prefill included, over plain decoding; None in older reports."""
+    return row.get("end_to_end_speedup", {}).get("plain")
 
 
-def _first(figures: Iterator[str] | Any) -> str:
-    """Join `figures`, format strings with one {} after a ratio, by "; ".
+def _times(rows: list[ReportRow], before: Iterable[str] = repeat("")) -> str:
+    """Return the speedups over plain decoding of each row with its temperature, as a clause.
 
-    The first one's {} becomes " times as fast as plain decoding", the others' becomes "".
+    Args:
+        before: what comes before each row's speedup.
     """
-    first, *others = figures
-    return "; ".join([first.format(" times as fast as plain decoding"), *(other.format("") for other in others)])
+    parts, unit = [], " times as fast as plain decoding"
+    for row, words in zip(rows, before, strict=False):
+        whole = _whole(row)
+        prefill = f", {shown(whole)} with the prefill," if whole else ""
+        parts.append(f"{words}{shown(row['speedup']['plain'])}{unit}{prefill} at temperature {row['temperature']:g}")
+        unit = ""
+    return "; ".join(parts)

@@ -486,7 +486,7 @@ def measured(target, head, suites, folder, *, temperatures=(0.0,), max_new_token
     """Evaluate a head; `other` are fields of `Measuring` and `Compared`."""
     from eval.run import Compared, Measuring, evaluate
 
-    sizes = {name: other.pop(name) for name in ("seed", "batch_sizes", "repeats") if name in other}
+    sizes = {name: other.pop(name) for name in ("sampled", "batch_sizes", "repeats") if name in other}
     measuring = Measuring(temperatures=temperatures, max_new_tokens=max_new_tokens, **sizes)
     return evaluate(target, head, suites, folder, measuring, Compared(**other), speculator_name=speculator_name)
 

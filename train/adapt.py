@@ -36,7 +36,7 @@ import torch
 import speculator
 from data.documents import digest_of
 from data.mixture import SELF
-from data.readers import local_files, source_files
+from data.readers import ENOUGH_RECORDED, local_files, source_files
 from speculator.__main__ import build_parser
 from speculator.checkpoints import head_folder, layout_of, load_any
 from speculator.checkpoints.files import read_config
@@ -58,8 +58,8 @@ _LOG_SECONDS = 30
 _LOAD_SECONDS = 600
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """What a command of this one process must not inherit: it would wait for the others."""
-_LEAST_ANSWERS = 20
-"""Different answers below which the newest 5%, which are held out, or the 5% before them are none."""
+_LEAST_ANSWERS = ENOUGH_RECORDED
+"""Different answers below which too few are held out for the gate to accept anything."""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -72,12 +72,14 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
         (arguments.layout and not arguments.server, "--layout needs --server"),
     )
-    # A typing error is found here, and not after hours of waiting and training.
-    build_parser("eval gate").parse_args(
-        ["old", "new", "--target", "target", "--suite", "suite", *arguments.gate_flags]
-    )
     arguments.head = head_folder(arguments.head, arguments.speculator_revision)
     read_config(arguments.head)
+    # A typing error is found here, and not after hours of waiting and training.
+    gate = build_parser("eval gate").parse_args(
+        ["old", "new", "--target", "target", "--suite", "suite", *arguments.gate_flags]
+    )
+    if gate.guard and not gate.guard_head:  # else each accepted round may lose a little, and ten of them a lot
+        arguments.gate_flags = ["--guard_head", str(arguments.head.resolve()), *arguments.gate_flags]
     if arguments.layout:  # a head that the layout can't store is refused here, and not after the first round
         start = load_any(arguments.head)
         layout = layout_of(arguments.layout, start)
@@ -226,7 +228,7 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
                 return
             if not few:
                 few = True
-                log(f"waiting for {_LEAST_ANSWERS} different answers: with fewer, none can be held out")
+                log(f"waiting for {_LEAST_ANSWERS} different answers: with fewer, too few are held out to show a gain")
         if count != said and time.monotonic() >= again:
             said, again = count, time.monotonic() + _LOG_SECONDS
             log(f"{max(count, 0):,} of {arguments.every_tokens:,} new answer tokens")

@@ -13,6 +13,7 @@ from eval.suites import Suite
 from eval.tune import write_tuning
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.loading import load_head
+from speculator.decoding.sampling import Sampling
 from speculator.drafters.tuning import TUNED
 from speculator.target.model import Target
 from speculator.verdict import headlines
@@ -35,10 +36,10 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
     """Tune the published head on the suite "validation", and write the report on "held-out"; what exists is kept."""
     folder = Path(config.output_dir)
     head_folder, report = folder / "speculator", folder / "eval"
-    head = load_head(head_folder, target)
+    head, sampled = load_head(head_folder, target), Sampling(1.0, seed=config.seed)
     if config.eval.tune_prompts and not (head_folder / TUNED).exists():
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
-        write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, config.seed)
+        write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, sampled)
     if (report / "report.json").exists():  # the run was killed between report.json and report.md
         render(json.loads((report / "report.json").read_text()), [], report)
         return
@@ -47,7 +48,7 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
         head,
         [suites["held-out"]],
         report,
-        Measuring(temperatures=config.eval.temperatures, max_new_tokens=config.eval.max_new_tokens, seed=config.seed),
+        Measuring(temperatures=config.eval.temperatures, max_new_tokens=config.eval.max_new_tokens, sampled=sampled),
         Compared(tuned_in=head_folder),
         speculator_name=str(head_folder),
         training=curves(folder),

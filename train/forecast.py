@@ -22,7 +22,7 @@ def forecast(evaluation: dict[str, float]) -> JsonObject:
     """
     depth = sum(name.startswith("eval_position") and name.endswith("/prefix_accuracy") for name in evaluation)
     return {
-        "how": "teacher-forced, greedy, on validation rows",
+        "how": "teacher-forced, greedy, on all positions of validation rows; less if the text is uneven",
         "acceptance_length": evaluation["eval_teacher_forced_acceptance_length"],
         "accepted_per_draft": [evaluation[f"eval_position{i}/prefix_accuracy"] for i in range(depth)],
     }

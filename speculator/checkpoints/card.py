@@ -193,6 +193,7 @@ def _results(rows: list[ReportRow]) -> str:
     if not rows:
         return ""
     baselines = [name for name in BASELINES if any(name in row.get("speedup", {}) for row in rows)]
+    whole = ["speedup of whole answers"] * any("end_to_end_speedup" in row for row in rows)  # not in older reports
     header = ["prompts", "temperature", "drafter", "acceptance length", "acceptance by position", "tokens/s"]
     cells = []
     for row in rows:
@@ -207,9 +208,10 @@ def _results(rows: list[ReportRow]) -> str:
                 "" if plain else " ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"]),
                 f"{speed:.1f}" if speed else "",
                 *(_with_interval(row.get("speedup", {}).get(name)) for name in baselines),
+                *[_with_interval(row.get("end_to_end_speedup", {}).get("plain"))] * len(whole),
             ]
         )
-    return markdown_table([*header, *(f"speedup over {BASELINES[name]}" for name in baselines)], cells)
+    return markdown_table([*header, *(f"speedup over {BASELINES[name]}" for name in baselines), *whole], cells)
 
 
 def _drafter(row: ReportRow) -> str:

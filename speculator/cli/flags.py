@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_drafter_flags, add_revision, add_target_flags
+from speculator.cli.shared_flags import add_drafter_flags, add_filters, add_revision, add_target_flags
 from speculator.errors import OneLineParser, as_text
 
 FORMATS = (
@@ -39,13 +39,7 @@ def generate(parser: OneLineParser) -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="sampling temperature; 0 decodes greedily (default: 0)"
     )
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="sample from the most likely tokens of this total probability"
-    )
-    parser.add_argument(
-        "--min_p", type=float, default=0.0, help="sample from tokens at least this likely relative to the most likely"
-    )
+    add_filters(parser)
     parser.add_argument(
         "--stop", type=as_text, action="append", default=[], metavar="STRING", help="stop string; can be repeated"
     )

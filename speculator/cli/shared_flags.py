@@ -74,6 +74,15 @@ def add_drafter_flags(parser: OneLineParser) -> None:
     )
 
 
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that filter what is sampled above temperature 0."""
+    parser.add_argument("--top_k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
+    what = "sample from the most likely tokens of this total probability (default: 1)"
+    parser.add_argument("--top_p", type=float, default=1.0, help=what)
+    what = "sample from tokens at least this likely relative to the most likely (default: 0)"
+    parser.add_argument("--min_p", type=float, default=0.0, help=what)
+
+
 def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head: str = "the head") -> None:
     """Add the flag `--speculator_revision`; its help names the head as `head`."""
     parser.add_argument("--speculator_revision", metavar="REVISION", help=f"hub branch, tag or commit of {head}")

@@ -5,8 +5,12 @@ The routes exist with VLLM_SERVER_DEV_MODE=1. The weights come through the trans
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
@@ -21,9 +25,45 @@ LAYOUTS = ("eagle3", "dflash", "dflash2")
 
 Not `speculators`: it stores the target's embedding, which vLLM shares with the drafter and must not be overwritten.
 """
-_DRAFTS = 2000  # that are compared of each head: the standard error of the acceptance length is then about 0.03
 _FALL = 0.03  # of the acceptance length, as a share, beyond which the old head comes back
 _WATCH_SECONDS, _POLL_SECONDS, _LOAD_SECONDS = 1800, 5, 600
+_LOOKS = (60, 120, 240)
+"""Numbers of looks at busy counters after which a comparison may end before `_WATCH_SECONDS`; few, since each may err.
+
+The first one is the least on which anything is said."""
+_GROUPS, _SURE = 20, 2.86  # t of 19 degrees of freedom: each interval has 99%
+
+
+class Acceptance(NamedTuple):
+    """A measured acceptance length and its standard error."""
+
+    length: float
+    error: float
+
+
+def acceptance_of(looks: Sequence[tuple[int, int]]) -> Acceptance:
+    """Return the acceptance length over looks at the counters, at least one in each group.
+
+    Drafts of one request are alike, and requests last for several looks. So the variance is that of groups of looks
+    that follow each other.
+
+    Args:
+        looks: drafts and accepted tokens since the look before.
+    """
+    cuts = [len(looks) * i // _GROUPS for i in range(_GROUPS + 1)]
+    groups = [tuple(map(sum, zip(*looks[start:end], strict=True))) for start, end in pairwise(cuts)]
+    drafts, accepted = map(sum, zip(*groups, strict=True))
+    rate = accepted / drafts
+    # The error of a ratio of sums: residuals against the common rate.
+    residuals = sum((own - rate * count) ** 2 for count, own in groups)
+    return Acceptance(1 + rate, math.sqrt(residuals * _GROUPS / (_GROUPS - 1)) / drafts)
+
+
+def ratio(before: Acceptance, after: Acceptance) -> tuple[float, float]:
+    """Return the bounds of the new acceptance length over the old one."""
+    value = after.length / before.length
+    reach = _SURE * value * math.hypot(before.error / before.length, after.error / after.length)
+    return value - reach, value + reach
 
 
 class VLLMServer:
@@ -53,40 +93,58 @@ class VLLMServer:
             UserError: the server does not answer (for half an hour, while it is watched), or the old head can't be
                 loaded again.
         """
-        before = self._watch_once(measured)
+        # So sure that two equal heads can be told apart from a fall.
+        sure = lambda found: math.sqrt(2) * _SURE * found.error < _FALL * found.length  # noqa: E731
+        before = self._watch_once(sure, measured)
         least = self.counters()[0]
         if fault := self._replace(new):
             # A failed update may leave the drafter half loaded; the texts are right all the same.
             lost = self._replace(old)
             refuse((lost, f"--server {self.name}: the new head was not loaded: {fault}; nor was the old one: {lost}"))
             return f"not loaded: {fault}"
-        after = self.watch(least)
-        if before is None or after is None:
-            log(f"--server {self.name}: fewer than {_DRAFTS} drafts to compare the heads by; the new one stays")
+        if before is None:
+            log(f"--server {self.name}: too little traffic to compare the heads by; the new one stays")
             return None
-        log(f"--server {self.name}: acceptance length {before:.2f} before the update, {after:.2f} after it")
-        if after >= (1 - _FALL) * before:
+
+        def decided(found: Acceptance) -> bool:
+            low, high = ratio(before, found)
+            return low > 1 - _FALL or high < 1
+
+        after = self.watch(decided, least)
+        if after is None:
+            log(f"--server {self.name}: too little traffic to compare the heads by; the new one stays")
+            return None
+        low, high = ratio(before, after)
+        found = f"acceptance length {before.length:.2f} before the update, {after.length:.2f} after it, "
+        found += f"{after.length / before.length - 1:+.1%} ({low - 1:+.1%} to {high - 1:+.1%})"
+        log(f"--server {self.name}: {found}")
+        if high >= 1 or low > 1 - _FALL:
             return None
         fault = self._replace(old)
         refuse((fault, f"--server {self.name}: the new head accepts less, and the old one was not loaded: {fault}"))
-        return f"swapped back: acceptance length {after:.2f} in the server, {before:.2f} before"
+        return f"swapped back: {found}"
 
-    def _watch_once(self, measured: Path | None) -> float | None:
+    def _watch_once(self, enough: Callable[[Acceptance], bool], measured: Path | None) -> Acceptance | None:
         """Return the result of `watch`, which is kept in the file `measured` and read from there if it exists."""
         if measured is not None and measured.exists():
-            return read_json(measured)["acceptance_length"]
-        found = self.watch()
+            return Acceptance(**read_json(measured))
+        found = self.watch(enough)
         if measured is not None and found is not None:
-            write_json(measured, {"acceptance_length": found})
+            write_json(measured, found._asdict())
         return found
 
-    def watch(self, least: int = 0) -> float | None:
-        """Wait for the next 2,000 drafts and return their acceptance length; None if fewer come in half an hour.
+    def watch(self, enough: Callable[[Acceptance], bool], least: int = 0) -> Acceptance | None:
+        """Look at the counters until the acceptance length is known well enough, but at most for half an hour.
 
-        There have been `least` drafts before. Raises a UserError if the server does not answer at the end of that
-        time, or was started again.
+        None: there were too few drafts. Raises a UserError if the server does not answer at the end of that time, or
+        was started again.
+
+        Args:
+            enough: asked now and then, see `_LOOKS`.
+            least: number of drafts before.
         """
-        begun: tuple[int, int] | None = None
+        last: tuple[int, int] | None = None
+        looks: list[tuple[int, int]] = []
         end = time.monotonic() + _WATCH_SECONDS
         while True:
             try:
@@ -95,13 +153,16 @@ class VLLMServer:
                 if time.monotonic() >= end:
                     raise
             else:
-                begun = begun or now
+                last = last or now
                 again = "was started again, perhaps with another head; the same command continues the round"
-                refuse((now[0] < max(least, begun[0]), f"--server {self.name}: it {again}"))
-                if now[0] - begun[0] >= _DRAFTS:
-                    return 1 + (now[1] - begun[1]) / (now[0] - begun[0])
+                refuse((now[0] < max(least, last[0]), f"--server {self.name}: it {again}"))
+                if now[0] > last[0]:
+                    looks.append((now[0] - last[0], now[1] - last[1]))
+                    last = now
+                    if len(looks) in _LOOKS and enough(found := acceptance_of(looks)):
+                        return found
                 if time.monotonic() >= end:
-                    return None
+                    return acceptance_of(looks) if len(looks) >= _LOOKS[0] else None
             time.sleep(_POLL_SECONDS)
 
     def counters(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,7 @@ _TRIES = 4  # timed runs of the same work until no CUDA graph had to be captured
 _ROUNDS = 5  # steps with each draft when whole steps are measured
 _CAPTURE_STEPS = 3  # steps until a new shape is replayed as a CUDA graph without further checks
 _PROMPT = 256  # tokens of the rows' prompt: attention and so drafted tokens cost more after long texts
+_OWN = 8  # tokens at the end of a prompt that differ between rows
 _SHORT_PATH = 2
 _PATHS, _NOTHING = PathOrDraft(LONGEST_PATH), PathOrDraft(0)
 
@@ -160,11 +162,15 @@ def _round(
     rows, size, slots = engine.rows, engine.target.vocab_size, len(engine.scheduler.slots)
     if time.perf_counter() > deadline:
         return
-    # One prompt for all rows: the first row's keys and values are copied.
+    # One prompt for all rows but for its last tokens: the first row's keys and values are copied. Rows of equal texts,
+    # and paths of one token, would choose the same experts, whose weights are then read once for all.
     # Recurrent states can't be copied, so every row computes its prompt, and attention is a smaller part of a step.
     length = _PROMPT // 4 if engine.target.recurrent else _PROMPT
     prompt = [7 * i % size for i in range(min(length, engine.target.context_length // 4))]
-    requests = [engine.submit(prompt, Sampling(0.0 if greedy else 1.0), eos_token_ids=()) for _ in range(slots)]
+    draw, temperature, requests = random.Random(0), 0.0 if greedy else 1.0, []
+    for row in range(slots):
+        prompt[-_OWN:] = draw.choices(range(size), k=len(prompt[-_OWN:]))
+        requests.append(engine.submit(list(prompt), Sampling(temperature, seed=row), eos_token_ids=()))
     rows.admit(engine.waiting)
     while engine.scheduler.prefilling and time.perf_counter() < deadline:
         engine.prefill()
@@ -184,7 +190,7 @@ def _round(
             # are in rows 2 and 6.
             count, length = what
             own = {(2 * i + 1) * slots // (2 * count) for i in range(count)}
-            rows.memory.paths.put([[0] * length * (row in own) for row in range(slots)])
+            rows.memory.paths.put([draw.choices(range(size), k=length) * (row in own) for row in range(slots)])
         plain, drafted = step(_NOTHING), step(_PATHS if isinstance(what, tuple) else what)
         if plain and drafted:
             yield what, drafted / plain

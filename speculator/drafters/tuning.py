@@ -34,6 +34,8 @@ from speculator.target.model import Target
 from speculator.terminal import log
 
 TUNED = "decoding.json"
+PROMPT_HASHES = "prompt_hashes"
+"""Key of its list of the prompts that the head was tuned on, see `eval.suites.Suite.prompt_hashes`."""
 SECONDS = 6.0
 """Time limit of measuring costs when decoding starts."""
 _LONGEST_CHAIN, _WHOLE_CHAIN = 12, 0.05
@@ -94,6 +96,12 @@ def read_tuning(folder: str | Path, head: Speculator) -> Tuning | None:
     if {len(ranks) for ranks in tuning.ranks.values()} != {head.n_predict}:
         raise UserError(f"{file} was written for a head of another depth: tune again, or delete it")
     return tuning
+
+
+def tuned_prompts(folder: str | Path | None) -> set[str]:
+    """Return the hashes of the prompts that the head in a folder was tuned on; empty if its file names none."""
+    file = Path(folder or "", TUNED)
+    return set(read_json(file).get(PROMPT_HASHES, ())) if folder and file.is_file() else set()
 
 
 def measured_on(target: Target) -> dict[str, str]:

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from data import python_sources, readers, rows
 from data.mixture import Mixture, Source, SourceError, mixture_of
 from data.prompts import Cut, conversations
-from data.readers import SPLITS, fingerprint, hub_dataset
+from data.readers import ENOUGH_RECORDED, SPLITS, fingerprint, hub_dataset
 from data.sources import documents, split_of, streams, token_documents
 from data.tally import Tally
 from speculator.errors import UserError
@@ -341,7 +341,47 @@ def test_recorded_copies_and_bad_rows_fill_no_split(tmp_path):
     found = {
         split: [row["input_ids"][0] for row in documents(source, split, tally=Tally(max_share=1.0))] for split in SPLITS
     }
-    assert found == {"train": list(range(27)), "validation": [27, 28], "held-out": [29]}, "none is empty"
+    assert found == {"train": list(range(28)), "validation": [28], "held-out": [29]}, "none is empty"
+
+
+@pytest.mark.parametrize(
+    ("count", "held"), [(19, 0), (20, 1), (199, 9), (ENOUGH_RECORDED, 64), (2000, 100), (12000, 500)]
+)
+def test_so_many_recorded_answers_are_held_out_and_validated_on(tmp_path, count, held):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "manifest.json").write_text('{"recorded": true}')
+    rows = (
+        {"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "a"}]} for n in range(count)
+    )
+    (tmp_path / "rows" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = [row["split"] for row in readers.read(str(tmp_path))]
+    assert splits == ["train"] * (count - 2 * held) + ["validation"] * held + ["held-out"] * held
+
+
+@pytest.mark.parametrize("kind", ["tokens", "messages"])
+def test_the_turns_of_a_recorded_chat_are_in_one_split(tmp_path, kind):
+    """Chats of three turns overlap in time: turn t of chat c is request 4 c + 3 t, so that none ends with a split."""
+
+    def row(chat: int, turn: int) -> dict:
+        if kind == "tokens":
+            prompt = [*range(8), chat + 9, *range(3 * turn)]
+            return {"input_ids": [*prompt, 1, 2], "loss_mask": [0] * len(prompt) + [1, 1]}
+        turns = [{"role": role, "content": f"{chat} {t}"} for t in range(turn + 1) for role in ("user", "assistant")]
+        return {"messages": turns}
+
+    turns = sorted((4 * chat + 30 * turn, chat, turn) for chat in range(80) for turn in range(3))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "manifest.json").write_text('{"recorded": true}')
+    written = [json.dumps(row(chat, turn)) + "\n" for _, chat, turn in turns]
+    (tmp_path / "rows" / "0.jsonl").write_text("".join(written))
+    splits: dict[int, set[str]] = {}
+    found = [row["split"] for row in readers.read(str(tmp_path))]
+    for (_, chat, _), split in zip(turns, found, strict=True):
+        splits.setdefault(chat, set()).add(split)
+    assert all(len(names) == 1 for names in splits.values())
+    assert [found.count(name) for name in ("held-out", "validation")] == [66, 63]
+    assert found[-1] == "held-out"
+    assert found[0] == "train"
 
 
 def test_a_folder_names_the_files_that_are_not_read(tmp_path, capsys):

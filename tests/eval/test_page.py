@@ -150,11 +150,11 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     assert "draft head" in found.texts["td"]
 
 
-def test_the_page_shows_six_columns_the_others_on_demand_and_explains_each(report):
+def test_the_page_shows_seven_columns_the_others_on_demand_and_explains_each(report):
     _, text = report
     found = Page(text)
     columns = [attrs["class"] for tag, attrs in found.tags if tag == "th"]
-    assert columns.count("") == 6
+    assert columns.count("") == 7
     assert "more" in columns
     assert all(attrs["title"] for tag, attrs in found.tags if tag == "button")
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -10,14 +11,18 @@ from conftest import VOCAB, exit_code, measured, tiny_head, tiny_model, write_tu
 
 from eval import decoders
 from eval.__main__ import main
-from eval.as_server import server_decoders, server_log
-from eval.metrics import speedup
+from eval.as_server import default_lengths, server_decoders, server_log
+from eval.metrics import speedup, spread
 from eval.report import UNFINISHED, markdown
 from eval.run import render
-from eval.suites import Suite
-from eval.timing import Decoded, Timed, time_transformers
-from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Target, UserError, generate
+from eval.suites import FILTERS, Suite, load_suite
+from eval.timing import Decoded, Timed, time_ours, time_transformers
+from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Target, UserError, generate
+from speculator.checkpoints import card
 from speculator.decoding.request import Step
+from speculator.drafters.tuning import PROMPT_HASHES
+from speculator.tables import shown
+from speculator.verdict import headlines
 
 SUITE = Suite("test text", [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]])
 
@@ -41,7 +46,19 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
     assert row["cost"].keys() == {"draft", "verify"}
     assert row["speedup"].keys() == {"plain", "hf_generate"}
     assert row["speedup"]["plain"].keys() == {"value", "low", "high"}
+    whole, speed = row["end_to_end_speedup"], row["end_to_end_tokens_per_second"]
+    assert {name: each["value"] for name, each in whole.items()} == pytest.approx(
+        {name: speed["speculative"] / speed[name] for name in ("plain", "hf_generate")}
+    )
+    assert f"| {shown(whole['plain'])} |" in text
+    assert f"| {card._with_interval(whole['plain'])} |" in card._results(report["suites"])
+    assert f"{shown(whole['plain'])} with the prefill" in headlines(report)[0]
+    assert shown(whole["plain"]) in (tmp_path / "report.html").read_text()
     assert row["identical_to_greedy"] == {"identical": 3, "of": 3, "dtype": "float32"}
+    assert report["fingerprints"].keys() == {"target", "speculator"}
+    assert report["argv"] == sys.argv
+    assert {"date", "git_commit"} <= report.keys()
+    assert "speculator" in report["versions"]
     assert row["predicted_speedup"] == pytest.approx(
         row["acceptance_length"] / (3 * row["cost"]["draft"] + row["cost"]["verify"])
     )
@@ -131,6 +148,7 @@ def test_the_counters_of_a_server_include_the_steps_in_which_texts_end(tmp_path,
         Timed([Decoded(tokens=[[], []], prefill_tokens=2, prefill_seconds=0.0, decode_seconds=1.0, steps=texts)]), 2
     ) == {
         "drafts": 4,
+        "drafted_tokens": 8,
         "accepted_per_position": [3, 2],
         "mean_acceptance_length": 2.25,
     }
@@ -151,6 +169,71 @@ def test_servers_draft_the_likeliest_tokens_unless_a_rule_is_named():
         (True, "rejection"),
         (True, "block"),
     ]
+
+
+def test_sglang_drafts_a_tree_for_llama_and_three_tokens_else():
+    head = tiny_head(n_predict=5)
+    other = SimpleNamespace(config=SimpleNamespace(model_type="qwen2"))
+    assert default_lengths("sglang", head, other) == [3]
+    assert default_lengths("vllm", head, other) == []
+    with pytest.raises(UserError, match="a tree for this target"):
+        default_lengths("sglang", head, Target(tiny_model(), tokenizer=None))
+
+
+def test_the_filters_of_sampling_reach_every_decoder_and_the_report(
+    target_folder, text_file, tmp_path, monkeypatch, figures_only
+):
+    seen = []
+
+    def decoded(target, drafter, prompts, sampling, *others, **more):
+        seen.append(sampling)
+        return time_ours(target, drafter, prompts, sampling, *others, **more)
+
+    monkeypatch.setattr("eval.decoders.time_ours", decoded)
+    tiny_head(vocab_size=300).save_pretrained(tmp_path / "head")
+    command = ["--target", str(target_folder), "--speculator", str(tmp_path / "head"), "--suite", str(text_file)]
+    sizes = ["--prompt_tokens", "8", "--max_new_tokens", "8", "--max_prompts", "2", "--temperature", "0.8"]
+    filters = ["--top_k", "1", "--top_p", "0.9", "--min_p", "0.1"]
+    assert main([*command, *sizes, *filters, "--output", str(tmp_path / "out")]) == 0
+    assert {(each.top_k, each.top_p, each.min_p) for each in seen} == {(1, 0.9, 0.1)}
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {name: report["settings"][name] for name in FILTERS} == {"top_k": 1, "top_p": 0.9, "min_p": 0.1}
+    texts = {}
+    for name in ("ours", "transformers"):
+        timed, target = Timed(), Target.load(str(target_folder))
+        given = [target, [[5, 6, 7, 8]], Sampling(1.0, top_k=1), 8, timed]
+        time_ours(given[0], None, *given[1:], {}) if name == "ours" else time_transformers(*given)
+        texts[name] = timed.tokens
+    assert texts["ours"] == texts["transformers"], "of one token there is no choice"
+    assert exit_code(main, [*command, "--top_p", "2", "--output", str(tmp_path / "none")]) == 2
+
+
+def test_prompts_that_the_head_was_tuned_on_are_a_warning_and_tune_reads_others(
+    target_folder, tmp_path, monkeypatch, figures_only
+):
+    """By default `tune` and `eval` both read python-sources, of which they take different splits."""
+    tiny_head(vocab_size=300).save_pretrained(tmp_path / "head")
+    monkeypatch.setattr("eval.tune._with_costs", lambda target, head, tuning: (tuning, []))
+    command = ["--target", str(target_folder), "--speculator", str(tmp_path / "head")]
+    sizes = ["--prompt_tokens", "8", "--max_new_tokens", "8", "--max_prompts", "3"]
+    assert main(["tune", *command, *sizes]) == 0
+    tuned = tmp_path / "head" / "decoding.json"
+    assert json.loads(tuned.read_text())["suite"] == "python-sources (validation)"
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"number {n} of {n * n}\n" for n in range(3000)))
+    rows = json.loads(tuned.read_text())
+    seen = load_suite(
+        str(text), Target.load(str(target_folder)), prompt_tokens=8, max_prompts=2, max_new_tokens=8
+    ).prompt_hashes
+    own = {"greedy": [[0.6]] * 3, "sampled": [[0.6]] * 3}
+    rows |= {"acceptance": own, "costs": [], PROMPT_HASHES: seen, "trees": {"greedy": [], "sampled": []}}
+    tuned.write_text(json.dumps(rows))
+    monkeypatch.setattr("eval.run._tuned_tables", lambda fixed, *given: dict.fromkeys([0.0], fixed))
+    asked = ["--suite", str(text), "--temperature", "0", "--output", str(tmp_path / "out")]
+    assert main([*command, *sizes, *asked]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert any("text.txt: decoding.json was tuned on 2 of its 3 prompts" in line for line in report["warnings"])
+    assert "decoding.json" in report["fingerprints"]
 
 
 class Clock:
@@ -218,6 +301,14 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
     reach = 12.7 * 0.5**0.5 * 2**0.5
     assert ratio["low"] == pytest.approx(3 - reach, rel=0.05)
     assert ratio["high"] == pytest.approx(3 + reach, rel=0.05)
+    whole = speedup(ours, baseline, whole=True)
+    assert whole["value"] == pytest.approx((22 / 3) / (22 / 7))
+    assert whole["low"] < whole["value"] < whole["high"]
+    slow = Decoded([[0] * 2], prefill_tokens=1, prefill_seconds=0.5, decode_seconds=9.5)
+    found = spread(Timed([*ours.batches, slow]), Timed([*baseline.batches, *ours.batches[:1]]), [0, 1, 2])
+    assert found == pytest.approx(
+        {"p5": 0.9 * 0.3 / 11 + 0.1 * 5 / 3, "p50": 5 / 3, "p95": 0.1 * 5 / 3 + 0.9 * 3, "slower": 1 / 3}
+    )
 
 
 def test_the_measurements_outlive_a_plot_that_fails(tmp_path, monkeypatch, quick):

@@ -3,12 +3,13 @@
 import gzip
 import json
 from argparse import Namespace
+from collections import Counter
 
 import pytest
 from conftest import tiny_tokenizer
 
 from data.readers import hub_dataset
-from eval.suites import first_turns, held_out, load_suite
+from eval.suites import _MT_BENCH, first_turns, held_out, load_suite
 from speculator import UserError
 
 TEMPLATE = (
@@ -105,6 +106,28 @@ def test_a_short_run_covers_every_category(tmp_path):
     rows = [{"category": name, "turns": [f"{name} {i}"]} for name in ("a", "b", "c") for i in range(3)]
     suite = load(write(tmp_path / "q.jsonl", *rows), max_prompts=4)
     assert suite.categories == ["a", "b", "c", "a"]
+
+
+def test_spec_benchs_six_tasks_have_as_many_prompts_each(tmp_path):
+    names = [*sorted(_MT_BENCH), "translation", "summarization", "qa", "math_reasoning", "rag"]
+    rows = [{"category": name, "turns": [f"{name} {i}"]} for name in names for i in range(9)]
+    suite = load(write(tmp_path / "q.jsonl", *rows), max_prompts=54)
+    counts = Counter("mt_bench" if name in _MT_BENCH else name for name in suite.categories)
+    assert set(counts.values()) == {9}
+    assert len(counts) == 6
+    assert set(suite.categories[::6]) == _MT_BENCH
+    alone = load(write(tmp_path / "mt.jsonl", *rows[: 9 * 8]), max_prompts=8)
+    assert set(alone.categories) == _MT_BENCH
+
+
+def test_prompts_of_recorded_answers_are_spread_over_the_newest(tmp_path):
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "manifest.json", {"recorded": True})
+    rows = [{"input_ids": [n % 250 + 3, *[n // 250] * 8], "loss_mask": [0] * 8 + [1]} for n in range(2000)]
+    write(tmp_path / "rows" / "0.jsonl", *rows)
+    number = lambda prompt: prompt[0] - 3 + 250 * prompt[1]  # noqa: E731
+    assert list(map(number, load(tmp_path).prompts)) == [1900, 1925, 1950, 1975]
+    assert list(map(number, load(tmp_path, split="validation").prompts)) == [1800, 1825, 1850, 1875]
 
 
 def test_a_prompt_without_room_is_left_out_and_counted(tmp_path):

@@ -58,21 +58,22 @@ def test_a_budget_beyond_the_ranks_is_not_used_up():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "eos", "architecture"),
+    ("settings", "eos", "architecture"),
     [
-        (0.0, (), "mlp"),
-        (1.0, (), "mlp"),
-        (0.0, {3, 17}, "mlp"),
-        (1.0, {3, 17}, "mlp"),
-        (0.0, (), "eagle3"),
-        (1.0, {3, 17}, "eagle3"),
+        ({"temperature": 0.0}, (), "mlp"),
+        ({"temperature": 1.0}, (), "mlp"),
+        ({"temperature": 1.0, "top_k": 3}, (), "mlp"),
+        ({"temperature": 0.0}, {3, 17}, "mlp"),
+        ({"temperature": 1.0}, {3, 17}, "mlp"),
+        ({"temperature": 0.0}, (), "eagle3"),
+        ({"temperature": 1.0}, {3, 17}, "eagle3"),
     ],
 )
-def test_measured_acceptance_by_rank_is_that_of_decoding(target, temperature, eos, architecture):
+def test_measured_acceptance_by_rank_is_that_of_decoding(target, settings, eos, architecture):
     """With one child at each depth, acceptance by rank is acceptance by position; no step after a text's end counts."""
     head = tiny_head(architecture=architecture)
     branches = Candidates((4, 2, 1))
-    prompts, sampling = [[1, 2, 3, 4], [5, 6, 7, 8]], Sampling(temperature, seed=3)
+    prompts, sampling = [[1, 2, 3, 4], [5, 6, 7, 8]], Sampling(**settings, seed=3)
     acceptance = rank_acceptance(target, head, prompts, sampling, steps=12, eos=eos)
     assert [len(level) for level in acceptance] == [4, 2, 1]
     steps = [

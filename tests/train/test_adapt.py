@@ -13,10 +13,10 @@ from conftest import DFLASH2, exit_code, tiny_block_head, tiny_head, write_tunin
 from kills import Killed
 from serving_here import chat_target, drafter, serving, tiny_head_for
 
-from data.readers import SPLITS, read
+from data.readers import read
 from speculator.__main__ import build_parser, main
 from speculator.cli import model_flags, serve
-from speculator.clients.vllm_updates import VLLMServer
+from speculator.clients.vllm_updates import Acceptance, VLLMServer
 from speculator.errors import UserError
 from train import adapt
 
@@ -56,7 +56,9 @@ class Loop:
         elif "gate" in argv:
             self.calls.append(("gate", argv[4]))
             self.gated = argv[6 : argv.index("--suite")]
-            suite = {"acceptance_length": [2.0, 2.5]}
+            self.guarded = value("--guard_head") if "--guard_head" in argv else None
+            difference = {"value": 2.0, "low": 1.0, "high": 3.0}
+            suite = {"acceptance_length": [2.0, 2.5], "tokens_per_second": [10.0, 12.0], "difference": difference}
             verdict = {"accepted": self.verdicts.pop(0), "suite": suite, "line": "<faster>"}
             Path(value("--output")).write_text(json.dumps(verdict))
         else:
@@ -149,6 +151,11 @@ def test_each_round_starts_from_the_head_in_use_and_only_accepted_heads_are_load
     assert len([line for line in said if line.startswith("round ")]) == 4
     assert said[-1] == "4 rounds are done; --rounds 5 runs another"
     assert sum("are done" in line for line in said) == 1
+    assert loop.guarded is None, "there is no guard"
+    record_shard(loop.record, 4)
+    loop.verdicts, loop.damaged = [False], False
+    assert main(loop.argv("--rounds", "5", "--gate_flags", "--guard g")) == 0
+    assert loop.guarded == start, "the guard compares with the first head, so that losses can't add up"
 
 
 def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monkeypatch):
@@ -360,11 +367,11 @@ def test_a_training_that_is_refused_gets_the_newest_answers_the_next_time(loop, 
     assert loop.round(1)["newest"] == "00000001.jsonl.gz"
 
 
-def test_with_fewer_answers_one_of_the_splits_would_be_empty(tmp_path):
+def test_with_fewer_answers_too_few_would_be_held_out(tmp_path):
     for count in (LEAST_ANSWERS - 1, LEAST_ANSWERS):
         record_shard(tmp_path, 0, count, first=5)
-        splits = {row["split"] for row in read(str(tmp_path))}
-        assert (splits == set(SPLITS)) is (count == LEAST_ANSWERS)
+        held = sum(row["split"] == "held-out" for row in read(str(tmp_path)))
+        assert (held >= 64) is (count == LEAST_ANSWERS)
 
 
 def test_a_round_waits_for_an_answer_to_hold_out_however_late_it_is(loop, monkeypatch, capsys):
@@ -374,12 +381,12 @@ def test_a_round_waits_for_an_answer_to_hold_out_however_late_it_is(loop, monkey
 
     def sleep(_) -> None:
         slept.append(True)
-        record_shard(loop.record, len(slept), rows=2, first=None if len(slept) == 1 else 200)
+        record_shard(loop.record, len(slept), rows=2, first=None if len(slept) == 1 else 400)
 
     monkeypatch.setattr("time.sleep", sleep)
     assert main(loop.argv("--rounds", "1", "--every_minutes", "0")) == 0
     assert len(slept) == 2, "copies count once"
-    assert capsys.readouterr().err.count("waiting for 20 different answers") == 1
+    assert capsys.readouterr().err.count("waiting for 200 different answers") == 1
 
 
 def test_the_chats_that_the_target_wrote_serve_all_rounds(loop):
@@ -404,11 +411,11 @@ def test_a_vllm_server_with_the_new_head_is_compared_with_the_old_heads_acceptan
         def _replace(self, folder):
             loaded.append(Path(folder).name)
 
-        def watch(self, least=0):
+        def watch(self, enough, least=0):
             if len(loaded) == 2:  # while it watches the new head
                 loaded.append("new")
                 raise Killed
-            return lengths[loaded[-1]]
+            return Acceptance(lengths[loaded[-1]], 0.01)
 
     monkeypatch.setattr(adapt, "VLLMServer", Server)
     loop.verdicts = [True]

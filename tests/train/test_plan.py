@@ -208,6 +208,7 @@ def test_a_plan_is_for_the_gpus_that_are_named(target_folder):
     made = planned(config_of(target_folder, "--plan", "64xh100"))
     assert (made.place.processes, made.place.name, made.place.memory) == (64, "H100", 80 * 10**9)
     assert "| fits | yes |" in str(made)
+    assert "8% of the GPU's peak" in str(made), "short kernels do not fill a large GPU"
     one = planned(config_of(target_folder, "--plan", "H100"))
     assert one.tokens()["stage1"] * 64 == made.tokens()["stage1"]
     assert made.memory() == one.memory()  # gradients are reduced where they are

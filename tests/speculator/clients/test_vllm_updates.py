@@ -2,8 +2,11 @@
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from speculator import UserError
@@ -61,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def start(monkeypatch):
     monkeypatch.setattr(vllm_updates, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(vllm_updates, "_DRAFTS", 300)
+    monkeypatch.setattr(vllm_updates, "_LOOKS", (20,))
     running = []
 
     def start(**lengths: float) -> tuple[VLLMServer, Stub]:
@@ -80,13 +83,81 @@ def test_a_head_that_accepts_more_stays(start, capsys):
     server, stub = start(old=2.0, new=2.5)
     assert server.try_head("new", "old") is None
     assert (stub.calls, stub.head) == (UPDATE, "new")
-    assert "acceptance length 2.00 before the update, 2.50 after it" in capsys.readouterr().err
+    assert (
+        "acceptance length 2.00 before the update, 2.50 after it, +25.0% (+25.0% to +25.0%)" in capsys.readouterr().err
+    )
 
 
 def test_the_old_head_comes_back_if_the_acceptance_falls(start):
     server, stub = start(old=2.0, new=1.9)
-    assert server.try_head("new", "old") == "swapped back: acceptance length 1.90 in the server, 2.00 before"
+    assert server.try_head("new", "old").startswith(
+        "swapped back: acceptance length 2.00 before the update, 1.90 after it, -5.0%"
+    )
     assert (stub.calls, stub.head) == (2 * UPDATE, "old")
+
+
+def shipped() -> tuple[float, float, float]:
+    """Mean and variance of the tokens per step, and the design effect, of the shipped report with the largest effect.
+
+    That is the variance of an acceptance length over what it would be if steps were independent.
+    """
+    found = []
+    for file in (Path(__file__).parents[3] / "docs" / "lab").rglob("report.json"):
+        for row in json.loads(file.read_text())["suites"]:
+            if row["drafter"] == "head" and row["steps"] >= 1000:
+                length, counts, bounds = (
+                    row[name] for name in ("acceptance_length", "accepted_lengths", "acceptance_length_interval")
+                )
+                variance = sum(n * (i + 1 - length) ** 2 for i, n in enumerate(counts)) / sum(counts)
+                error = (bounds["high"] - bounds["low"]) / 2 / 1.96
+                found.append((error**2 * row["steps"] / variance, length, variance))
+    effect, length, variance = max(found)
+    assert effect > 4, "drafts of one request are alike"
+    return length, variance, effect
+
+
+class Traffic(VLLMServer):
+    """Counts the drafts of four requests at a time, each of some 40 steps; ten steps of each pass between two looks."""
+
+    def __init__(self, seed: int, worse: float):
+        super().__init__("http://simulated", "")
+        self.draw, self.worse, self.head, self.seen = np.random.default_rng(seed), worse, "old", np.zeros(2)
+        self._begin()
+
+    def _begin(self) -> None:
+        length, variance, effect = SHIPPED
+        shared = (effect - 1) / (2 * 40 - 2)  # share of the variance that a request's steps have in common
+        rows = []
+        for _ in range(4):
+            sizes = self.draw.geometric(1 / 40, 200)
+            rows.append(np.repeat(self.draw.normal(0, (shared * variance) ** 0.5, 200), sizes)[:3650])
+        noise = self.draw.normal(0, ((1 - shared) * variance) ** 0.5, (4, 3650))
+        mean = length * (1 - self.worse * (self.head == "new")) - 1
+        self.left = iter((mean + np.array(rows) + noise).reshape(4, 365, 10).sum((0, 2)))
+
+    def counters(self):
+        self.seen += 40, next(self.left)
+        return tuple(self.seen)
+
+    def _replace(self, folder):
+        self.head = folder
+        self._begin()
+
+
+SHIPPED = shipped()
+
+
+def swapped_back(monkeypatch, worse: float, count: int) -> float:
+    """Return the share of updates that are undone if the new head's acceptance length is lower by a share."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(vllm_updates, "time", clock)
+    return sum(Traffic(seed, worse).try_head("new", "old") is not None for seed in range(count)) / count
+
+
+def test_an_equal_head_stays_and_a_worse_one_leaves_at_the_dependence_of_shipped_reports(monkeypatch):
+    assert swapped_back(monkeypatch, 0.0, 200) <= 0.05
+    assert swapped_back(monkeypatch, 0.12, 40) >= 0.9
 
 
 @pytest.mark.parametrize("failing", UPDATE[:-1])
@@ -112,7 +183,7 @@ def test_without_traffic_the_new_head_stays(start, monkeypatch, capsys):
     monkeypatch.setattr(vllm_updates, "_WATCH_SECONDS", 0.0)
     assert server.try_head("new", "old") is None
     assert stub.head == "new"
-    assert "fewer than 300 drafts" in capsys.readouterr().err
+    assert "too little traffic" in capsys.readouterr().err
 
 
 def test_a_poll_that_fails_is_repeated(start, monkeypatch):
@@ -148,10 +219,10 @@ def test_a_server_that_is_away_for_half_an_hour_or_started_again_is_an_error(sta
     with monkeypatch.context() as patched:
         patched.setattr(server, "counters", lambda: next(looks))
         with pytest.raises(UserError, match="started again"):
-            server.watch()
+            server.watch(lambda found: True)
     monkeypatch.setattr(vllm_updates, "_WATCH_SECONDS", 0.1)
     with pytest.raises(UserError, match="no answer"):
-        VLLMServer("http://127.0.0.1:9", "").watch()
+        VLLMServer("http://127.0.0.1:9", "").watch(lambda found: True)
 
 
 def test_what_is_no_vllm_with_a_drafter_is_an_error(start):

@@ -9,6 +9,7 @@ from conftest import RECURRENT_RUNS, tiny_head, tiny_model
 
 from eval.recording import recorded_steps
 from speculator import Chain, Engine, FixedTree, HeadDrafter, Sampling, Target, UserError
+from speculator.decoding.memory import LookupPaths
 from speculator.drafters.costs import CostEntry, CostTable, fitted
 from speculator.drafters.measure import interquartile_mean, measure_costs, paired_steps, without_captures
 from speculator.drafters.tuning import adaptive_drafter
@@ -213,6 +214,24 @@ def test_costs_are_measured_within_the_time_limit(target, monkeypatch):
     assert now[0] == 5, "no step begins after the limit"
     assert measured[2, True] == [(3, 6), (1, 2)], "each after a step without a draft"
     assert measure_costs(target, tiny_head(), shapes, sizes, seconds=-1.0) == []
+
+
+def test_rows_and_paths_of_a_measurement_differ_as_those_of_traffic_do(target, monkeypatch):
+    """Equal rows choose equal experts, so that drafts look free."""
+    submitted, paths, submit, put = [], [], Engine.submit, LookupPaths.put
+
+    def noted(engine, prompt, sampling, **more):
+        submitted.append((tuple(prompt), sampling.seed))
+        return submit(engine, prompt, sampling, **more)
+
+    monkeypatch.setattr(Engine, "submit", noted)
+    monkeypatch.setattr(LookupPaths, "put", lambda self, found: (paths.extend(found), put(self, found)))
+    measure_costs(target, tiny_head(), [Chain(1)], [(8, False)], seconds=60)
+    prompts, seeds = zip(*submitted[:8], strict=True)
+    assert len({prompt[-1] for prompt in prompts}) > 4
+    assert len({prompt[:-8] for prompt in prompts}) == 1, "the rest is copied"
+    assert sorted(seeds) == list(range(8))
+    assert all(len(set(path)) > 1 for path in paths if len(path) > 2)
 
 
 @RECURRENT_RUNS
