@@ -90,8 +90,7 @@ def test_a_later_turn_follows_the_answer(tmp_path):
         model = Model(chat)
         suite = load(file, model)
         answer = model.tokenizer(" Fine.")["input_ids"]
-        following = suite.conversations[0].following(model.tokenizer, 1, suite.prompts[0], [answer])
-        assert model.tokenizer.decode(following) == expected
+        assert model.tokenizer.decode(suite.conversations[0].after(model.tokenizer, answer).ids) == expected
 
 
 def test_the_digest_is_that_of_all_questions(tmp_path):

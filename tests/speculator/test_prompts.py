@@ -4,7 +4,7 @@ import pytest
 from chat_templates import CHATML, chat_tokenizer
 
 from speculator.errors import UserError
-from speculator.prompts import Prompt, continued, prompt_of, read_prompts
+from speculator.prompts import Conversation, continued, prompt_of, read_prompts
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -13,7 +13,7 @@ def test_a_chat_has_the_same_tokens_as_in_transformers():
     for family in ("llama3", "qwen3", "gemma"):
         tokenizer = chat_tokenizer(family)
         expected = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert Prompt(CHAT, chat=True).tokens(tokenizer) == expected
+        assert Conversation(messages=CHAT, chat=True).tokens(tokenizer) == expected
         assert continued("Hi", chat=True).tokens(tokenizer) == expected
 
 
@@ -37,7 +37,7 @@ def test_the_first_key_that_is_not_null_counts():
     assert not prompt_of("f:1", row, ("prompt", "messages")).chat
     assert prompt_of("f:1", row).chat
     turns = prompt_of("f:1", {"prompt": ["a", "b"]})  # as MT-Bench has them on the hub
-    assert (turns.chat, turns.text, turns.later) == (True, "a", ["b"])
+    assert (turns.chat, turns.text, turns.later) == (True, "a", [[{"role": "user", "content": "b"}]])
 
 
 @pytest.mark.parametrize(
