@@ -23,9 +23,8 @@ from data.tally import Tally
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse, refuse_below
-from speculator.prompts import KEYS, Conversation, prompt_of, up_to_question
+from speculator.prompts import KEYS, Conversation, log_first_turns, prompt_of, up_to_question
 from speculator.target.model import Target
-from speculator.terminal import log
 
 _SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
 
@@ -270,8 +269,7 @@ def suite_of(arguments: argparse.Namespace, source: str, target: Target, raw: bo
 def first_turns(arguments: argparse.Namespace, source: str, target: Target, raw: bool = False) -> Suite:
     """Return a suite as `suite_of` does, for a command that asks first turns only, and say how many it leaves out."""
     suite = suite_of(arguments, source, target, raw)
-    if later := sum(len(conversation.later) for conversation in suite.conversations):
-        log(f"{suite.name}: first turns only, {later} later turns are not asked (speculator eval asks them)")
+    log_first_turns(suite.name, suite.conversations)
     return suite
 
 

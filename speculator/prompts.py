@@ -34,6 +34,7 @@ from speculator.chat import (
 from speculator.errors import UserError, check_text, refuse
 from speculator.files import Json, read_rows
 from speculator.target.encoder.encoder import source_of
+from speculator.terminal import log
 
 KEYS = {
     "turns": "a list of texts",
@@ -180,11 +181,11 @@ def continued(text: str, chat: bool = False, where: str = "the prompt") -> Conve
 
 
 def read_prompts(file: Path) -> list[tuple[dict, Conversation]]:
-    """Read rows with "prompt" or "messages" from a .jsonl file; return each row with its prompt.
+    """Read the rows of a .jsonl file; return each with its prompt.
 
-    Raises a UserError for a row that has neither, for a chat that ends with an answer, and for a file without rows.
+    Raises a UserError for a row without one, for a chat that ends with an answer, and for a file without rows.
     """
-    rows = [(row, prompt_of(where, row, ("prompt", "messages"))) for where, row in read_rows(file)]
+    rows = [(row, prompt_of(where, row)) for where, row in read_rows(file)]
     if not rows:
         raise UserError(f"--prompts {file}: no rows in it")
     answered = next((prompt.where for _, prompt in rows if prompt.messages[-1]["role"] == "assistant"), None)
@@ -198,16 +199,36 @@ def read_prompts(file: Path) -> list[tuple[dict, Conversation]]:
     return rows
 
 
-def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Conversation:
-    """Create a prompt from a row, by the first of `keys` (see `KEYS`) whose value is not null.
+def for_template(
+    prompts: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, without: str
+) -> list[Conversation]:
+    """Return prompts as a tokenizer takes them: without a chat template, a prompt with its completion is a text.
+
+    Raises a UserError, which begins with `without`, for other chats without a chat template.
+    """
+    if tokenizer.chat_template is not None:
+        return list(prompts)
+    texts = [replace(prompt, chat=prompt.chat and not prompt.completion) for prompt in prompts]
+    refuse((any(prompt.chat for prompt in texts), f"{without}, which chats need"))
+    return texts
+
+
+def log_first_turns(name: str, conversations: Sequence[Conversation]) -> None:
+    """Print how many later turns of some conversations a command does not ask."""
+    if later := sum(len(conversation.later) for conversation in conversations):
+        log(f"{name}: first turns only, {later} later turns are not asked (speculator eval asks them)")
+
+
+def prompt_of(where: str, row: Any) -> Conversation:
+    """Create a prompt from a row, by the first of `KEYS` whose value is not null.
 
     Raises a UserError, which begins with `where`, if the row has none of them or a malformed value.
     """
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object")
-    key = next((key for key in keys if row.get(key) is not None), None)
+    key = next((key for key in KEYS if row.get(key) is not None), None)
     if key is None:
-        needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in keys)
+        needed = " or ".join(f'"{name}" ({KEYS[name]})' for name in KEYS)
         raise UserError(f"{where}: needs {needed}; its keys are {', '.join(map(str, row)) or 'none':.200}")
     media = media_of(row)
     refuse((media, f'{where}: "{media}" beside the text; only text is supported'))
@@ -230,9 +251,10 @@ def prompt_of(where: str, row: Any, keys: Sequence[str] = tuple(KEYS)) -> Conver
     texts = value if key == "turns" else [value]
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f'{where}: "{key}" must be {KEYS[key]}')
-    chat = key != "prompt" or any(row.get(name) is not None for name in ("completion", "chosen"))
+    completion = key == "prompt" and any(row.get(name) is not None for name in ("completion", "chosen"))
+    chat = completion or key != "prompt"
     first, *later = [[_user(text)] for text in texts]
-    return Conversation(messages=first, later=later, chat=chat, category=category, where=where)
+    return Conversation(messages=first, later=later, chat=chat, completion=completion, category=category, where=where)
 
 
 def _user(content: str) -> Message:

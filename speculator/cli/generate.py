@@ -19,7 +19,7 @@ from speculator.decoding.streaming import TextStream, decode
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, as_text, refuse, refuse_below, show
 from speculator.files import check_output_file, write_text
-from speculator.prompts import Conversation, continued, read_prompts
+from speculator.prompts import Conversation, continued, for_template, log_first_turns, read_prompts
 from speculator.terminal import colours, log
 
 Rows = list[tuple[dict, Conversation]]
@@ -36,9 +36,11 @@ def run(arguments: argparse.Namespace) -> None:
         rows = [({"prompt": arguments.prompt}, continued(arguments.prompt, arguments.chat, "--prompt"))]
     else:
         rows = read_prompts(arguments.prompts)
+        log_first_turns(f"--prompts {arguments.prompts}", [prompt for _, prompt in rows])
     target = model_flags.load_target(arguments)
-    if target.tokenizer.chat_template is None and any(prompt.chat for _, prompt in rows):
-        raise UserError(f"{arguments.target} has no chat template: chats need one")
+    without = f"{arguments.target} has no chat template"
+    prompts = for_template([prompt for _, prompt in rows], target.tokenizer, without)
+    rows = [(row, prompt) for (row, _), prompt in zip(rows, prompts, strict=True)]
     count = len(rows)
     # Samples of a prompt resemble each other, so n-gram lookup also searches the earlier ones.
     memory = MEMORY if arguments.num_samples > 1 else 0
