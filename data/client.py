@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, BatchFacts, stored_record
-from data.conversations import Answering, Conversation
+from data.conversations import Answering
 from data.onpolicy import record_of
 from data.rendering import text_tokens
 from data.tally import log
@@ -28,6 +28,7 @@ from speculator.clients.hidden_states import discard
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
+from speculator.prompts import Conversation
 
 CONCURRENCY = 32
 """Concurrent requests to each server."""
@@ -200,7 +201,7 @@ async def _fetch(
                 while answering.prompt is not None:
                     begun = time.monotonic()
                     sampling = server.writing.sampling(row, len(prompts), answering.answers)
-                    tokens, ended = await server.complete(row, answering.prompt, prompts[row], sampling)
+                    tokens, ended = await server.complete(row, answering.prompt, sampling)
                     answering.add(tokens, ended)
                     by_server[batch][server.url] += 1
             except UNAVAILABLE as error:
@@ -314,7 +315,7 @@ class _TextServer(Connection):
         for row in warm[:_PROBE_PROMPTS] or [0]:
             prompt = Conversation(text_tokens([f"Page {row + 1}"], self.tokenizer)[0])
             free = [Sampling(1.0, seed=each) for each in (seed + 2 * row, seed + 2 * row + 1)]
-            texts = [await self.complete(row, prompt.ids, prompt, each, _PROBE_TOKENS) for each in free]
+            texts = [await self.complete(row, prompt, each, _PROBE_TOKENS) for each in free]
             if self.agrees is False:
                 raise UserError(
                     f"{self.url}: the texts of {self.model} are not what the tokenizer of {self._target} makes of its "
@@ -326,18 +327,12 @@ class _TextServer(Connection):
             raise UserError(f"{self.url} returns the same text for two seeds: it does not sample at temperature 1")
 
     async def complete(
-        self,
-        row: int,
-        ids: list[int],
-        prompt: Conversation,
-        sampling: Sampling,
-        max_tokens: int | None = None,
+        self, row: int, prompt: Conversation, sampling: Sampling, max_tokens: int | None = None
     ) -> tuple[list[int], bool]:
-        """Return the tokens of the answer to the prompt `ids`, and whether it ended by itself, not at its length limit.
+        """Return the tokens of the answer to a prompt, and whether it ended by itself, not at its length limit.
 
         Args:
             row: number of the prompt, which names it in errors.
-            prompt: the conversation that `ids` belongs to.
             max_tokens: largest length of the answer (default: `writing.max_new_tokens`).
         """
         max_tokens = max_tokens or self.writing.max_new_tokens
@@ -350,7 +345,7 @@ class _TextServer(Connection):
         try:
             request = self.client.completions.create(
                 model=self.model,
-                prompt=ids,
+                prompt=prompt.ids,
                 max_tokens=max_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
@@ -367,10 +362,10 @@ class _TextServer(Connection):
             if not tokens and not whole:
                 # A text without its special tokens, as those around a tool call, is not what the target wrote.
                 self._gives_text = True
-                return await self.complete(row, ids, prompt, sampling, max_tokens)
+                return await self.complete(row, prompt, sampling, max_tokens)
             if tokens:
                 self._check(tokens, choice.text)
-            tokens = tokens or self._tokenize(ids, choice.text, ended, prompt.ends)
+            tokens = tokens or self._tokenize(prompt.ids, choice.text, ended, prompt.ends)
         except UNAVAILABLE:
             raise
         except openai.BadRequestError as error:

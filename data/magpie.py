@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from data.batches import Batches
 from data.chat_turns import UserTurns
-from data.conversations import Conversation, Row
+from data.conversations import Row
 from data.onpolicy import BATCH_SIZE, generate_rows, identity, settings_of
 from data.writing import Writing
 from speculator.decoding.sampling import Sampling
@@ -22,6 +22,7 @@ from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject, read_json
+from speculator.prompts import Conversation
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
@@ -146,7 +147,7 @@ def self_rows(
         """
         output = work.begin() / f"{len(passes) + 1}-{what}"
         how = replace(how, seed=(how.seed << _SEED_BITS) + len(passes) * _SEED_STRIDE)
-        chats = [Conversation(each, ends=users.ends is not None) for each in prompts]
+        chats = [Conversation(each, completion=users.ends is not None) for each in prompts]
         if isinstance(target, ServerTarget):
             from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
 

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 
 from data.batches import Batches, BatchFacts, Clocks, wait_for_record
-from data.conversations import Answering, Conversation
+from data.conversations import Answering
 from data.writing import Writing
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, check_prompts
@@ -25,6 +25,7 @@ from speculator.drafters.costs import CostTable, entries_from_json
 from speculator.drafters.measure import without_captures
 from speculator.files import JsonObject
 from speculator.heads import Speculator
+from speculator.prompts import Conversation
 from speculator.target.encoder.encoder import source_of
 from speculator.target.model import Target
 from speculator.terminal import log
@@ -183,7 +184,7 @@ def _answer(
 
     def ask(row: int, each: Answering) -> tuple[Request, int, Answering]:
         assert each.prompt is not None  # it has not ended
-        return engine.submit(each.prompt, writing.sampling(row, count, each.answers), **options), row, each
+        return engine.submit(each.prompt.ids, writing.sampling(row, count, each.answers), **options), row, each
 
     unfinished = [ask(row, each) for row, each in zip(rows, answering, strict=True)]
     try:

@@ -7,22 +7,20 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
-from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import Conversation, split_at_answers
 from data.documents import Document
 from data.mixture import Mixture, SourceError
 from data.rendering import as_chat, check_tokens, document_text, text_tokens
 from data.rows import RowError, errors_of_row
 from data.sources import interleave, name_of, streams
 from data.tally import TOO_LONG, Tally, log
-from speculator.chat import chat_tokens
+from speculator.chat import DATA_DAY, chat_tokens
+from speculator.prompts import Conversation, split_at_answers, up_to_question
 from speculator.target.base import TrainingTarget
 
 _PACKED_HEAD = 256
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -56,26 +54,23 @@ class PromptLimits:
         """Return whether a prompt leaves room for its answer, and has at most `seq_length` tokens."""
         return len(ids) <= min(self.seq_length, self.context - self.new_tokens)
 
-    def take(
-        self, source: str, prompts: Iterable[tuple[list[int], Item]], count: int | None
-    ) -> tuple[list[tuple[list[int], Item]], int]:
-        """Return the first `count` prompts that fit, each with its item, and the number of prompts skipped before.
+    def take(self, source: str, prompts: Iterable[Conversation], count: int | None) -> tuple[list[Conversation], int]:
+        """Return the first `count` prompts that fit, and the number of prompts skipped before.
 
         Args:
             source: name of the prompts in messages.
-            prompts: token ids of each prompt, and whatever belongs to it.
             count: None: all.
 
         Raises:
             SourceError: there are prompts, and none fits.
         """
-        found: list[tuple[list[int], Item]] = []
+        found: list[Conversation] = []
         skipped = 0
-        for ids, item in prompts:
-            if not self.fits(ids):
+        for prompt in prompts:
+            if not self.fits(prompt.ids):
                 skipped += 1
                 continue
-            found.append((ids, item))
+            found.append(prompt)
             if len(found) == count:
                 break
         limit = f"the context of {self.name} ({self.context}) with {self.new_tokens} new tokens"
@@ -157,9 +152,9 @@ class _Cutter:
             yield self._of_chat(row)
         elif "prompt" in row:
             if ids := text_tokens([row["prompt"]], self.tokenizer)[0]:
-                yield Conversation(ids, ends=True)
+                yield Conversation(ids, completion=True)
         elif "source_ids" in row:
-            yield Conversation(row["source_ids"], ends=True)
+            yield Conversation(row["source_ids"], completion=True)
         elif "document_ids" in row and not packed_text:
             # A first id of 2 means that the first two documents began in other rows, see `data.packing`.
             parts = groupby(zip(row["document_ids"], row["input_ids"], row["loss_mask"], strict=True), lambda c: c[0])
@@ -190,16 +185,20 @@ class _Cutter:
         With `cut.last_turn` it has one prompt, which ends with the user's last message. A RowError is raised for a chat
         without a user turn before the answer.
         """
-        messages, roles = row["messages"], [message["role"] for message in row["messages"]]
-        opening, later = split_at_answers(messages, self.cut.turns)
-        if self.cut.last_turn and "user" in roles:
-            # Up to the user's last message: in user, assistant, user, assistant that is the third, 4 - 1 = 3.
-            opening, later = messages[: len(roles) - roles[::-1].index("user")], []
+        opening, later = split_at_answers(row["messages"], self.cut.turns)
+        if self.cut.last_turn and (asked := up_to_question(row["messages"])):
+            opening, later = asked, []
         if "user" not in (message["role"] for message in opening):
             raise RowError(row["where"], "a chat without a user turn before the answer")
         text = document_text(row, self.tokenizer, len(opening), ask=True)
         return Conversation(
-            ids=chat_tokens(text, self.tokenizer), messages=opening, later=later, tools=row.get("tools"), ends=True
+            ids=chat_tokens(text, self.tokenizer),
+            messages=opening,
+            later=later,
+            tools=row.get("tools"),
+            chat=True,
+            where=row["where"],
+            today=DATA_DAY,
         )
 
     def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[Conversation]:
@@ -208,7 +207,7 @@ class _Cutter:
         If the first token has loss, or none has, they are the first `prompt_tokens`.
         """
         if 1 in mask and not mask[0]:
-            yield Conversation(ids[: mask.index(1)], ends=True)
+            yield Conversation(ids[: mask.index(1)], completion=True)
         elif len(ids) >= self.cut.prompt_tokens:
             yield Conversation(ids[: self.cut.prompt_tokens])
 
@@ -248,5 +247,4 @@ def conversations(
     parts = streams(mixture, split, tally)
     mixed = interleave([cutter.prompts(part) for part in parts], mixture.weights, lambda prompt: 1)
     name = str(mixture) + (f" ({split})" if split else "")
-    taken, left_out = limits.take(name, ((prompt.ids, prompt) for prompt in mixed), count)
-    return [prompt for _, prompt in taken], left_out
+    return limits.take(name, mixed, count)

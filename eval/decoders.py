@@ -234,14 +234,13 @@ def measure_suite(
     progress = Progress(parts, title=name, unit="prompts" if batch_size == 1 else "batches")
     for number, batch in enumerate(progress):
         prompts = [suite.prompts[i] for i in batch]
-        answers: list[list[list[int]]] = [[] for _ in batch]
+        answers: list[list[int]] = []
+        chats = [suite.conversations[i] for i in batch] if suite.conversations else []
         turns = 1 + _later_turns(suite, batch[0])
         for turn in range(turns):
             if turn:
-                prompts = [
-                    suite.conversations[i].following(target.tokenizer, turn, prompt, given)
-                    for i, prompt, given in zip(batch, prompts, answers, strict=True)
-                ]
+                chats = [chat.after(target.tokenizer, answer) for chat, answer in zip(chats, answers, strict=True)]
+                prompts = [chat.ids for chat in chats]
                 if max(map(len, prompts)) + max_new_tokens > target.context_length:
                     measured.turns_left_out += len(batch) * (turns - turn)
                     break
@@ -262,8 +261,7 @@ def measure_suite(
             measured.categories.append(suite.categories[batch[0]])
             measured.conversations.append(number)
             plain = measured.timed["none"].batches[-1].tokens
-            for given, answer in zip(answers, plain, strict=True):
-                given.append(answer[:-1] if answer[-1] in stop_at else answer)
+            answers = [answer[:-1] if answer[-1] in stop_at else answer for answer in plain]
             if number in cost_batches and not turn:
                 # Costs at the middle of the answers: they grow with the context.
                 halfway = list(map(target.text, prompts))
@@ -364,14 +362,12 @@ def _longest_batches(
 
     for part in parts:
         prompts, later = [suite.prompts[i] for i in part], _later_turns(suite, part[0])
-        for turn in range(1, later + 1):
-            prompts = [
-                suite.conversations[i].following(target.tokenizer, turn, prompt, [[]] * turn)
-                for i, prompt in zip(part, prompts, strict=True)
-            ]
+        chats = [suite.conversations[i] for i in part] if later else []
+        for _ in range(later):
+            chats = [chat.after(target.tokenizer, []) for chat in chats]
         if later:  # the longest answers, at the end because only the length counts; no turn outgrows the context
             answers, room = later * max_new_tokens, target.context_length - max_new_tokens
-            prompts = [(prompt + prompt[-1:] * answers)[:room] for prompt in prompts]
+            prompts = [(chat.ids + chat.ids[-1:] * answers)[:room] for chat in chats]
         by_size[len(part)] = max(prompts, by_size.get(len(part), prompts), key=longest)
     return sorted(by_size.values(), key=longest, reverse=True)
 

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,11 +23,9 @@ from data.tally import Tally
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse, refuse_below
-from speculator.prompts import KEYS, Prompt, prompt_of
+from speculator.prompts import KEYS, Conversation, log_first_turns, prompt_of, up_to_question
 from speculator.target.model import Target
-from speculator.terminal import log
 
-Item = TypeVar("Item")
 FILTERS = ("top_k", "top_p", "min_p")
 _SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
 
@@ -45,7 +43,7 @@ class Suite:
 
     name: str
     prompts: list[list[int]]
-    conversations: list[Prompt] = field(default_factory=list)
+    conversations: list[Conversation] = field(default_factory=list)
     left_out: int = 0
     ends: bool = False
 
@@ -61,8 +59,8 @@ class Suite:
     @property
     def digest(self) -> str:
         """Hash of all prompts and turns, 16 hexadecimal digits, which tells suites of one name in two reports apart."""
-        asked = [self.prompts, [conversation.later for conversation in self.conversations]]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        later = [[message["content"] for turn in each.later for message in turn] for each in self.conversations]
+        return hashlib.sha256(json.dumps([self.prompts, later]).encode()).hexdigest()[:16]
 
     @property
     def prompt_hashes(self) -> list[str]:
@@ -134,13 +132,12 @@ def load_suite(
     tally.take(len(taken), left_out, "--max_prompts")
     refuse((not taken, f"--suite {source}: no usable row in it; the first fault is {[*tally.first, 'none'][0]}"))
     tally.warn(f"--suite {source}")
-    prompts, kept = [ids for ids, _ in taken], [conversation for _, conversation in taken]
-    turns = target.encoder and any(conversation.later for conversation in kept)
+    turns = target.encoder and any(conversation.later for conversation in taken)
     refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
     return Suite(
         name=_name(source),
-        prompts=prompts,
-        conversations=kept,
+        prompts=[conversation.ids for conversation in taken],
+        conversations=taken,
         left_out=left_out,
         ends=target.encoder is not None,
     )
@@ -167,7 +164,7 @@ def _is_text(row: Any) -> bool:
     return isinstance(row, dict) and "text" in row and not any(key in row for key in KEYS)
 
 
-def _prompt(where: str, row: Any, chat: bool) -> Prompt:
+def _prompt(where: str, row: Any, chat: bool) -> Conversation:
     """Return the prompt of a row. Messages after the user's last one are dropped: they are another model's answer.
 
     If `chat`, a chat gets the chat template. A UserError about a row without a prompt names its place, `where`.
@@ -176,11 +173,9 @@ def _prompt(where: str, row: Any, chat: bool) -> Prompt:
     if isinstance(row, dict) and not any(row.get(key) is not None for key in KEYS):
         row = content(row, where)  # the other formats of chats
     prompt = prompt_of(where, row)
-    # Up to and with the last user message: of [user, assistant, user, assistant] the first three.
-    roles = [message.get("role") for message in prompt.messages]
-    refuse(("user" not in roles, f"{where}: no message of the user"))
-    messages = prompt.messages[: len(roles) - roles[::-1].index("user")]
-    texts = [message.get("content") for message in messages] + prompt.later
+    messages = up_to_question(prompt.messages)
+    refuse((not messages, f"{where}: no message of the user"))
+    texts = [message.get("content") for turn in (messages, *prompt.later) for message in turn]
     refuse((any(isinstance(text, str) and not text.strip() for text in texts), f"{where}: a message is empty"))
     return replace(prompt, messages=messages, chat=prompt.chat and chat, today=DATA_DAY)
 
@@ -192,8 +187,8 @@ def _wanted(
     count: int,
     limits: PromptLimits,
     tally: Tally,
-) -> Iterator[tuple[list[int], Prompt]]:
-    """Yield the token ids and the prompt of usable rows, until `count` of each category fit.
+) -> Iterator[Conversation]:
+    """Yield the prompts of usable rows, until `count` of each category fit.
 
     Prompts that do not fit are yielded too. Rows without categories are read no further than that; with categories all
     rows are read. Each of the `rows` is (place for errors, content, what is wrong with the row or None). If `chat`,
@@ -207,14 +202,14 @@ def _wanted(
                 refuse((error, f"{where}: {error}"))
                 prompt = _prompt(where, row, chat)
                 full = fitting[prompt.category] >= count
-                ids = [] if full else prompt.tokens(tokenizer)
+                prompt = prompt if full else replace(prompt, ids=prompt.tokens(tokenizer))
         except UserError as fault:
             text = str(fault).removeprefix(f"{where}: ")
             tally.add(fault if isinstance(fault, RowError) else RowError(where, text))
             continue
         if not full:
-            yield ids, prompt
-            fitting[prompt.category] += limits.fits(ids)
+            yield prompt
+            fitting[prompt.category] += limits.fits(prompt.ids)
         if fitting[""] >= count and len(fitting) == 1:
             return
 
@@ -222,21 +217,21 @@ def _wanted(
 _MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
-def _interleave(prompts: Iterable[tuple[list[int], Prompt]]) -> Iterator[tuple[list[int], Prompt]]:
+def _interleave(prompts: Iterable[Conversation]) -> Iterator[Conversation]:
     """Yield the first prompt of every category, then the second of each, so that a short run covers all.
 
     The categories of MT-bench take turns as one: they are one of Spec-Bench's six tasks, which its authors weigh alike.
     """
-    groups: dict[str, list[tuple[list[int], Prompt]]] = {}
+    groups: dict[str, list[Conversation]] = {}
     for each in prompts:
-        groups.setdefault(each[1].category, []).append(each)
+        groups.setdefault(each.category, []).append(each)
     if groups.keys() >= _MT_BENCH:
         parts = [groups.pop(name) for name in list(groups) if name in _MT_BENCH]
         groups = {"": list(_in_turns(parts)), **groups}
     return _in_turns(groups.values())
 
 
-def _in_turns(groups: Iterable[list[Item]]) -> Iterator[Item]:
+def _in_turns(groups: Iterable[list[Conversation]]) -> Iterator[Conversation]:
     """Yield the first item of each group, then the second of each that has one, and so on."""
     return (each for each in chain.from_iterable(zip_longest(*groups)) if each is not None)
 
@@ -318,8 +313,7 @@ def first_turns(
 ) -> Suite:
     """Return a suite as `suite_of` does, for a command that asks first turns only, and say how many it leaves out."""
     suite = suite_of(arguments, source, target, raw, split)
-    if later := sum(len(conversation.later) for conversation in suite.conversations):
-        log(f"{suite.name}: first turns only, {later} later turns are not asked (speculator eval asks them)")
+    log_first_turns(suite.name, suite.conversations)
     return suite
 
 

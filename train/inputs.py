@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import datasets
 import transformers
 
-from data.conversations import Conversation
 from data.mixture import Mixture
 from data.prepare import RowRequest, token_rows
 from data.prompts import Cut, PromptLimits, conversations
@@ -18,6 +17,7 @@ from speculator.chat import set_template_variables
 from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import cache_folder
+from speculator.prompts import Conversation
 from speculator.target.base import TrainingTarget
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target

@@ -14,7 +14,6 @@ from accelerate import PartialState
 from filelock import FileLock
 
 from data.batches import warn_of_cut_answers
-from data.conversations import Conversation
 from data.magpie import self_rows, summary
 from data.mixture import SELF, Mixture, Source, SourceError
 from data.onpolicy import generate_rows
@@ -25,6 +24,7 @@ from speculator.checkpoints.loading import load_drafter
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
 from speculator.files import acquire, cache_folder, make_cache_folder
+from speculator.prompts import Conversation
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget

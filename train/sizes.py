@@ -16,7 +16,6 @@ import pyarrow
 from pyarrow import compute, parquet
 from transformers import PreTrainedConfig
 
-from data.conversations import split_at_answers
 from data.documents import Document
 from data.mixture import PYTHON_SOURCES, SELF
 from data.readers import source_files
@@ -25,6 +24,7 @@ from data.tally import Tally
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.files import read_config
 from speculator.errors import UserError
+from speculator.prompts import split_at_answers
 from speculator.target.probe import usable_context
 from speculator.target.remote.server_target import split
 from speculator.terminal import log

@@ -63,7 +63,9 @@ def generate(parser: OneLineParser) -> None:
         "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
     )
     source.add_argument("--sources", action="extend", nargs="+", help=what)
-    source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
+    source.add_argument(
+        "--prompts", type=Path, help='.jsonl file with rows {"prompt"}, {"messages"}, {"turns"} or {"question"}'
+    )
     parser.add_argument("--output", type=Path, required=True, help="output folder; an unfinished one is resumed")
     parser.add_argument("--max_rows", type=int, help="largest number of prompts (default: all; 4000 for self)")
     text = parser.add_argument_group("--sources of text")

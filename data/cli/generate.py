@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import state, warn_of_cut_answers
 from data.cli.flags import ALL, MAX_BAD_ROWS, NEW_TOKENS, THINKING_TOKENS
 from data.client import CONCURRENCY, fetch_rows
-from data.conversations import Conversation
 from data.magpie import ROWS, Asking, prompt_sampling_of, self_rows, summary
 from data.mixture import SELF, mixture_of
 from data.onpolicy import BATCH_SIZE, generate_rows
@@ -26,9 +25,9 @@ from speculator.checkpoints.loading import load_drafter
 from speculator.cli import model_flags
 from speculator.decoding.sampling import Sampling
 from speculator.drafters import HeadDrafter
-from speculator.errors import UserError, check_text, printable, refuse
+from speculator.errors import check_text, printable, refuse
 from speculator.files import check_output_folder
-from speculator.prompts import read_prompts
+from speculator.prompts import Conversation, for_template, read_prompts
 from speculator.target.gguf.file import read_config
 from speculator.target.model import Target
 from speculator.target.probe import usable_context
@@ -202,22 +201,15 @@ def _prompts(
         tally.warn(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))
         return found
-    bare = tokenizer.chat_template is None
-    # Without a template, a prompt with its completion is a text as well.
-    rows = [
-        replace(prompt, today=DATA_DAY, chat=prompt.chat and not (bare and isinstance(row.get("prompt"), str)))
-        for row, prompt in read_prompts(arguments.prompts)
-    ]
-    if bare and any(row.chat for row in rows):
-        why = "--raw leaves out the chat template" if arguments.raw else f"{arguments.target} has no chat template"
-        raise UserError(f'{why}, which rows with "messages" need')
-    chosen, left_out = limits.take(
-        str(arguments.prompts), ((row.tokens(tokenizer), row) for row in rows), arguments.max_rows
-    )
+    without = "--raw leaves out the chat template" if arguments.raw else f"{arguments.target} has no chat template"
+    rows = for_template([prompt for _, prompt in read_prompts(arguments.prompts)], tokenizer, without)
+    rows = [replace(prompt, today=DATA_DAY) for prompt in rows]
+    prompts = (replace(prompt, ids=prompt.tokens(tokenizer)) for prompt in rows)
+    chosen, left_out = limits.take(str(arguments.prompts), prompts, arguments.max_rows)
     tally = Tally(rows=len(rows))
     tally.take(len(chosen), left_out, "--max_rows")
     tally.warn(f"--prompts {arguments.prompts}")
-    return [Conversation(ids, row.messages if row.chat else None, ends=row.chat) for ids, row in chosen]
+    return chosen
 
 
 def _line(folder: Path) -> str:

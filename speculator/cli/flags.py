@@ -31,7 +31,9 @@ def generate(parser: OneLineParser) -> None:
     add_drafter_flags(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", type=as_text, help="text to continue; with --chat, the user's message")
-    source.add_argument("--prompts", type=Path, help='.jsonl file with rows {"prompt"} or {"messages"}')
+    source.add_argument(
+        "--prompts", type=Path, help='.jsonl file with rows {"prompt"}, {"messages"}, {"turns"} or {"question"}'
+    )
     parser.add_argument(
         "--chat", action="store_true", help="apply the chat template; without --prompt, converse over stdin"
     )

@@ -8,9 +8,9 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
-from speculator.chat import Message, answer_message
 from speculator.cli import model_flags
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, acceptance_length, check_prompts
@@ -19,10 +19,10 @@ from speculator.decoding.streaming import TextStream, decode
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, as_text, refuse, refuse_below, show
 from speculator.files import check_output_file, write_text
-from speculator.prompts import Prompt, continued, read_prompts
+from speculator.prompts import Conversation, continued, for_template, log_first_turns, read_prompts
 from speculator.terminal import colours, log
 
-Rows = list[tuple[dict, Prompt]]
+Rows = list[tuple[dict, Conversation]]
 """Rows of the input, of which the output's are copies with more keys, each with its prompt."""
 Submit = Callable[..., Request]
 """`Engine.submit` with the settings of the command; it is called with prompt, sampling and `on_step`."""
@@ -36,9 +36,11 @@ def run(arguments: argparse.Namespace) -> None:
         rows = [({"prompt": arguments.prompt}, continued(arguments.prompt, arguments.chat, "--prompt"))]
     else:
         rows = read_prompts(arguments.prompts)
+        log_first_turns(f"--prompts {arguments.prompts}", [prompt for _, prompt in rows])
     target = model_flags.load_target(arguments)
-    if target.tokenizer.chat_template is None and any(prompt.chat for _, prompt in rows):
-        raise UserError(f"{arguments.target} has no chat template: chats need one")
+    without = f"{arguments.target} has no chat template"
+    prompts = for_template([prompt for _, prompt in rows], target.tokenizer, without)
+    rows = [(row, prompt) for (row, _), prompt in zip(rows, prompts, strict=True)]
     count = len(rows)
     # Samples of a prompt resemble each other, so n-gram lookup also searches the earlier ones.
     memory = MEMORY if arguments.num_samples > 1 else 0
@@ -140,18 +142,22 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
 
     The engine shares the conversation so far, so a turn prefills only what is new.
     """
-    messages: list[Message] = []
     requests: list[Request] = []
+    answer: list[int] = []
+    chat = Conversation()
     tokenizer = engine.target.tokenizer
     while line := _read_line():
         if line.strip():
-            messages.append({"role": "user", "content": line.rstrip("\n")})
-            ids = Prompt(messages, chat=True, where="the conversation").tokens(tokenizer)
-            if requests and len(ids) >= engine.target.context_length:
+            asked = continued(line.rstrip("\n"), chat=True, where="the conversation")
+            if requests:
+                chat = chat.after(tokenizer, answer, asked.messages)
+            else:
+                chat = replace(asked, ids=asked.tokens(tokenizer))
+            if requests and len(chat.ids) >= engine.target.context_length:
                 print(f"(the conversation has filled the context of {engine.target.name})", file=sys.stderr)
                 break
             stream = TextStream(tokenizer, show_drafts=arguments.show_drafts)
-            request = submit(ids, _sampling(arguments, len(messages) // 2), on_step=partial(stream, 0))
+            request = submit(chat.ids, _sampling(arguments, len(requests)), on_step=partial(stream, 0))
             engine.run()
             request.check()
             stream.finish()
@@ -159,7 +165,6 @@ def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> 
                 print(f"(the answer ended at --max_new_tokens {arguments.max_new_tokens})", file=sys.stderr)
             requests.append(request)
             answer = request.tokens[:-1] if request.finish_reason == "eos" else request.tokens
-            messages.append(answer_message(tokenizer, ids, answer))
     print(file=sys.stderr)
     return requests
 

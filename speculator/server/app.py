@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.request import Request as DecodingRequest
 from speculator.decoding.request import check_prompts
-from speculator.prompts import Prompt, continued
+from speculator.prompts import Conversation, continued
 from speculator.server.errors import HANDLED, APIError, answer_error
 from speculator.server.metrics import CountRequests, Metrics, Traffic
 from speculator.server.recorder import Recorder
@@ -252,7 +252,7 @@ class _Routes:
         self,
         http: Request,
         request: GenerationRequest,
-        prompts: Sequence[Prompt | str | list[int]],
+        prompts: Sequence[Conversation | str | list[int]],
         writer_class: type[CompletionWriter],
     ) -> Response:
         """Tokenize the prompts, decode the answers, and return the response, whole or as a stream of events.
@@ -286,7 +286,7 @@ class _Routes:
     def _requests(
         self,
         request: GenerationRequest,
-        prompts: Sequence[Prompt | str | list[int]],
+        prompts: Sequence[Conversation | str | list[int]],
         writer_class: type[CompletionWriter],
     ) -> tuple[list[DecodingRequest], CompletionWriter]:
         """Tokenize the prompts; return one decoding request per answer, and the writer of the response.
@@ -389,7 +389,7 @@ class _Routes:
             self.recorder.add(job.requests)
 
 
-def _tokens(prompt: Prompt | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _tokens(prompt: Conversation | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids of a chat, or of a text to continue."""
     prompt = continued(prompt, where="prompt") if isinstance(prompt, str) else prompt
     return prompt.tokens(tokenizer)

@@ -13,7 +13,7 @@ from speculator.chat import check_template_variables, clean_messages, clean_tool
 from speculator.decoding.request import next_seed
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError
-from speculator.prompts import Prompt
+from speculator.prompts import Conversation
 from speculator.server.errors import APIError
 
 # Unsupported fields with the values that change nothing; any other value is an error.
@@ -207,12 +207,12 @@ class ChatRequest(GenerationRequest):
         """Whether tool calls in the answer are parsed into the field `tool_calls`."""
         return bool(self.tools) and self.tool_choice != "none"
 
-    def prompt(self) -> Prompt:
+    def prompt(self) -> Conversation:
         """Return the messages, with the tools if the answer may call them, as a prompt."""
         tools = self.tools if self.parses_calls else None
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         variables = {**effort, **(self.chat_template_kwargs or {})} or None
-        return Prompt(self.messages, chat=True, tools=tools, where="messages", variables=variables)
+        return Conversation(messages=self.messages, chat=True, tools=tools, where="messages", variables=variables)
 
 
 class LoadRequest(_Strict):

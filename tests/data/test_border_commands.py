@@ -45,7 +45,10 @@ def folder(tmp_path_factory):
     tokenizer.save_pretrained(folder / "TARGET")
     tiny_head(vocab_size=300).save_pretrained(folder / "HEAD")
     write(folder / "rows.jsonl", ROWS)
-    write(folder / "prompts.jsonl", [{"prompt": "def f(x):"}, {"messages": [{"role": "user", "content": "Why?"}]}])
+    write(
+        folder / "prompts.jsonl",
+        [{"prompt": "def f(x):"}, {"messages": [{"role": "user", "content": "Why?"}]}, {"turns": ["Why?", "How?"]}],
+    )
     return folder
 
 
@@ -102,7 +105,9 @@ def test_rows_of_prompts_are_all_used_or_one_is_an_error_in_one_line(folder, tmp
     sizes = ["--max_new_tokens", "2", "--output", str(tmp_path / "out")]
     flags = ["--target", str(folder / "TARGET"), "--prompts", str(folder / "prompts.jsonl"), *sizes]
     assert run(name, flags) == 0
-    assert said_of_rows(capfd.readouterr().err) == {f"--prompts {folder / 'prompts.jsonl'}": (2, 2, 0)}
+    error = capfd.readouterr().err
+    assert said_of_rows(error) == {f"--prompts {folder / 'prompts.jsonl'}": (3, 3, 0)}
+    assert ("first turns only, 1 later turns are not asked" in error) == (name == "generate")
 
     target = Target.load(str(folder / "TARGET"))
     monkeypatch.setattr("speculator.cli.model_flags.load_target", lambda arguments: target)

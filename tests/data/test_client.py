@@ -20,11 +20,12 @@ from written import writing_of
 from data import client
 from data.__main__ import main
 from data.client import fetch_rows
-from data.conversations import Answering, Conversation
+from data.conversations import Answering
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
 from data.writing import Writing
 from speculator import Sampling, UserError
+from speculator.prompts import Conversation
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["import os", "def f(x):", "class A:", "return", "for i in range(3):"]
@@ -504,8 +505,8 @@ def test_a_chat_ends_with_the_end_of_turn_of_its_template(serve, tmp_path):
     )
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     render = tokenizer.apply_chat_template
-    prompts = [Conversation(render(chat, add_generation_prompt=True)["input_ids"], chat, ends=True) for chat in chats]
-    tokens = [Conversation(prompt.ids, ends=True) for prompt in prompts]  # as of prepared rows, and of self
+    prompts = [Conversation(render(chat, add_generation_prompt=True)["input_ids"], chat, chat=True) for chat in chats]
+    tokens = [Conversation(prompt.ids, completion=True) for prompt in prompts]  # as of prepared rows, and of self
     kinds = {"chats": prompts, "tokens": tokens, "texts": text_prompts(tokenizer)}
     for name, given in kinds.items():
         last = "<eos>" if name == "texts" else "<end_of_turn>"

@@ -9,7 +9,7 @@ from serving_here import serving
 from written import writing_of
 
 from data.client import fetch_rows
-from data.conversations import Answering, Conversation, split_at_answers
+from data.conversations import Answering
 from data.mixture import mixture_of
 from data.onpolicy import generate_rows
 from data.prompts import Cut, conversations
@@ -17,6 +17,7 @@ from data.rendering import render
 from data.writing import Writing
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
 from speculator.chat import set_template_variables, thinks
+from speculator.prompts import Conversation, split_at_answers
 
 WORDS = ["one", "two", "three", "four", "five", "six"]
 
@@ -118,7 +119,7 @@ def answered(conversation: Conversation, tokenizer, *texts: str, longest: int = 
 def conversation_of(tokenizer, *messages: dict, tools=None) -> Conversation:
     opening, later = split_at_answers(list(messages), None)
     ids = tokenizer.apply_chat_template(opening, tools=tools, add_generation_prompt=True)["input_ids"]
-    return Conversation(ids=ids, messages=opening, later=later, tools=tools)
+    return Conversation(ids, opening, later, tools, chat=True)
 
 
 def texts_with_loss(made: Answering, tokenizer) -> list[list[str]]:

@@ -5,10 +5,10 @@ from chat_templates import chat_tokenizer
 from serving_here import serving, tiny_head_for, tiny_target
 
 from data.client import fetch_rows
-from data.conversations import Conversation
 from data.onpolicy import generate_rows
 from data.writing import Writing
 from speculator import HeadDrafter, Sampling
+from speculator.prompts import Conversation
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from data.mixture import SourceError
 from data.rendering import render
 from data.tally import Tally
 from speculator.chat import DATA_DAY
-from speculator.prompts import Prompt
+from speculator.prompts import Conversation
 
 
 def chat(*contents: str, first: str = "user") -> list[dict]:
@@ -197,9 +197,9 @@ def test_a_template_that_writes_the_date_gives_the_same_rows_on_any_day():
     tokenizer = chat_tokenizer("qwen3", "It is {{ strftime_now('%d %B %Y') }}.\n" + LOOP + ASK)
     [document] = rendered(tokenizer, messages=DIALOGUES[1])
     assert tokenizer.decode(document["input_ids"]).startswith("It is 26 July 2024.\n")
-    today = Prompt(DIALOGUES[1][:1], chat=True).tokens(tokenizer)
+    today = Conversation(messages=DIALOGUES[1][:1], chat=True).tokens(tokenizer)
     assert f"{datetime.now():%Y}" in tokenizer.decode(today), "who asks now is told the day"
-    of_data = Prompt(DIALOGUES[1][:1], chat=True, today=DATA_DAY).tokens(tokenizer)
+    of_data = Conversation(messages=DIALOGUES[1][:1], chat=True, today=DATA_DAY).tokens(tokenizer)
     assert tokenizer.decode(of_data).startswith("It is 26 July 2024.\n")
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from eval.suites import Suite, load_suite
 from eval.timing import Timed, time_transformers
 from eval.validation import real_acceptance
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target, generate
-from speculator.prompts import Prompt
+from speculator.prompts import Conversation
 
 
 def talking_target(eos: int | None = None) -> Target:
@@ -93,23 +94,24 @@ def test_every_decoder_answers_the_second_turn_after_the_answer_of_plain_decodin
 def test_an_answer_ends_where_the_target_ends_it(tmp_path, figures_only):
     """Chats stop at EOS in every decoder, and the next turn omits it; continuations of text do not stop."""
     plain = talking_target()
-    talk = Prompt([{"role": "user", "content": "one"}], ["two"])
-    suite = Suite("s", [talk.tokens(plain.tokenizer)], [talk])
+    one, two = ([{"role": "user", "content": text}] for text in ("one", "two"))
+    talk = Conversation(plain.tokenizer("one")["input_ids"], one, [two])
+    suite = Suite("s", [talk.ids], [talk])
     table, _ = decoders(plain, talking_head(), [3], None, (), 1)
     free = measure_suite(plain, table, suite, Sampling(), 16).timed["none"].tokens[0]
     eos = free[6]
     target = talking_target(eos)
     target.model.generation_config.eos_token_id = eos
     target.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    talk.chat = True
+    suite.conversations = [replace(talk, chat=True)]
     table, _ = decoders(target, talking_head(), [3], None, (), 1)
     measured = measure_suite(target, table, suite, Sampling(), 16)
     cut = free[: free.index(eos) + 1]
     for timed in measured.timed.values():
         assert timed.tokens[0] == cut
     lengths = measured.timed["none"].batches[1].prompt_lengths
-    assert lengths == [len(talk.following(target.tokenizer, 1, suite.prompts[0], [cut[:-1]]))]
-    talk.chat = False
+    assert lengths == [len(suite.conversations[0].after(target.tokenizer, cut[:-1]).ids)]
+    suite.conversations = [talk]
     again = measure_suite(target, table, suite, Sampling(), 16)
     assert all(timed.tokens[0] == free for timed in again.timed.values())
 

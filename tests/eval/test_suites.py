@@ -19,23 +19,8 @@ TEMPLATE = (
 PUBLISHED = {
     "spec_bench": {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Now in verse."]},
     "mt_bench": {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Shorter."], "reference": ["x"]},
-    "human_eval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "", "x": 1},
     "gsm8k": {"question": "How many eggs?", "answer": "9"},
-    "chats": {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
 }
-
-
-FORMATS = [
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-    {"instruction": "Hi", "input": "", "output": "Hello"},
-    {"prompt": "Hi", "completion": "Hello"},
-    {"prompt": "Hi", "chosen": "Hello", "rejected": "No"},
-    {"prompt": "Hi", "chosen": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-    {"input": [{"role": "user", "content": "Hi"}], "output": "Hello"},
-    {"conversation": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-    {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
-]
 
 
 class Model:
@@ -58,20 +43,6 @@ def write(path, *rows):
     return path
 
 
-@pytest.mark.parametrize("published", PUBLISHED)
-@pytest.mark.parametrize("chat", [False, True])
-def test_published_rows_are_asked_as_published(tmp_path, published, chat):
-    model = Model(chat)
-    suite = load(write(tmp_path / "question.jsonl", PUBLISHED[published]), model)
-    text = model.tokenizer.decode(suite.prompts[0])
-    asked = {"human_eval": "def f():\n", "gsm8k": "How many eggs?", "chats": "Hi"}.get(published, "Write a post.")
-    # A text to continue is no chat, whatever the tokenizer can do.
-    templated = chat and published != "human_eval"
-    assert text == (f"<user>{asked}<assistant>" if templated else asked)
-    assert suite.chat == templated
-    assert suite.categories == ["writing" if "bench" in published else ""]
-
-
 def test_a_recorded_row_that_was_cut_is_skipped(tmp_path, capfd):
     (tmp_path / "rows").mkdir()
     write(tmp_path / "manifest.json", {"recorded": True})
@@ -91,8 +62,7 @@ def test_a_later_turn_follows_the_answer(tmp_path):
         model = Model(chat)
         suite = load(file, model)
         answer = model.tokenizer(" Fine.")["input_ids"]
-        following = suite.conversations[0].following(model.tokenizer, 1, suite.prompts[0], [answer])
-        assert model.tokenizer.decode(following) == expected
+        assert model.tokenizer.decode(suite.conversations[0].after(model.tokenizer, answer).ids) == expected
 
 
 def test_the_digest_is_that_of_all_questions(tmp_path):
@@ -140,21 +110,6 @@ def test_a_prompt_without_room_is_left_out_and_counted(tmp_path):
     assert len(load(file, model, max_new_tokens=room).prompts) == 1
     with pytest.raises(UserError, match="none of its 2 prompts fits"):
         load(file, model, max_new_tokens=room + 1)
-
-
-def test_chats_in_a_json_file_give_the_same_prompts_as_in_a_suite(tmp_path):
-    turns = [{"role": role, "content": f"{role} {i}"} for i in range(2) for role in ("user", "assistant")]
-    chats = [{"messages": turns, "tools": [{"name": "search"}]}, {"messages": turns[:2]}]
-    model = Model(chat=True)
-    model.tokenizer.chat_template = "{% if tools %}{{ tools[0].name }}{% endif %}" + TEMPLATE
-    rows = load(write(tmp_path / "chats.jsonl", *chats), model)
-    (tmp_path / "chats.json").write_text(json.dumps(chats))
-    documents = load(tmp_path / "chats.json", model)
-    assert documents.prompts == rows.prompts
-    assert model.tokenizer.decode(rows.prompts[0]).startswith("search<user>user 0<assistant>")
-    assert documents.chat
-    assert rows.chat
-    assert not load(write(tmp_path / "t.json", {"text": "a = 1\n" * 30}), model).chat
 
 
 def test_raw_prompts_have_no_template_and_files_of_chats_are_refused(tmp_path):
@@ -243,12 +198,3 @@ def test_every_row_of_a_suite_with_categories_is_accounted_for(tmp_path, capfd):
     suite = load(write(tmp_path / "q.jsonl", {"category": "a", "question": "self " * 300}, *rows))
     assert (suite.categories, suite.left_out) == (["b", "a", "b", "a"], 1)
     assert "21 rows read, 4 used, 17 left out: 16 x beyond --max_prompts; 1 x too long" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("row", FORMATS)
-def test_a_chat_in_any_format_is_asked(tmp_path, row):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    model = Model(chat=True)
-    suite = load(tmp_path / "rows.jsonl", model)
-    assert suite.chat
-    assert model.tokenizer.decode(suite.prompts[0]) == "<user>Hi<assistant>"
