@@ -27,6 +27,7 @@ from speculator.files import JsonObject
 from speculator.heads import Speculator
 from speculator.target.encoder.encoder import source_of
 from speculator.target.model import Target
+from speculator.terminal import log
 
 BATCH_SIZE = 16
 """Rows decoded together. On a CPU more rows give more tokens per second, and drafting gains less."""
@@ -123,11 +124,11 @@ def generate_rows(
         def decode() -> Generation:
             engine.forget()
             how = [writing.sampling(row, len(prompts)) for row in rows]
-            return engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping).check()
+            return engine.generate([chats[row].ids for row in rows], how, max_new_tokens=count, **stopping)
 
         made = without_captures(decode)
         # The prefill's token is not counted: its time is that of the prompt.
-        return [sum(len(row) - 1 for row in made.tokens), made.decode_seconds]
+        return [sum(len(row) - 1 for row in made.tokens if row), made.decode_seconds]
 
     with Batches(Path(folder), record, pieces, progress, title, notes) as work:
         if notes and not work.finished:
@@ -152,7 +153,9 @@ def generate_rows(
             seconds = drafting.prefill_seconds + drafting.decode_seconds - before
             rows = [[row.columns() for row in each.rows] for each in answering]
             cut = sum(each.cut for each in answering)
-            work.write(piece, rows, steps=steps, seconds=seconds, answers=len(made), cut=cut, **clocks)
+            skipped = sum(not each for each in rows)
+            facts: Any = {"steps": steps, "seconds": seconds, "answers": len(made), "cut": cut, "skipped": skipped}
+            work.write(piece, rows, **facts, **clocks)
         return work.finish(_summary)
 
 
@@ -164,6 +167,8 @@ def _answer(
     writing: Writing,
 ) -> list[Request]:
     """Let the target write all answers of some conversations; return a request per answer, in the order they finished.
+
+    A conversation ends before an answer that fails, as one whose logits are not finite.
 
     When an answer is finished, the request for the next one goes to the front of the queue, because the slot that it
     frees still holds the conversation's keys and values.
@@ -188,7 +193,10 @@ def _answer(
             finished = [entry for entry in unfinished if entry[0].finish_reason]
             unfinished = [entry for entry in unfinished if not entry[0].finish_reason]
             for request, row, each in finished:
-                request.check()
+                if request.failure:
+                    log(f"prompt {row + 1}: its conversation ends before answer {each.answers + 1}: {request.failure}")
+                    each.stop()
+                    continue
                 made.append(request)
                 each.add(request.tokens, request.finish_reason == "eos")
                 if each.prompt is not None:
@@ -257,4 +265,5 @@ def _summary(batches: list[BatchFacts]) -> JsonObject:
         "seconds": sum(batch["seconds"] for batch in batches),
         "answers": sum(batch["answers"] for batch in batches),
         "cut": sum(batch.get("cut", 0) for batch in batches),
+        "skipped": sum(batch.get("skipped", 0) for batch in batches),
     }
