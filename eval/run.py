@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from data.mixture import PYTHON_SOURCES
 from eval import in_server, tracking
@@ -33,7 +32,7 @@ from speculator.device import dtype_name, hardware
 from speculator.drafters.price import fastest_shape
 from speculator.drafters.tuning import adaptive_drafter, choices_of, read_tuning
 from speculator.errors import refuse
-from speculator.files import acquire, check_output_folder, make_folder, write_json, write_text
+from speculator.files import check_output_folder, locked, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.report import Report, ReportRow
 from speculator.tables import BASELINES
@@ -63,10 +62,17 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.server != "ours" and arguments.server_url, "--as predicts a server and --server measures one"),
     )
     check_output_folder("--output", arguments.output)
-    if arguments.server_url:
-        return in_server.run(arguments)
     tracking.check(arguments.report_to)
     refuse((arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"))
+    make_folder(arguments.output)
+    with locked(arguments.output / ".lock", f"--output {arguments.output}: another process is writing this report"):
+        _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Do the work of `run`, whose flags are right and whose folder is locked."""
+    if arguments.server_url:
+        return in_server.run(arguments)
     target = model_flags.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
     head = load_head(folder, target)
@@ -169,8 +175,6 @@ def evaluate(
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
     make_folder(output)
-    lock = FileLock(output / ".lock")
-    acquire(lock, f"--output {output}: another process is writing this report")
     rows: list[ReportRow] = []
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
@@ -210,8 +214,6 @@ def evaluate(
     render(report, traces, output)
     for line in report["warnings"]:
         log(f"warning: {line}")
-    (output / ".lock").unlink()
-    lock.release()
     return report
 
 
