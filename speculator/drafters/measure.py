@@ -63,10 +63,12 @@ def paired_steps(
     room = (count + _CAPTURE_STEPS) * (drafter.num_speculative_tokens + 1) + 2
     capacity = max(map(len, prompts)) + room
     engines = [Engine(target, who, slots=len(prompts), rule=rule, capacity=capacity) for who in (None, drafter)]
+    requests = []
     for engine in engines:
         for row, prompt in enumerate(prompts):
             own = Sampling(sampling.temperature, seed=sampling.seed + row)
-            engine.enqueue(Request(target.text(prompt), own, max_new_tokens=room))
+            requests.append(Request(target.text(prompt), own, max_new_tokens=room))
+            engine.enqueue(requests[-1])
         engine.rows.admit(engine.waiting)
         while engine.scheduler.prefilling:
             engine.prefill()
@@ -78,6 +80,8 @@ def paired_steps(
             pairs.append((plain, drafted))
         if len(pairs) == count:
             break
+    for request in requests:
+        request.check()
     return pairs
 
 
@@ -186,4 +190,5 @@ def _round(
         if plain and drafted:
             yield what, drafted / plain
     for request in requests:
+        request.check()
         request.cancel()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import RECURRENT_RUNS, tiny_head, tiny_model
 
-from speculator import Chain, Engine, FixedTree, HeadDrafter, Sampling, Target
+from speculator import Chain, Engine, FixedTree, HeadDrafter, Sampling, Target, UserError
 from speculator.drafters.costs import CostEntry, CostTable, fitted
 from speculator.drafters.measure import interquartile_mean, measure_costs, paired_steps, without_captures
 from speculator.drafters.tuning import adaptive_drafter
@@ -43,6 +43,15 @@ def test_steps_are_measured_even_at_the_contexts_end(family):
     pairs = paired_steps(target, HeadDrafter(tiny_head()), [prompt], Sampling(), 6)
     assert len(pairs) == 6
     assert min(min(pair) for pair in pairs) > 0
+
+
+def test_costs_of_a_target_whose_states_are_not_finite_are_an_error():
+    target = Target(tiny_model(), tokenizer=None)
+    target.model.get_input_embeddings().weight.data[14] = torch.nan  # the timed prompt is 0, 7, 14, ...
+    with pytest.raises(UserError, match="not finite"):
+        measure_costs(target, tiny_head(), [Chain(1)], [(2, True)], seconds=60)
+    with pytest.raises(UserError, match="not finite"):
+        paired_steps(target, HeadDrafter(tiny_head()), [[1, 14]], Sampling(), 3)
 
 
 def test_without_a_head_a_verification_is_priced_by_lookup_paths(target, monkeypatch):
