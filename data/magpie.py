@@ -171,8 +171,8 @@ def self_rows(
             generated = generate_rows(
                 target, drafter, chats, output, how, batch_size=batch_size, progress=progress, title=what
             )
-        few = f"{len(generated)} of {len(prompts)} prompts were answered"
-        refuse((len(generated) < len(prompts), f"{output}: {few}; give a server {context} tokens, and remove {output}"))
+        few = f"{len(generated)} of {len(prompts)} prompts were answered; the log says why"
+        refuse((len(generated) < len(prompts), f"{output}: {few}. Remove it before you start again"))
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         seconds.append(manifest["seconds"])

@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.server != "ours" and arguments.server_url, "--as predicts a server and --server measures one"),
     )
     check_output_folder("--output", arguments.output)
+    if arguments.server_url:
+        return in_server.run(arguments)
     tracking.check(arguments.report_to)
     refuse((arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"))
     make_folder(arguments.output)
@@ -71,8 +73,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _run(arguments: argparse.Namespace) -> None:
     """Do the work of `run`, whose flags are right and whose folder is locked."""
-    if arguments.server_url:
-        return in_server.run(arguments)
     target = model_flags.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
     head = load_head(folder, target)
