@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -67,8 +68,12 @@ def run(arguments: argparse.Namespace) -> None:
     tracking.check(arguments.report_to)
     refuse((arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"))
     make_folder(arguments.output)
-    with locked(arguments.output / ".lock", f"--output {arguments.output}: another process is writing this report"):
-        _run(arguments)
+    try:
+        with locked(arguments.output / ".lock", f"--output {arguments.output}: another process is writing this report"):
+            _run(arguments)
+    finally:
+        with suppress(OSError):
+            arguments.output.rmdir()  # if it is empty: nothing was measured
 
 
 def _run(arguments: argparse.Namespace) -> None:
