@@ -18,6 +18,7 @@ from datasets import Dataset, Features, Sequence, Value
 from filelock import FileLock
 
 from data.documents import Columns
+from data.tally import CUT_SHARE, cut_answers
 from speculator.device import has_accelerator
 from speculator.errors import UserError, first_line
 from speculator.files import (
@@ -41,8 +42,6 @@ _FEATURES = {
     "source_ids": Sequence(Value("int32")),
 }
 _POLL_SECONDS = 0.2
-_CUT_SHARE = 0.1
-"""Largest share of answers that may reach their limit without a warning."""
 
 
 class Clocks(TypedDict, total=False):
@@ -293,14 +292,9 @@ class Batches:
 
 
 def warn_of_cut_answers(folder: Path, setting: str) -> None:
-    """Print a warning if more than a tenth of the answers in a finished folder reached their limit, the `setting`."""
-    manifest: Any = read_json(folder / "manifest.json")
-    cut, answers = manifest.get("cut", 0), manifest.get("answers", 0)
-    if cut > _CUT_SHARE * answers:
-        log(
-            f"warning: {cut:,} of {answers:,} answers reached {setting} {manifest['max_new_tokens']}: a head that "
-            "trains on them learns how answers begin; raise the limit"
-        )
+    """Print a warning if more than `CUT_SHARE` of the answers in a finished folder reached their limit."""
+    if cut := cut_answers(read_json(folder / "manifest.json"), setting, CUT_SHARE):
+        log(f"warning: {cut}: a head that trains on them learns how answers begin; raise the limit")
 
 
 def _wait_for(file: Path) -> None:

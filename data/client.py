@@ -281,7 +281,7 @@ class _TextServer(Connection):
         self.away_since: float | None = None
         self._gives_text = False  # without token ids
         self.model, self.tokenizer, self.writing = _listed((), target)[0], tokenizer, writing
-        self._target, self._vocabulary = target, len(tokenizer)
+        self._target = target
         self.agrees: bool | None = None
         self.longest, self.tells_context = sys.maxsize, False
 
@@ -364,7 +364,7 @@ class _TextServer(Connection):
                 self._gives_text = True
                 return await self.complete(row, prompt, sampling, max_tokens)
             if tokens:
-                self._check(tokens, choice.text)
+                self._compare(tokens, choice.text)
             tokens = tokens or self._tokenize(prompt.ids, choice.text, ended, prompt.ends)
         except UNAVAILABLE:
             raise
@@ -378,13 +378,8 @@ class _TextServer(Connection):
             raise UserError(f"{self.url}: prompt {row + 1}: an empty completion")
         return list(tokens)[:max_tokens], ended
 
-    def _check(self, tokens: list[int], text: str) -> None:
-        """Raise a UserError for a token id that the tokenizer lacks, and set `agrees` by the answer's text."""
-        if max(tokens) >= self._vocabulary:
-            raise UserError(
-                f"{self.url}: {self.model} answers with token {max(tokens)}, but the tokenizer of {self._target} has "
-                f"{self._vocabulary}: it serves another model"
-            )
+    def _compare(self, tokens: list[int], text: str) -> None:
+        """Set `agrees` by whether the tokenizer gives the token ids the answer's text."""
         # The server's text may lack a half character and stop strings at its end, and any special token.
         own, theirs = (
             "".join(each.replace("\ufffd", "").split()) for each in (decoded(self.tokenizer, tokens, False), text)

@@ -16,6 +16,7 @@ from data.batches import Batches
 from data.chat_turns import UserTurns
 from data.conversations import Row
 from data.onpolicy import BATCH_SIZE, generate_rows, identity, settings_of
+from data.tally import cut_answers
 from data.writing import Writing
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
@@ -166,15 +167,13 @@ def self_rows(
                 if not passes and not output.exists():  # no server answered
                     work.undo_begin()
                 raise
-            why = f", the others are beyond a server's context; give it {context} tokens, and remove {output}"
         else:
             assert isinstance(target, Target)
             generated = generate_rows(
                 target, drafter, chats, output, how, batch_size=batch_size, progress=progress, title=what
             )
-            why = ""
-        few = f"{output}: {len(generated)} of {len(prompts)} prompts were answered{why}"
-        refuse((len(generated) < len(prompts), few))
+        few = f"{len(generated)} of {len(prompts)} prompts were answered; the log says why"
+        refuse((len(generated) < len(prompts), f"{output}: {few}. Remove it before you start again"))
         manifest = read_json(output / "manifest.json")
         passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
         seconds.append(manifest["seconds"])
@@ -220,8 +219,8 @@ def summary(folder: Path) -> str:
     manifest = read_json(folder / "manifest.json")
     rows = f"{folder}: {manifest['rows']:,} rows, {manifest['tokens']:,} new tokens, {manifest['seconds']:,.0f} s"
     dropped = _listed(Counter(manifest["dropped"])) or "none"
-    if manifest.get("cut"):
-        rows += f", {manifest['cut']:,} of {manifest['answers']:,} answers cut at {manifest['max_new_tokens']} tokens"
+    if cut := cut_answers(manifest):
+        rows += f", {cut}"
     return f"{rows}; dropped of {manifest['begun']:,} prompts that the target wrote: {dropped}"
 
 

@@ -169,6 +169,8 @@ def _answer(
     Returns a request per answer, in the order they finished, and the messages of requests that failed. A conversation
     ends before an answer that failed.
 
+    A conversation ends before an answer that fails, as one whose logits are not finite.
+
     When an answer is finished, the request for the next one goes to the front of the queue, because the slot that it
     frees still holds the conversation's keys and values.
 

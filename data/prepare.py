@@ -6,14 +6,12 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, Features, List, Value
 from datasets.exceptions import DatasetGenerationError
-from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerBase
 
 from data.mixture import Mixture, SourceError
@@ -23,8 +21,7 @@ from data.sources import token_documents
 from data.tally import Tally
 from data.workers import default_processes
 from speculator import chat
-from speculator.errors import UserError, first_line
-from speculator.files import make_cache_folder, new_folder, read_json, write_text
+from speculator.files import cache_folder, locked, make_cache_folder, new_folder, read_json, write_text
 from speculator.terminal import Progress, log
 
 _CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(chat.__file__)]
@@ -134,10 +131,12 @@ def save_rows(wanted: RowRequest, output: Path) -> dict[str, dict[str, int]]:
 
 def _cached(request: RowRequest, report: bool = True) -> tuple[Dataset, dict[str, int]]:
     """Return the rows from the cache, and their counts (see `save_rows`); prepare the rows if they are missing."""
-    folder = make_cache_folder() / request.key()
+    folder = cache_folder() / request.key()
     manifest = folder / _MANIFEST
     if not manifest.exists():
-        with _locked(Path(f"{folder}.lock")):
+        make_cache_folder()
+        busy = "waiting for another process that prepares the same rows"
+        with locked(Path(f"{folder}.lock"), busy, wait=True):
             # Again, under the lock: another process may have prepared the rows while this one waited.
             if not manifest.exists():
                 _prepare(folder, request)
@@ -147,24 +146,6 @@ def _cached(request: RowRequest, report: bool = True) -> tuple[Dataset, dict[str
     if report:
         Tally.from_record(content["bad_rows"], 0.0).warn(request.name)
     return rows, content["counts"]
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Hold a lock file; warn once while another process holds it."""
-    lock = FileLock(file)
-    try:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            log(f"waiting for another process that prepares the same rows; it holds {file}")
-            lock.acquire()
-    except OSError as error:
-        raise UserError(f"can't lock {file}: {first_line(error)}; set SPECULATOR_CACHE to another folder") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _prepare(folder: Path, request: RowRequest) -> None:

@@ -279,7 +279,8 @@ def _is_one_value(file: Path) -> bool:
     """Return whether a .json file is one list or one indented object, not a JSON object per line."""
     with open_binary(file) as stream:
         start = stream.read(_LINE_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-    return start.startswith(b"[") or start.partition(b"\n")[0].rstrip()[-1:] in (b"{", b"[", b",", b":")
+    first, newline, _ = start.partition(b"\n")  # without a newline the bytes end anywhere in a row
+    return start.startswith(b"[") or (bool(newline) and first.rstrip()[-1:] in (b"{", b"[", b",", b":"))
 
 
 def _list_of(file: Path) -> list[Any]:

@@ -6,7 +6,7 @@
 {"conversations": [{"from", "value"}, ...]} a chat in ShareGPT's format; also "conversation", as in WildChat
 {"prompt": "...", "completion": "..."}      texts; or messages, TRL's conversational form of a chat
 {"prompt", "chosen", "rejected"}            preferences, texts or messages: "chosen" is the completion
-{"instruction", "input", "output"}          a chat in Alpaca's format; "input", "history" and "system" may be missing.
+{"instruction", "input", "output"}          a chat in Alpaca's format; "input" may be missing.
                                             Dolly calls them "context" and "response"; a list as "input" is messages
 {"text": "..."}
 
@@ -53,6 +53,8 @@ _WEIGHTS = ("weight", "train", "training", "loss", "loss_weight", "loss_scale")
 _MARKS = (*_WEIGHTS, "label", "kto_tag", "loss_mask", "step_loss_mask", "masked", "rejected", "mask")
 """Keys of a row, a message or a part of a message that say whether it is trained on: false and numbers up to 0 say no;
 of "masked" and "rejected" true does. NeMo's "mask" names the role without loss."""
+_OFTEN_FIGURES = ("label", "loss", "rejected")
+"""Marks that in a row may be a class or a measured figure, so that there only booleans are followed."""
 _LIKE_MARKS = re.compile(
     r"(?<![a-z])(loss|mask(ed)?|train(ing)?|weights?|labels?|tag|images?|audios?|videos?|history|attention)(?![a-z])",
     re.IGNORECASE,
@@ -174,7 +176,7 @@ def _marks(holder: dict[str, Json], read: Sequence[str], of: str) -> tuple[bool,
 
     Args:
         read: the keys that are read.
-        of: what has the keys, such as " of a message", for the names.
+        of: what has the keys, such as " of a message", for the names; "" for a row.
     """
     wanted, unread = True, []
     for key, value in holder.items():
@@ -185,6 +187,8 @@ def _marks(holder: dict[str, Json], read: Sequence[str], of: str) -> tuple[bool,
             unread += [name] if _LIKE_MARKS.search(str(key)) else []
         elif key == "mask" and isinstance(value, str):
             wanted &= _ROLES.get(value.lower()) != "assistant"
+        elif not of and key in _OFTEN_FIGURES and type(value) in (int, float):
+            unread.append(name)
         elif key in _MARKS and key != "mask" and isinstance(value, int | float):
             wanted &= not value if key in ("masked", "rejected") else value > 0
             unread += [f"{name} other than 0 and 1"] if value not in (0, 1) else []
@@ -328,7 +332,7 @@ def _messages(given: dict[str, Json], where: str) -> Content:
         raise RowError(where, "a chat without messages")
     if not isinstance(turns, list) or not all(isinstance(from_json(turn), dict) for turn in turns):
         raise RowError(where, f'"{key}" is not a list of objects')
-    return _answered(turns, given, where)
+    return _answered(_after_history([*map(from_json, turns)], given, where), given, where)
 
 
 def _is_chat_pair(given: dict[str, Json]) -> bool:
@@ -451,15 +455,15 @@ def _has(*keys: str) -> Callable[[dict[str, Json]], bool]:
 
 
 _BESIDE_TOKENS = ("labels", "attention_mask", "position_ids", "special_tokens_mask")
-_CHAT = ("completion", "tools", "system", *_MARKS)
-_ALPACA = ("instruction", "input", "output", "history")
+_CHAT = ("completion", "tools", "system", "history", *_MARKS)
+_ALPACA = ("instruction", "input", "output")
 FORMATS = [
     Format('"input_ids"', (*_TOKENS, *_MASKS, *_BESIDE_TOKENS, *_WEIGHTS), _has("input_ids"), read=_tokens),
     Format('"messages"', ("messages", *_CHAT), _has("messages"), read=_messages),
     Format('"conversations"', ("conversations", *_CHAT), _has("conversations"), read=_messages),
-    Format('"completion" as messages', ("prompt", "history", *_CHAT), _is_chat_pair, read=_from_chat_pair),
+    Format('"completion" as messages', ("prompt", *_CHAT), _is_chat_pair, read=_from_chat_pair),
     Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, read=_from_alpaca),
-    Format('"prompt" and "completion"', ("prompt", "history", *_CHAT), _has("prompt", "completion"), read=_from_pair),
+    Format('"prompt" and "completion"', ("prompt", *_CHAT), _has("prompt", "completion"), read=_from_pair),
     Format('"text"', ("text", *_WEIGHTS), _has("text"), read=_from_text),
 ]
 """The formats, in the order in which they are tried."""

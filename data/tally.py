@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,6 +15,8 @@ from speculator.terminal import log
 
 COPY, EMPTY, TOO_LONG = "exact copies of other rows", "without text", "too long"
 """Reasons to skip a row without a fault."""
+CUT_SHARE = 0.1
+"""Largest share of answers that may reach their limit without a warning."""
 _EXAMPLES = 3
 _HOPELESS = 1000  # give up early after this many bad rows if most rows are bad
 
@@ -169,3 +172,9 @@ class Tally:
         others = counts.total() - sum(count for _, count in counts.most_common(5))
         words = [f"{count:,} x {kind}" for kind, count in counts.most_common(5)]
         return "; ".join([*words, *([f"{others:,} x other reasons"] if others else [])])
+
+
+def cut_answers(manifest: Mapping[str, Any], setting: str = "max_new_tokens", share: float = 0.0) -> str:
+    """Return how many of its answers reached their limit, the `setting`, in words; "" if at most a `share` did."""
+    cut, answers = manifest.get("cut", 0), manifest.get("answers", 0)
+    return f"{cut:,} of {answers:,} answers reached {setting} {manifest['max_new_tokens']}" * (cut > share * answers)

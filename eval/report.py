@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from data.tally import CUT_SHARE, cut_answers
 from speculator.report import Interval, Report, ReportRow
 from speculator.tables import BASELINES, DRAFTERS, length_with_interval, markdown_table, shown
 from speculator.verdict import headlines
@@ -277,9 +278,7 @@ def warnings(rows: Sequence[ReportRow]) -> list[str]:
                     f"{row['name']}: decoding.json was tuned on {seen} of its {row['prompts']} prompts, so figures of "
                     "tuned and adaptive drafts are too good; tune on others (speculator eval tune --suite)"
                 )
-            if (cut := row.get("cut", 0)) > 0.1 * row["turns"]:
-                lines.append(
-                    f"{row['name']}, temperature {row['temperature']:g}: {cut} of {row['turns']} answers reached "
-                    f"max_new_tokens {row['max_new_tokens']}; what follows in longer answers is not measured"
-                )
+            if cut := cut_answers({**row, "answers": row["turns"]}, share=CUT_SHARE):
+                where = f"{row['name']}, temperature {row['temperature']:g}"
+                lines.append(f"{where}: {cut}; what follows in longer answers is not measured")
     return list(dict.fromkeys(lines))

@@ -7,6 +7,7 @@ import hashlib
 import platform
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -15,7 +16,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from data.mixture import PYTHON_SOURCES
 from eval import in_server, tracking
@@ -36,7 +36,7 @@ from speculator.device import dtype_name, hardware
 from speculator.drafters.price import fastest_shape
 from speculator.drafters.tuning import TUNED, adaptive_drafter, choices_of, read_tuning, tuned_prompts
 from speculator.errors import refuse
-from speculator.files import acquire, check_output_folder, make_folder, write_json, write_text
+from speculator.files import check_output_folder, locked, make_folder, write_json, write_text
 from speculator.heads import Speculator
 from speculator.report import Report, ReportRow
 from speculator.tables import BASELINES
@@ -71,6 +71,17 @@ def run(arguments: argparse.Namespace) -> None:
         return in_server.run(arguments)
     tracking.check(arguments.report_to)
     refuse((arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"))
+    make_folder(arguments.output)
+    try:
+        with locked(arguments.output / ".lock", f"--output {arguments.output}: another process is writing this report"):
+            _run(arguments)
+    finally:
+        with suppress(OSError):
+            arguments.output.rmdir()  # if it is empty: nothing was measured
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Do the work of `run`, whose flags are right and whose folder is locked."""
     target = model_flags.load_target(arguments)
     folder = head_folder(arguments.speculator, arguments.speculator_revision)
     head = load_head(folder, target)
@@ -174,8 +185,6 @@ def evaluate(
     too_long = most is not None and max(chains) > most
     refuse((too_long, f"--num_speculative_tokens {max(chains)}: the head drafts at most {most} tokens"))
     make_folder(output)
-    lock = FileLock(output / ".lock")
-    acquire(lock, f"--output {output}: another process is writing this report")
     rows: list[ReportRow] = []
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
@@ -219,8 +228,6 @@ def evaluate(
     render(report, traces, output)
     for line in report["warnings"]:
         log(f"warning: {line}")
-    (output / ".lock").unlink()
-    lock.release()
     return report
 
 

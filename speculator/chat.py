@@ -58,7 +58,7 @@ class ToolCall(Function, total=False):
 class Message(TypedDict, total=False):
     """A message of a chat in OpenAI's format; a template may read other keys too.
 
-    A message with `weight` 0 or `train` false is not trained on.
+    A message with `weight` 0 is not trained on.
     """
 
     role: Required[str]
@@ -70,7 +70,6 @@ class Message(TypedDict, total=False):
     tool_call_id: str
     name: str
     weight: float
-    train: bool
 
 
 _MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
@@ -82,7 +81,7 @@ def media_of(row: dict[str, Json]) -> str:
 
 
 def with_history(history: Json, messages: list[Any]) -> list[Any]:
-    """Return messages after the turns of a row's "history", pairs of a question and its answer.
+    """Return messages with a row's "history", pairs of a question and its answer, after their system message.
 
     Raises a UserError if it is something else.
     """
@@ -90,7 +89,8 @@ def with_history(history: Json, messages: list[Any]) -> list[Any]:
     if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise UserError('"history" is not a list of pairs')
     turns = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs]
-    return [*chain.from_iterable(turns), *messages]
+    system = int(bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system")
+    return [*messages[:system], *chain.from_iterable(turns), *messages[system:]]
 
 
 def with_system(messages: Json, system: Json) -> Json:

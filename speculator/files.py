@@ -19,6 +19,7 @@ from typing import IO, Any, TypeAlias
 from filelock import BaseFileLock, FileLock, Timeout
 
 from speculator.errors import UserError, first_line, refuse
+from speculator.terminal import log
 
 MANIFEST = "checksums.json"
 """Name of the file with a folder's checksums, see `write_manifest`."""
@@ -245,24 +246,28 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def acquire(lock: BaseFileLock, busy: str) -> None:
-    """Acquire a lock without waiting; raise a UserError with the message `busy` if another process holds it."""
+def acquire(lock: BaseFileLock, busy: str, wait: bool = False) -> None:
+    """Acquire a lock; if another process holds it, raise a UserError with the message `busy`, or print it and wait."""
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise UserError(busy) from None
+        if not wait:
+            raise UserError(busy) from None
+        log(f"{busy}; it holds {lock.lock_file}")
+        lock.acquire()
 
 
 @contextmanager
-def locked(file: Path, busy: str) -> Iterator[None]:
-    """Hold a lock file for the block, then remove it; raise a UserError with the message `busy` if another holds it."""
+def locked(file: Path, busy: str, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file for the block, then remove it; `busy` and `wait` are those of `acquire`."""
     lock = FileLock(file)
     with _writing(file):
-        acquire(lock, busy)
+        acquire(lock, busy, wait)
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)  # while it is held, so that it is not another process's
+        if not wait:  # one that waits may have opened the file already
+            file.unlink(missing_ok=True)  # while it is held, so that it is not another process's
         lock.release()
 
 

@@ -6,12 +6,12 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
 from accelerate import PartialState
-from filelock import FileLock
 
 from data.batches import warn_of_cut_answers
 from data.magpie import self_rows, summary
@@ -23,7 +23,7 @@ from data.tally import Tally
 from speculator.checkpoints.loading import load_drafter
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
-from speculator.files import acquire, cache_folder, make_cache_folder
+from speculator.files import cache_folder, locked, make_cache_folder
 from speculator.prompts import Conversation
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
@@ -100,16 +100,14 @@ def _look_at(source: Source, max_bad_rows: float, target: TrainingTarget) -> Non
 def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
     """Write the chats of the source `self` into a folder, unless it has them; every process of the run calls this."""
     own, main = run.config.data.self_source, PartialState().is_main_process
-    lock = FileLock(f"{folder}.lock")
-    if main and not (folder / "manifest.json").exists():
-        make_cache_folder()
-        acquire(lock, f"{folder}: another run is writing these chats; start again when it has")
-        log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
-    PartialState().wait_for_everyone()
-    try:
+    with ExitStack() as stack:
+        if main and not (folder / "manifest.json").exists():
+            make_cache_folder()
+            busy = f"{folder}: another run is writing these chats; start again when it has"
+            stack.enter_context(locked(Path(f"{folder}.lock"), busy))
+            log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
+        PartialState().wait_for_everyone()
         self_rows(target, None, folder, run.asking, run.self_writing, batch_size=own.batch_size)
-    finally:
-        lock.release()
     log(f"{SELF}: {summary(folder)}")
     warn_of_cut_answers(folder, "data.self_source.max_new_tokens")
 

@@ -21,7 +21,7 @@ from data.mixture import SELF
 from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
-from speculator.kernels.linear import dtype_on_cpu, packed_bytes
+from speculator.kernels.linear import packed_bytes
 from speculator.tables import gigabytes, markdown_table
 from speculator.target.cache.kv_cache import BUCKETS
 from speculator.target.gguf.file import is_gguf
@@ -229,7 +229,7 @@ class Plan:
         """Return the dtype in which the target's weights are loaded."""
         here = self.place.kind == "cuda" or self.served
         if (asked := self.config.target.dtype) != "auto":
-            return getattr(torch, asked if here else dtype_on_cpu(asked))
+            return getattr(torch, asked)
         if here and is_gguf(self.config.target.name_or_path):
             return torch.bfloat16
         stored = self.text.dtype or target.dtype

@@ -18,7 +18,7 @@ from data.mixture import SELF, mixture_of
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import tokenizer_of
-from data.tally import Tally
+from data.tally import Tally, cut_answers
 from data.writing import Writing
 from speculator.chat import DATA_DAY, set_template_variables, thinks
 from speculator.checkpoints.loading import load_drafter
@@ -220,8 +220,8 @@ def _line(folder: Path) -> str:
     line = f"{folder}: {rows} rows, {manifest['tokens']} new tokens"
     if manifest.get("answers", 0) > rows:
         line += f" in {manifest['answers']} answers"
-    if manifest.get("cut"):
-        line += f", {manifest['cut']} of {manifest['answers']} answers cut at {manifest['max_new_tokens']} tokens"
+    if cut := cut_answers(manifest):
+        line += f", {cut}"
     if skipped:
         line += f", {skipped} prompts skipped"
     if "dropped" in manifest:

@@ -26,6 +26,7 @@ from speculator.device import dtype_name
 from speculator.drafters.ngram import MEMORY
 from speculator.errors import UserError, read_secret, refuse, refuse_below
 from speculator.files import check_output_folder
+from speculator.kernels.linear import bfloat16_pays
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import similar_target
 from speculator.target.model import Target
@@ -154,7 +155,7 @@ def _memory(target: Target, slots: int) -> str:
         size += slots * cache.cross.bytes_per_token * target.encoder.longest
     weights = sum(weight.nbytes for weight in target.model.parameters())
     line = f"weights of {gigabytes(weights)} GB in {dtype_name(target.dtype)}"
-    if target.dtype == torch.float32 and target.device.type == "cpu":
+    if target.dtype == torch.float32 and target.device.type == "cpu" and bfloat16_pays():
         line += " (--dtype bfloat16 takes half)"
     line += f", {slots} slots of {longest:,} tokens, KV cache up to {gigabytes(size)} GB"
     if target.device.type == "cuda" and size > (free := torch.cuda.mem_get_info(target.device)[0]):

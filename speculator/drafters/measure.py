@@ -195,4 +195,5 @@ def _round(
         if plain and drafted:
             yield what, drafted / plain
     for request in requests:
+        request.check()
         request.cancel()

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from speculator.about import processor
 from speculator.files import cached_object
-from speculator.terminal import log
 
 _MIN_MULTIPLICATIONS = 2**20
 """Below this torch's own product is as fast or faster: calling oneDNN takes longer."""
@@ -74,20 +73,7 @@ def bfloat16_pays() -> bool:
         dtypes = (torch.bfloat16, torch.float32)
         pairs = [(torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)) for dtype in dtypes]
         stored["bfloat16"], stored["float32"] = _seconds(pairs)
-        if stored["bfloat16"] > stored["float32"]:
-            rates = (2e-12 * _TIMED[0] * _TIMED[1] * _TIMED[2] / stored[kind] for kind in ("bfloat16", "float32"))
-            what = "this processor multiplies bfloat16 at {:.2f} TFLOP/s and float32 at {:.2f}"
-            how = "products of bfloat16 are computed" if HAS_ONEDNN else "models are loaded"
-            log(f"{what.format(*rates)}: {how} in float32")
         return bool(stored["bfloat16"] <= stored["float32"])
-
-
-def dtype_on_cpu(dtype: str) -> str:
-    """Return the name of the dtype in which a CPU loads a model that is to have `dtype`, a name or "auto"."""
-    # With oneDNN a bfloat16 model keeps its dtype, and slow products go by way of float32. Without it, as on a Mac or
-    # another ARM, nothing would widen them.
-    slow = dtype == "bfloat16" and not HAS_ONEDNN and not bfloat16_pays()
-    return "float32" if slow or dtype == "auto" else dtype
 
 
 def _seconds(pairs: list[tuple[Tensor, Tensor]]) -> list[float]:

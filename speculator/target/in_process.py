@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
 from speculator.kernels.fused_norms import fuse_norms
-from speculator.kernels.linear import dtype_on_cpu, pack_linears
+from speculator.kernels.linear import HAS_ONEDNN, bfloat16_pays, pack_linears
 from speculator.target.attention.attention import avoid_cudnn, original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers, without_output_layer
 from speculator.target.base import TrainingTarget
@@ -192,11 +192,14 @@ class InProcessTarget(ModelHere):
             (group and is_gguf(name), f"parallel {parallel}: each process reads a GGUF file whole"),
         )
         resolved = resolve_device(device)
-        if resolved.type == "cpu":  # without bfloat16 units bfloat16 is slower than float32
-            dtype = dtype_on_cpu(dtype)
+        if resolved.type == "cpu" and dtype == "auto":  # without bfloat16 units bfloat16 is slower
+            dtype = "float32"
         elif dtype == "auto" and is_gguf(name):  # whose config has none, and float32 takes twice the memory
             dtype = "bfloat16"
         where: Any = "auto" if parallel == "device_map" else group or resolved
+        # With oneDNN slow products go by way of float32. Without it, as on a Mac or another ARM, nothing widens them.
+        if resolved.type == "cpu" and dtype == "bfloat16" and not HAS_ONEDNN and not bfloat16_pays():
+            log("this processor multiplies bfloat16 slower than float32, which takes twice the memory")
         tokenizer, model = read_target(name, revision, dtype, where, trust_remote_code)
         warn_if_untied(model, name)
         if adapter is not None:

@@ -137,7 +137,8 @@ def warn_if_untied(model: Any, name: str) -> None:
 
     transformers follows the files, and so do we; vLLM follows the config.
     """
-    ties = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None) and not is_gguf(name)
+    keys = getattr(model, "_tied_weights_keys", None)
+    ties = getattr(model.config, "tie_word_embeddings", False) and keys and not is_gguf(name)
     output = getattr(model.get_output_embeddings(), "weight", None)
     if ties and output is not None and not output.is_meta and output is not model.get_input_embeddings().weight:
         log(

@@ -82,9 +82,11 @@ def probe(target: Target) -> None:
     longest text of a batch, so these are examined separately.
 
     Raises:
-        UserError: the model can't be run through a KV cache, or its logits differ.
+        UserError: the model can't be run through a KV cache, its logits differ, or autocast is on.
     """
     model, device, name = target.model, target.device, f"{target.name}: {type(target.model).__name__}"
+    cast = torch.is_autocast_enabled(device.type)
+    refuse((cast, f"{name}: under torch.autocast its products are not those of its dtype: decode outside of it"))
     allowed = tolerance(model)
     texts = _texts(target)
     lengths, accepted = torch.tensor([[8, 4], [1, 2]], device=device)

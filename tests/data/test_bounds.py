@@ -36,6 +36,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert [row["text"] for row in read(tmp_path)] == ["b\nc", "d", "e", "a"]
 
 
+def test_lines_whose_first_is_longer_than_what_is_looked_at_are_json_lines(tmp_path):
+    text = "x," * 50_000  # a comma stands at every place where the look may end
+    for first in (text, f" {text}"):
+        (tmp_path / "rows.json").write_text("".join(json.dumps({"text": each}) + "\n" for each in (first, "b")))
+        assert [row["text"] for row in read(tmp_path / "rows.json")] == [first, "b"]
+
+
 def test_the_valid_pieces_of_a_text_that_is_not_utf8_stay(tmp_path):
     lines = [f"line {i} of a book\n".encode() for i in range(3000)]
     lines[10] = "Größe\n".encode("latin-1")

@@ -369,13 +369,11 @@ def test_a_resumed_run_may_have_another_concurrency(serve, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (lambda token: 99999, "the-model answers with token 99999, but the tokenizer of target has "),
-        (lambda token: (token + 1) % 200, "the texts of the-model are not what the tokenizer of target makes of its "),
-    ],
+    "change", [lambda token: 99999, lambda token: (token + 1) % 200], ids=["beyond the vocabulary", "of other texts"]
 )
-def test_token_ids_of_another_model_end_the_run(serve, tokenizer, tmp_path, change, fault, capsys):
+def test_token_ids_of_another_model_end_the_run(serve, tokenizer, tmp_path, change, capsys):
+    fault = "the texts of the-model are not what the tokenizer of target makes of its "
+
     def reply(handler):
         ids = [*handler.server.tokenizer(continuation("def f", handler.body["seed"]))["input_ids"], 0]
         text = handler.server.tokenizer.decode(ids, skip_special_tokens=True)
@@ -385,6 +383,19 @@ def test_token_ids_of_another_model_end_the_run(serve, tokenizer, tmp_path, chan
     with pytest.raises(UserError, match=fault):
         fetched([serve(reply=reply)], tokenizer, tmp_path)
     assert "the-model answers, the server's only model, for target" in capsys.readouterr().err
+
+
+def test_tokens_that_pad_the_vocabulary_are_part_of_an_answer(serve, tokenizer, tmp_path):
+    """Targets have more tokens than their tokenizers; the server's text lacks them."""
+
+    def reply(handler):
+        ids = [*handler.server.tokenizer(continuation("def f", handler.body["seed"]))["input_ids"], 0]
+        text = handler.server.tokenizer.decode(ids, skip_special_tokens=True)
+        choice = {"text": text, "token_ids": [*ids[:-1], len(handler.server.tokenizer), 0], "finish_reason": "stop"}
+        handler.reply(200, {"choices": [choice], "usage": {"prompt_tokens": 1}})
+
+    rows = fetched([serve(reply=reply)], tokenizer, tmp_path)
+    assert [row["input_ids"][-2:] for row in rows] == [[len(tokenizer), 0]] * len(TEXTS)
 
 
 def test_an_adapter_that_a_server_lists_is_asked_by_name(serve, tmp_path, target_folder, capsys):

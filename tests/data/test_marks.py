@@ -58,7 +58,8 @@ ROWS = [
 def test_a_mark_of_another_trainer_is_followed_in_a_row_a_message_and_a_part(mark):
     for no in NO:
         for row in ROWS:
-            assert learnt({**row, mark: no}) == ([], []), row
+            followed = mark not in ("label", "loss") or isinstance(no, bool)  # else a class, or what was measured
+            assert learnt({**row, mark: no}) == (([], []) if followed else (["bad"], [f'"{mark}"'])), row
         for marked in (said(**{mark: no}), said([{"type": "text", "text": "bad", mark: no}])):
             chat = [asked(), said("good"), asked(), marked]
             assert learnt({"messages": chat}) == (["good"], [])
@@ -66,7 +67,7 @@ def test_a_mark_of_another_trainer_is_followed_in_a_row_a_message_and_a_part(mar
         assert learnt({"conversations": chat}) == (["good"], [])
     for yes in (True, 1, 1.0, None):
         for row in ROWS:
-            assert learnt({**row, mark: yes}) == (["bad"], []), row
+            assert learnt({**row, mark: yes})[0] == ["bad"], row
         assert learnt({"messages": [asked(), said(**{mark: yes})]}) == (["bad"], [])
 
 
@@ -88,7 +89,7 @@ def test_marks_whose_other_value_says_no():
         ({"messages": [asked(), said("good", weight=0.5)]}, ['"weight" of a message other than 0 and 1']),
         ({"messages": [asked(), said("good", label="quality:4")]}, ['"label" of a message']),
         ({"messages": [asked(), said("good")], "sample_weight": 0}, ['"sample_weight"']),
-        ({"messages": [asked(), said("good")], "history": [["a", "b"]]}, ['"history"']),
+        ({"instruction": "q", "output": "good", "rejected": 3}, ['"rejected"']),
         ({"messages": [asked(), said("good")], "completion": "other"}, ["a second answer beside that of the chat"]),
         ({"messages": [asked(), said("good")], "history": [], "images": [], "label": None, "maskot": 1}, []),
         ({"messages": [asked(), said("good")], "chosen": True}, []),
@@ -115,6 +116,7 @@ def test_marks_that_are_not_followed_are_counted_in_every_kind_of_file(tmp_path,
 
 def test_a_text_with_a_label_is_a_text_and_its_label_is_named():
     assert content({"text": "a film", "label": 0}, "f:1") == {"text": "a film", "unread": ['"label"']}
+    assert content({"text": "a film", "loss": 0.0}, "f:1") == {"text": "a film", "unread": ['"loss"']}
     for row in ({"text": "a film"}, {"input_ids": [1, 2]}):
         with pytest.raises(UserError, match="marked as not to be learnt"):
             content({**row, "weight": 0}, "f:1")
@@ -190,6 +192,14 @@ def test_history_comes_before_the_question():
         assert content(row, "f:1") == {"messages": [*chat, said("a3")]}
     assert content({"instruction": "q", "output": "a", "history": []}, "f:1") == {"messages": [asked(), said("a")]}
     assert prompt_of("f:1", {"prompt": "q3", "history": history}).messages == chat
+    brief = {"role": "system", "content": "Be brief."}
+    for row in (
+        {"messages": [brief, asked("q3")], "completion": "a3"},
+        {"messages": [asked("q3")], "system": "Be brief.", "completion": "a3"},
+        {"prompt": [brief, asked("q3")], "completion": "a3"},
+    ):
+        assert content({**row, "history": history}, "f:1") == {"messages": [brief, *chat, said("a3")]}
+        assert prompt_of("f:1", {**row, "history": history}).messages == [brief, *chat]
     for wrong in ([["q"]], ["qa"], 3):
         for reader in (lambda row: content(row, "f:1"), lambda row: prompt_of("f:1", row)):
             with pytest.raises(UserError, match='f:1: "history" is not a list of pairs'):

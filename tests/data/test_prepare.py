@@ -2,6 +2,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import threading
 import time
@@ -249,14 +250,16 @@ def test_a_cache_that_cannot_be_locked_is_an_error(source, tmp_path):
     lock = folder.with_suffix(".lock")
     lock.unlink(missing_ok=True)
     lock.mkdir()
-    with pytest.raises(UserError, match="SPECULATOR_CACHE"):
+    with pytest.raises(UserError, match=re.escape(f"can't write {lock}: ")):
         prepare(source)
 
 
 def test_a_cache_that_is_not_writable_is_an_error(source, monkeypatch):
+    expected = prepare(source)["input_ids"][:]
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    assert prepare(source)["input_ids"][:] == expected, "what it has needs no writing"
     with pytest.raises(UserError, match="SPECULATOR_CACHE"):
-        prepare(source)
+        prepare(source, tokenizer=chat_tokenizer(template=CHATML))
 
 
 def test_text_that_fills_no_row_makes_a_short_one():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import VOCAB, exit_code, measured, tiny_head, tiny_model, write_tuning
+from filelock import FileLock
 
 from eval import decoders
 from eval.__main__ import main
@@ -332,7 +333,7 @@ def test_what_was_measured_is_kept_when_a_later_temperature_breaks_off(tmp_path,
         return decoders.measure_suite(target, table, suite, sampling, *others)
 
     monkeypatch.setattr("eval.run.measure_suite", breaks_off)
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError) as raised:  # a notebook keeps it, and with it what its frames hold
         report_of(tmp_path, temperatures=[0.0, 1.0])
     kept = json.loads((tmp_path / UNFINISHED).read_text())
     assert {row["temperature"] for row in kept["suites"]} == {0.0}
@@ -340,8 +341,15 @@ def test_what_was_measured_is_kept_when_a_later_temperature_breaks_off(tmp_path,
     assert not (tmp_path / "report.json").exists()
     monkeypatch.undo()
     report = report_of(tmp_path, temperatures=[0.0])
+    assert raised.value
     assert not (tmp_path / UNFINISHED).exists()
     assert report.keys() == kept.keys()
+
+
+def test_a_report_that_another_process_writes_is_refused_before_the_target_is_loaded(tmp_path, capsys):
+    with FileLock(tmp_path / ".lock"):
+        assert exit_code(main, ["--target", "nobody/none", "--speculator", "none", "--output", str(tmp_path)]) == 2
+    assert "another process is writing this report" in capsys.readouterr().err
 
 
 def test_a_baseline_that_fails_later_leaves_the_others_their_timings(tmp_path, monkeypatch, figures_only):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from filelock import FileLock
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from tqdm.auto import tqdm
@@ -29,7 +28,7 @@ from transformers import (
 )
 
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import cache_folder, check_input, make_cache_folder, new_folder
+from speculator.files import cache_folder, check_input, locked, make_cache_folder, new_folder
 from speculator.target.gguf.header import MAGIC, Header, quick_loader, read_header
 from speculator.target.gguf.rope import set_rope
 from speculator.target.gguf.splits import SPLITS, WITH_BOS, set_split
@@ -146,18 +145,12 @@ def _settings(name: str) -> Path:
         if kept.is_dir():
             return kept
         make_cache_folder("gguf")
-        lock = FileLock(f"{kept}.lock")
-        lock.acquire()
-    except (UserError, OSError):  # a cache that can't be written
+    except UserError:  # a cache that can't be written
         kept = Path(_scratch().name) / header.digest
-        lock = FileLock(f"{kept}.lock")
-        lock.acquire()
-    try:
+    with locked(Path(f"{kept}.lock"), f"waiting for another process that reads {name}", wait=True):
         if not kept.is_dir():
             with new_folder(kept) as scratch:
                 _write_settings(name, header, scratch)
-    finally:
-        lock.release()
     return kept
 
 

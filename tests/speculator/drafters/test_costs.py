@@ -56,6 +56,13 @@ def test_steps_of_a_target_whose_logits_are_not_finite_are_not_measured(target):
         list(recorded_steps(target, drafter, PROMPTS[0], Sampling(), 2))
 
 
+def test_costs_of_a_target_whose_states_are_not_finite_are_an_error():
+    target = Target(tiny_model(), tokenizer=None)
+    target.model.get_input_embeddings().weight.data[14] = torch.nan  # the timed prompt is 0, 7, 14, ...
+    with pytest.raises(UserError, match="not finite"):
+        measure_costs(target, tiny_head(), [Chain(1)], [(2, True)], seconds=60)
+
+
 def test_without_a_head_a_verification_is_priced_by_lookup_paths(target, monkeypatch):
     measured = []
     monkeypatch.setattr("speculator.drafters.measure.fitted", lambda *given: measured.extend(given[2]))

@@ -5,9 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from speculator.cli import serve
 from speculator.files import cache_folder
 from speculator.kernels import linear
 from speculator.kernels.linear import HAS_ONEDNN, PackedLinear, pack_linears, product, unpack_linears
+from speculator.target import in_process
 from speculator.target.model import Target
 
 WIDE, HIGH = 1024, 1152  # large enough for oneDNN with one row
@@ -73,15 +75,16 @@ def test_the_rates_of_products_are_measured_once(monkeypatch, tmp_path):
     assert len([*cache_folder().rglob("*.json")]) == 1
 
 
-@pytest.mark.parametrize(("times", "dtype"), [([2.0, 1.0], torch.float32), ([1.0, 2.0], torch.bfloat16)])
-def test_without_onednn_a_model_is_loaded_in_the_faster_dtype(times, dtype, monkeypatch, tmp_path, target_folder):
-    """As on a Mac or another ARM, where no product is widened."""
-    monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path))
+def test_a_dtype_that_was_asked_for_is_obeyed_and_serve_advises_none_that_is_slower(monkeypatch, target_folder):
+    """Without oneDNN, as on a Mac or another ARM, no product is widened."""
     monkeypatch.setattr(linear, "HAS_ONEDNN", False)
-    monkeypatch.setattr(linear, "_seconds", lambda pairs: times)
-    linear.bfloat16_pays.cache_clear()
-    assert Target.load(target_folder, dtype="bfloat16", device="cpu").dtype is dtype
-    linear.bfloat16_pays.cache_clear()
+    for pays in (False, True):
+        for place in (linear, in_process, serve):
+            monkeypatch.setattr(place, "bfloat16_pays", lambda pays=pays: pays, raising=False)
+        assert Target.load(target_folder, dtype="bfloat16", device="cpu").dtype is torch.bfloat16
+        target = Target.load(target_folder, device="cpu")
+        assert target.dtype is torch.float32
+        assert ("--dtype bfloat16" in serve._memory(target, 1)) is pays
 
 
 @needs_onednn

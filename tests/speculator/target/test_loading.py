@@ -2,6 +2,7 @@ import builtins
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from speculator import Sampling, Target, UserError, generate
 from speculator.target.fingerprint import same_target
-from speculator.target.loading import read_target
+from speculator.target.loading import read_target, warn_if_untied
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [4, 11, 12]]
 
@@ -291,3 +292,14 @@ def test_remote_code_runs_only_if_trusted(folder, tmp_path, monkeypatch):
     target = Target.load(str(own), trust_remote_code=True)
     assert (tmp_path / "ran").exists()
     assert_text_is_transformers(target, AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_a_config_that_does_not_say_whether_it_ties_is_loaded():
+    """As that of audio models, and configs with code of their own."""
+    warn_if_untied(SimpleNamespace(config=SimpleNamespace(), get_output_embeddings=lambda: None), "name")
+
+
+def test_autocast_is_named_before_the_logits_are_compared(target_folder):
+    for load in (Target.load, lambda folder: Target(AutoModelForCausalLM.from_pretrained(folder), None)):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match=r"under torch\.autocast"):
+            load(target_folder)
