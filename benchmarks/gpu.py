@@ -246,7 +246,7 @@ def recipe(name: str) -> Callable[[Session], None]:
             name,
             seconds_per_micro_batch=round(tokens / found["tokens_per_second"], 3),
             tokens_per_second=round(found["tokens_per_second"]),
-            mfu=found["mfu"] and round(found["mfu"], 4),
+            mfu=found["mfu"] and float(f"{found['mfu']:.3g}"),
             step_over_target=round(found["step_over_target"], 2),
             peak_gb=round(peak / 1e9, 2),
             planned_gb=round(found["planned_bytes"] / 1e9, 2),

@@ -99,7 +99,7 @@ def shortest_context(urls: Sequence[str], target: str) -> int:
     contexts = [sys.maxsize]
     for base in base_urls(urls, "--server"):
         server = Connection(base, "--server", openai.OpenAI, max_retries=0, timeout=_FIRST_SECONDS)
-        with suppress(openai.APIError, AttributeError, TypeError), server.client as client:
+        with suppress(openai.APIError, AttributeError, TypeError, ValueError), server.client as client:
             contexts.append(_listed(client.models.list().data, target)[1])
     return min(contexts)
 
@@ -305,7 +305,7 @@ class _TextServer(Connection):
                 log(f"{self.url}: {self.model} answers, of the models {', '.join(each.id for each in models)}")
             elif Path(self.model).name != Path(self._target).name:
                 log(f"{self.url}: {self.model} answers, the server's only model, for {self._target}")
-        except (openai.APIStatusError, AttributeError, TypeError):
+        except (openai.APIStatusError, AttributeError, TypeError, ValueError):
             pass  # some servers do not list their models
         rows, seed = len(prompts), self.writing.seed
         warm = [row for row in range(rows) if self.writing.sampling(row, rows).temperature >= _WARM]

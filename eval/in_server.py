@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         try:
             try:
                 model = client.models.list().data[0]
-            except (AttributeError, IndexError, TypeError):  # a page, or no model
+            except (AttributeError, IndexError, TypeError, ValueError):  # a page, nothing, or no model
                 raise UserError(f"--server {server.url}: not OpenAI's API, or no model is served there") from None
             llama_cpp = model.owned_by == "llamacpp"
             context = getattr(model, "max_model_len", None) or sys.maxsize

@@ -87,6 +87,7 @@ class Handler(BaseHTTPRequestHandler):
     """Faults: "connector" (no file is named), "cut" (files are cut short), "full" (nothing is written).
 
     "llama.cpp" answers as a llama-server without --metrics, whose drafts are `drafted`.
+    "nothing" answers without a body where the models are listed.
     With "half" it writes half a file, breaks the connection, and is well afterwards.
     """
 
@@ -110,6 +111,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.send_error(501)
         if self.path == "/metrics":  # as if each request had 4 drafts of 3 tokens, of which 3, 1 and 0 are accepted
             return self.reply(METRICS.format(*(self.server.asked * count for count in (4, 3, 1))))
+        if self.server.fault == "nothing":
+            return self.reply("")
         owner = {"owned_by": "llamacpp" if self.server.fault == "llama.cpp" else "vllm"}
         self.reply({"data": [{"id": "served", "max_model_len": self.server.target.context_length, **owner}]})
 

@@ -26,7 +26,7 @@ SLOTS = 4
 def serving(target: Target, drafter=None, slots: int = SLOTS, engine=Engine, **settings):
     """Start a server and yield its URL and its worker."""
     worker = Worker(partial(engine, target, slots=slots), drafter, settings.pop("head", None))
-    app = create_app(target, worker, name="tiny", **settings)
+    app = create_app(target, worker, **{"name": "tiny", **settings})
     listening = bind("127.0.0.1", 0)
     listening.listen(1024)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))

@@ -173,7 +173,10 @@ def _small_model(family: str, **shape: Any) -> PreTrainedModel:
     """Return a random model of a family, or a Llama if that family can't be made of less than five million weights."""
     torch.manual_seed(0)
     with suppress(Exception):  # whatever a family's code says of sizes that do not fit each other
-        config = AutoConfig.for_model(family, **shape, **_MORE_SIZES)
+        usual = AutoConfig.for_model(family)
+        # Only those that the family has: a head takes a layer of low rank for what has a `kv_lora_rank`.
+        more = {name: size for name, size in _MORE_SIZES.items() if hasattr(usual, name)}
+        config = AutoConfig.for_model(family, **shape, **more)
         with torch.device("meta"):
             small = AutoModelForCausalLM.from_config(config).num_parameters() < _MOST_WEIGHTS
         if small:

@@ -63,6 +63,8 @@ class Connection:
     def describe(self, error: Exception) -> str:
         """Return one line that names the server and what went wrong, without secrets."""
         if isinstance(error, openai.APIStatusError):
-            return hide(f"{self.url}: {first_line(error)[:300]}", *self._secrets)
+            said, status = first_line(error)[:300], f"Error code: {error.status_code}"  # openai 2 omits it before HTML
+            said = said if said.startswith(status) else f"{status} - {said}"
+            return hide(f"{self.url}: {said}", *self._secrets)
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hide(f"no server at {self.url}: {first_line(cause)[:300]}", *self._secrets)

@@ -147,7 +147,7 @@ class HiddenStateServers:
                 raise UserError(server.describe(error)) from None
             except _BadFile as error:
                 raise UserError(f"{server.url}: {error}") from None
-            except (AttributeError, TypeError, IndexError):
+            except (AttributeError, TypeError, IndexError, ValueError):
                 raise UserError(f"{server.url}: an answer without token_ids and logprobs, so not vLLM's") from None
             found.append((server.url, last, token, chance))
         return found

@@ -5,12 +5,15 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
+import openai
 import pytest
 from chat_templates import CHATML, chat_tokenizer
 from conftest import tiny_tokenizer
@@ -25,10 +28,12 @@ from data.mixture import mixture_of
 from data.prompts import Cut, conversations
 from data.writing import Writing
 from speculator import Sampling, UserError
+from speculator.clients.connection import Connection
 from speculator.prompts import Conversation
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["import os", "def f(x):", "class A:", "return", "for i in range(3):"]
+HTML = b"<html>\r\n<h1>Bad Gateway</h1></html>"
 PROBE = [200] * 2  # a prompt with two seeds
 
 
@@ -40,7 +45,7 @@ class StandIn(ThreadingHTTPServer):
         faults: status codes of the first answers; None closes the connection.
         samples: the text depends on the seed.
         delay: seconds for each answer.
-        lists: GET /v1/models works.
+        lists: GET /v1/models works; bytes: what it answers.
         reply: answers prompts instead, given the handler.
     """
 
@@ -70,16 +75,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def reply(self, status: int, content) -> None:
-        raw = json.dumps(content).encode()
+        raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/html" if raw.startswith(b"<") else "application/json")
         self.send_header("Retry-After-Ms", "1")
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
         self.wfile.write(raw)
 
     def do_GET(self):
-        if self.server.lists:
+        if isinstance(self.server.lists, bytes):
+            self.reply(200, self.server.lists)
+        elif self.server.lists:
             # As in vLLM, whose cards of adapters lack the length.
             length = {"max_model_len": self.server.context}
             cards = [{"id": each, **(length if each != "mine" else {})} for each in self.server.models]
@@ -226,8 +233,10 @@ def test_samplers_are_sent_to_the_server(serve, tokenizer, tmp_path):
     assert [body[key] for key in keys] == [0.7, 5, 0.9, 0.1, 9, "the-model"]
 
 
-def test_a_server_that_lists_no_models_is_asked_for_the_target(serve, tokenizer, tmp_path):
-    server = serve(lists=False)
+@pytest.mark.parametrize("lists", [False, b"", b"null", b'{"data": [null]}', HTML])
+def test_a_server_that_lists_no_models_is_asked_for_the_target(serve, tokenizer, tmp_path, lists):
+    server = serve(lists=lists)
+    assert client.shortest_context([server.url], "target") == sys.maxsize
     fetched([server], tokenizer, tmp_path)
     assert server.bodies[-1]["model"] == "target"
 
@@ -240,12 +249,22 @@ def test_passing_faults_are_retried(serve, tokenizer, tmp_path, monkeypatch):
     assert not server.faults
 
 
-@pytest.mark.parametrize("fault", [503, 401, 404])
-def test_a_lasting_fault_fails_in_one_line(serve, tokenizer, tmp_path, fault):
-    message = error_of(serve(faults=[fault] * 1000), tokenizer, tmp_path / "out")
+@pytest.mark.parametrize("body", [{"error": {"message": "not now"}}, HTML, b""])
+@pytest.mark.parametrize("fault", [503, 502, 429, 401, 404])
+def test_a_lasting_fault_fails_in_one_line(serve, tokenizer, tmp_path, fault, body):
+    server = serve(reply=lambda handler: handler.reply(fault, body))
+    message = error_of(server, tokenizer, tmp_path / "out").removeprefix("prompt 1: ").removeprefix(server.url)
     assert str(fault) in message
     assert "\n" not in message
     assert not (tmp_path / "out").exists()
+
+
+def test_a_status_is_shown_where_the_clients_text_lacks_it():
+    """openai 2 shows no more of a page than its text."""
+    response = SimpleNamespace(request=None, status_code=502, headers={})
+    error = openai.InternalServerError("<html>\n<h1>Bad Gateway</h1>", response=response, body=None)
+    connection = Connection("http://host", "--server", openai.OpenAI)
+    assert connection.describe(error) == "http://host: Error code: 502 - <html>"
 
 
 def test_a_server_that_never_answers_is_an_error(serve, tokenizer, tmp_path, monkeypatch):
@@ -458,7 +477,9 @@ def test_rows_are_kept_for_another_server_when_all_have_died(serve, tokenizer, t
     assert sum(made.values()) == len(prompts)
 
 
-@pytest.mark.parametrize("answer", [None, [], "x", {}, {"choices": []}, {"choices": [{"text": 5}]}])
+@pytest.mark.parametrize(
+    "answer", [None, b"", HTML, [], "x", {}, {"choices": []}, {"choices": [None]}, {"choices": [{"text": 5}]}]
+)
 def test_an_answer_in_another_format_fails_in_one_line(serve, tokenizer, tmp_path, answer):
     server = serve(reply=lambda handler: handler.reply(200, answer))
     assert server.url in error_of(server, tokenizer, tmp_path)

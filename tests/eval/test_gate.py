@@ -40,9 +40,7 @@ def test_the_guard_has_the_interval_of_paired_prompts(target, monkeypatch):
     }
     made = iter(steps.values())
     monkeypatch.setattr(gate, "HeadDrafter", lambda head: head)
-    monkeypatch.setattr(
-        gate, "generate", lambda *_, **__: SimpleNamespace(check=lambda: SimpleNamespace(steps=next(made)))
-    )
+    monkeypatch.setattr(gate, "generate", lambda *_, **__: SimpleNamespace(steps=next(made)))
     found = gate.compare_on_guard(target, ["old", "new"], Suite("g", [[1]] * 10), Sampling(), 8, 0.05)
     assert (found["old"], found["new"], found["change"]["value"]) == (2, 2, 0)
     assert -0.45 < found["change"]["low"] < -0.3, "half of 0.5 / sqrt(10) twice, and t of 9 degrees is 2.26"

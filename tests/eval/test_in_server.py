@@ -84,6 +84,12 @@ def test_a_head_that_is_not_there_is_named(server, target_folder, tmp_path, caps
     assert f"--speculator {tmp_path / 'head'}: not a folder" in capsys.readouterr().err
 
 
+def test_a_server_that_answers_nothing_is_named(server, target_folder, tmp_path, capsys):
+    server.fault = "nothing"
+    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
+    assert capsys.readouterr().err.endswith(": not OpenAI's API, or no model is served there\n")
+
+
 def test_a_server_that_is_not_there_fails_in_one_line(target_folder, tmp_path, capsys):
     assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9")) == 2
     assert capsys.readouterr().err.count("\n") == 1

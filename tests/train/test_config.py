@@ -139,6 +139,15 @@ def test_a_config_file_may_use_yaml_anchors_and_merges(tmp_path):
     assert (config.stage1.max_steps, config.stage2.max_steps) == (40_000, 5)
 
 
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "+1e-03", "0.001", ".001"])
+def test_a_number_is_read_in_any_form(number, tmp_path):
+    """YAML 1.1 takes some of these for texts."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"stage1:\n  learning_rate: {number}\n")
+    for argv in (["--config", str(file)], ["--stage1.learning_rate", number]):
+        assert parse(argv).stage1.learning_rate == 1e-3
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -137,6 +137,7 @@ def test_a_model_with_more_around_its_layers_is_refused(tmp_path):
 
 FAULTS = {
     "connector": ({"fault": "connector"}, "its answers name no file of hidden states"),
+    "nothing": ({"fault": "nothing"}, "an answer without token_ids and logprobs"),
     "cut": ({"fault": "cut"}, "is missing or cut short"),
     "full": ({"fault": "full"}, "is missing or cut short"),
     "dtype": ({"dtype": torch.bfloat16}, "holds bfloat16, and target.dtype is float32"),

@@ -54,7 +54,7 @@ def test_warpers_keep_the_documented_tokens():
     torch.testing.assert_close(Sampling(0.5).probs(logits), torch.tensor([[16, 9, 4, 1]]) / 30)
 
 
-@pytest.mark.parametrize("temperature", [1e-45, 1e-31, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-31, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("others", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}])
 def test_every_temperature_gives_a_distribution(temperature, others):
     logits = torch.tensor([[300.0, -200.0, 299.0, -torch.inf], [1.0, 2.0, 3.0, -torch.inf]])
@@ -74,6 +74,7 @@ _NAN = float("nan")
     "bad",
     [
         {"temperature": -1},
+        {"temperature": 1e31},
         {"temperature": _NAN},
         {"temperature": True},
         {"top_p": 0},

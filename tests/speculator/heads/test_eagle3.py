@@ -492,12 +492,27 @@ def test_a_target_without_attention_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_a_head_takes_its_targets_sizes_and_rope():
+PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (LLAMA3, LLAMA3),
+        ({**PLAIN, "rope_type": "linear", "factor": 4.0},) * 2,
+        ({**PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},) * 2,
+        ({**PLAIN, "rope_type": "dynamic", "factor": 4.0}, PLAIN),
+        ({**PLAIN, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, PLAIN),
+        ({**PLAIN, "partial_rotary_factor": 0.5}, PLAIN),
+        ({"full_attention": LLAMA3, "sliding_attention": PLAIN}, LLAMA3),
+    ],
+)
+def test_a_head_takes_its_targets_sizes_and_rope(given, taken):
     target = copy.deepcopy(CONFIGS["llama"])
-    target.num_hidden_layers, target.rope_parameters = 12, LLAMA3
+    target.num_hidden_layers, target.rope_parameters = 12, given
     config = Eagle3SpeculatorConfig.for_target(target, draft_vocab_size=7)
     found = [config.emb_dim, config.inner_dim, config.num_attention_heads, config.num_key_value_heads, config.head_dim]
     assert found == [32, 64, 4, 2, 8]
     assert config.aux_layers == [2, 6, 9]
-    assert config.rope_parameters == LLAMA3
+    assert config.rope_parameters == taken
     assert (config.fc_norm, config.norm_output, config.norm_before_residual) == (True, True, False)

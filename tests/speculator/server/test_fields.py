@@ -78,3 +78,18 @@ def test_an_odd_value_in_any_field_is_obeyed_or_refused_in_one_line(client, path
         refused += 1
     assert refused > 100
     assert client.post(path, json=good).status_code == 200
+
+
+NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "best_of": 1}
+NEUTRAL |= {"echo": False, "suffix": "", "functions": [], "function_call": "none", "modalities": ["text"]}
+NEUTRAL |= {"response_format": {"type": "text"}, "stop_token_ids": [], "skip_special_tokens": True, "user": "me"}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_that_clients_send_at_their_neutral_values_change_nothing(client, path):
+    body = {"messages": [QUESTION]} if "chat" in path else {"prompt": [5, 6]}
+    body |= {"seed": 1, "max_tokens": 8}
+    plain, neutral = (client.post(path, json=each).json()["choices"] for each in (body, body | NEUTRAL))
+    assert neutral == plain
+    for name in ("frequency_penalty", "repetition_penalty", "best_of"):
+        assert client.post(path, json=body | {name: 2}).json()["error"]["param"] == name

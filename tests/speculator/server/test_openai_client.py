@@ -94,6 +94,15 @@ def test_errors_become_the_clients_exceptions(client):
         ask(prompt=[1] * 300)
 
 
+def test_a_models_id_may_have_slashes(chat_target):
+    with serving(chat_target, name="org/tiny") as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        assert [client.models.retrieve("org/tiny").id, *(model.id for model in client.models.list())] == [
+            "org/tiny"
+        ] * 2
+        assert client.completions.create(model="org/tiny", prompt=PROMPT, max_tokens=1).model == "org/tiny"
+
+
 def test_a_wrong_key_and_a_full_queue_become_the_clients_exceptions(chat_target):
     with serving(chat_target, api_key="secret", slots=1, max_queue=0) as (url, _):
         with pytest.raises(openai.AuthenticationError):

@@ -11,7 +11,7 @@ from conftest import CONFIGS, overflow_at, save_tiny, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from speculator import Sampling, Target, UserError, generate
+from speculator import DraftModelDrafter, Sampling, Target, UserError, generate
 from speculator.target.fingerprint import same_target
 from speculator.target.loading import read_target, warn_if_untied
 
@@ -79,6 +79,10 @@ def test_an_fp8_checkpoint_equals_transformers(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.load_state_dict(meant)
     assert_text_is_transformers(target, model)
+    plain = Target.load(str(folder))
+    drafted = generate(plain, DraftModelDrafter(target, plain), PROMPTS, max_new_tokens=24)
+    assert drafted.tokens == generate(plain, None, PROMPTS, max_new_tokens=24).tokens
+    assert drafted.acceptance_length > 1
 
 
 SCHEMES = {
