@@ -177,11 +177,11 @@ def test_an_engine_that_fails_is_created_again(chat_target, caplog):
 
 def test_a_request_that_the_engine_ends_alone_is_an_error_alone(chat_target):
     class Ending(Engine):
-        def append_tokens(self, batch, report):
+        def append_tokens(self, batch, *given):
             for request in batch.requests:
                 if request.prompt[0] == 17:
                     request.fail("not_finite", "its logits are not finite")
-            super().append_tokens(batch, report)
+            super().append_tokens(batch, *given)
 
     body = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
     with serving(chat_target, engine=Ending) as (url, worker), ThreadPoolExecutor(2) as threads:
