@@ -133,7 +133,8 @@ def settings(names: str) -> str:
     """Table of the settings of a section of a run's config, or of two like ones; of those outside all sections ("")."""
     first, *others = names.split() or [""]
     sections = set(import_module("train.config").section_names())
-    actions = {action.dest: action for action in parser_of("train.py")._actions if action.option_strings}
+    given = [action for action in parser_of("train.py")._actions if action.help != argparse.SUPPRESS]
+    actions = {action.dest: action for action in given if action.option_strings}
     rows: dict[str, list[str]] = {}
     for section in (first, *others):
         for dest, action in actions.items():
