@@ -84,7 +84,7 @@ def show(text: str) -> None:
 
 def safe(text: str) -> str:
     """Return the text to write to stdout: escaped by `printable` on a terminal, unchanged in a file or pipe."""
-    return printable(text) if sys.stdout.isatty() else text
+    return printable(text) if sys.stdout and sys.stdout.isatty() else text  # None if it is closed
 
 
 def as_text(typed: str) -> str:
