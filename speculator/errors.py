@@ -84,7 +84,7 @@ def show(text: str) -> None:
 
 def safe(text: str) -> str:
     """Return the text to write to stdout: escaped by `printable` on a terminal, unchanged in a file or pipe."""
-    return printable(text) if sys.stdout and sys.stdout.isatty() else text  # None if it is closed
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def as_text(typed: str) -> str:
@@ -110,6 +110,8 @@ def start() -> None:
 
     Ctrl-C then ends the process at once with exit code 130. Characters that stdout or stderr can't encode are escaped.
     """
+    # A closed stream, as by `>&-`, is None: what is printed there goes nowhere.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 import speculator
-from speculator.errors import OneLineParser, UserError, printable, run_command
+from speculator.errors import OneLineParser, UserError, printable, run_command, start
 
 
 def raising(error: BaseException):
@@ -136,3 +136,11 @@ def test_all_public_names_can_be_imported():
     assert set(dir(speculator)) == set(speculator.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = speculator.nonsense
+
+
+def test_a_closed_stream_takes_what_is_printed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    start()
+    print("nowhere")
+    assert not sys.stdout.isatty()
