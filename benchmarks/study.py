@@ -258,7 +258,7 @@ def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
     for column, (temperature, shape) in DRAFTS.items():
         made = generate(
             target, HeadDrafter(head, shape), suite.prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS
-        )
+        ).check()
         steps = [step for row in made.steps for step in row]
         found[column] = acceptance(steps, shape.depth)["acceptance_length"]
     return found

@@ -127,7 +127,7 @@ def compare_on_guard(
             max_new_tokens=max_new_tokens,
             max_batch_size=8,
             eos_token_ids=eos,
-        )
+        ).check()
         whole = [[step.accepted + 1 for step in row if not step.cut] for row in made.steps]
         counts.append([(sum(row), len(row)) for row in whole])
     samples = [(*old, *new) for old, new in zip(*counts, strict=True) if old[1] and new[1]]

@@ -132,7 +132,7 @@ def greedy_checks(
         apart = (ours.logits[:shared].double() - alone.logits[:shared].double()).abs().max().item()
         moved = max(moved, apart) if apart == apart else math.inf  # a NaN would be lost in `max`
         positions += shared
-    together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens)
+    together = generate(target, drafter, prompts, rule=rule, max_new_tokens=max_new_tokens).check()
     tolerance = 4 * rounding
     logits_check = Check(
         name="logits against plain decoding",

@@ -112,12 +112,12 @@ def coupled_checks(
             rows, title=f"temperature {temperature:g}", unit="prompts", total=len(prompts)
         ):
             recorder = RecordingEngine(target, None)
-            generations.append(generate(target, drafter, [prompt], sampling, max_new_tokens=count))
+            generations.append(generate(target, drafter, [prompt], sampling, max_new_tokens=count).check())
             drafted += generations[-1].tokens
             plain.append(recorder.decode(prompt, sampling, max_new_tokens=count).tokens)
             score_gaps.append(gaps(_scores(recorder.logits, sampling, len(target.text(prompt)))))
-        together = generate(target, drafter, prompts, samplings, max_new_tokens=count).tokens
-        for name, made in (("text", drafted), ("text in a batch", together)):
+        together = generate(target, drafter, prompts, samplings, max_new_tokens=count).check()
+        for name, made in (("text", drafted), ("text in a batch", together.tokens)):
             check = compare_completions(
                 f"{name} against plain decoding", made, plain, score_gaps, 4 * rounding / temperature, temperature
             )
@@ -143,7 +143,7 @@ def _completions(engine: Engine, prompt: list[int], sampling: Sampling, count: i
     rows, batch = Generation([], []), len(engine.scheduler.slots)
     for start in range(0, count, batch):
         seeded = replace(sampling, seed=sampling.seed + start)
-        generation = engine.generate([prompt] * batch, seeded, max_new_tokens=_TOKENS, eos_token_ids=())
+        generation = engine.generate([prompt] * batch, seeded, max_new_tokens=_TOKENS, eos_token_ids=()).check()
         rows.tokens += generation.tokens
         rows.steps += generation.steps
     return rows

@@ -130,7 +130,7 @@ def time_ours(
         engine.forget()  # prefixes of the run before would be shared, and the prefill would be free
         reset_peak_memory(target.device)
         synchronize()
-        return engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at)
+        return engine.generate(prompts, sampling, max_new_tokens=count, eos_token_ids=stop_at).check()
 
     # The first run of a shape captures graphs, which takes seconds: it is decoded again from the beginning.
     generation = without_captures(decode)
@@ -259,7 +259,7 @@ def time_transformers(
 
 def step_seconds(target: Target, prompt: list[int], rows: int) -> float:
     """Return the seconds of a step of plain decoding with `rows` rows that all continue `prompt`."""
-    made = [generate(target, None, [prompt] * rows, max_new_tokens=4, eos_token_ids=()) for _ in range(2)]
+    made = [generate(target, None, [prompt] * rows, max_new_tokens=4, eos_token_ids=()).check() for _ in range(2)]
     return made[-1].decode_seconds / 3  # the prefill gives the first of four tokens
 
 

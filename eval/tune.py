@@ -83,8 +83,8 @@ def write_tuning(
     for kind, sampling in Progress(settings.items(), title="tuning: n-gram lookup", unit="temperatures"):
         answers = generate(
             target, None, prompts, sampling, max_new_tokens=max_new_tokens, max_batch_size=8, eos_token_ids=eos
-        ).tokens
-        lookup[kind] = lookup_acceptance(list(zip(texts, answers, strict=True)))
+        ).check()
+        lookup[kind] = lookup_acceptance(list(zip(texts, answers.tokens, strict=True)))
     # Of a head with few levels two sizes may give the same tree.
     trees = {
         kind: [*map(list, dict.fromkeys(tuple(best_tree(own, nodes)) for nodes in _TREE_SIZES))]

@@ -54,7 +54,7 @@ def real_acceptance(
             rows = max(1, max_positions // (max(map(len, mine)) + max_new_tokens))
             generation = generate(
                 target, drafter, mine, sampling, max_new_tokens=max_new_tokens, max_batch_size=rows, eos_token_ids=eos
-            )
+            ).check()
             steps = [step for row in generation.steps for step in row]
         figures[name] = acceptance(gather_object(steps), drafter.num_speculative_tokens)["acceptance_length"]
     head.train(was_training)

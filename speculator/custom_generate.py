@@ -108,7 +108,7 @@ def speculative(
                 max_new_tokens=max(1, max_length - input_ids.shape[1]),
                 stop_strings=StopStrings(stop_strings, tokenizer, from_prompt=True) if stop_strings else (),
                 eos_token_ids=eos,
-            )
+            ).check()  # one tensor holds all rows: it has no place for a failure
         return _padded(input_ids, generation.tokens, _pad_id(generation_config, stopping_criteria))
 
     return decode

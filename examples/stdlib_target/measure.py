@@ -72,7 +72,7 @@ def main() -> None:
     use_all_cores()
     target = Target.load(str(args.target))
     prompts = from_text(TEXT, target.tokenizer, PROMPT_TOKENS, args.prompts, split="held-out").prompts
-    greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=()).tokens
+    greedy = generate(target, None, prompts, max_new_tokens=NEW_TOKENS, eos_token_ids=()).check().tokens
     originals = []
     for row in documents(PYTHON_SOURCES, "held-out"):
         ids = target.tokenizer(row["text"], add_special_tokens=False, verbose=False)["input_ids"]

@@ -60,8 +60,9 @@ def run(arguments: argparse.Namespace) -> None:
     if cut and not conversation and any(prompt.chat for _, prompt in rows):
         print(f"{cut} of {len(requests)} answers ended at --max_new_tokens {arguments.max_new_tokens}", file=sys.stderr)
     print(_summary(requests, engine), file=sys.stderr)
-    for request in requests:  # after the texts of the others are written
-        request.check()
+    failed = {number: each.failure for number, each in enumerate(requests, start=1) if each.failure}
+    for number, failure in failed.items():  # after the texts of the others are written
+        raise UserError(f"{len(failed)} of {len(requests)} texts failed, text {number} first: {failure}")
 
 
 def _check(arguments: argparse.Namespace) -> None:

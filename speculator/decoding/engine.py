@@ -214,11 +214,7 @@ class Engine:
         on_step: Callable[[int, list[int], int], None] | None = None,
         **settings: Any,
     ) -> Generation:
-        """Decode all prompts and return the completions; see the function `generate`, and `request` for `settings`.
-
-        Raises a UserError, once all others are complete, if a completion lacks memory or its logits are not finite. To
-        keep the others, `submit` each prompt, `run`, and look at each `Request.failure`.
-        """
+        """Decode all prompts and return the completions; see the function `generate`, and `request` for `settings`."""
         prompts = check_prompts(self.target, prompts)
         samplings = sampling_per_row(sampling or Sampling(), len(prompts))
         limits = max_new_tokens_per_row(max_new_tokens, len(prompts))
@@ -234,14 +230,13 @@ class Engine:
         finally:  # an interrupt leaves no request behind
             for request in requests:
                 request.cancel()
-        for request in requests:
-            request.check()
         return Generation(
             tokens=[request.tokens for request in requests],
             steps=[request.steps for request in requests],
             prefill_seconds=self.prefill_seconds - prefill_before,
             decode_seconds=self.decode_seconds - decode_before,
             finish_reasons=[request.finish_reason for request in requests],
+            failures=[request.failure for request in requests],
             token_logprobs=[request.token_logprobs for request in requests],
         )
 
@@ -557,7 +552,8 @@ def generate(
         eos_token_ids: tokens that end a completion; default: the target's own.
         on_step: called with (row, new tokens, how many of them were drafted) after every step, prefill included.
 
-    Raises a UserError if a completion fails, see `Engine.generate`.
+    A completion that lacks memory, or whose logits are not finite, fails alone. `Generation.check` raises a UserError
+    then; a caller that wants the others reads `Generation.failures`.
     """
     if max_batch_size is not None and max_batch_size < 1:
         raise UserError(f"max_batch_size must be an integer >= 1, got {max_batch_size}")

@@ -234,7 +234,7 @@ class Generation:
         tokens: new tokens of each row, EOS included.
         steps: verification steps of each row, prefill excluded.
         prefill_seconds, decode_seconds: wall-clock time of all prefills and of all steps.
-        finish_reasons, token_logprobs: see `Request`.
+        finish_reasons, failures, token_logprobs: see `Request`. A row that failed has the tokens before it did.
     """
 
     tokens: list[list[int]]
@@ -242,12 +242,19 @@ class Generation:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     finish_reasons: list[str | None] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     token_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
         """Acceptance length over all rows."""
         return acceptance_length(step for row in self.steps for step in row)
+
+    def check(self) -> Generation:
+        """Return these completions if all are whole; raise a UserError, the first failure, if a row has failed."""
+        if failure := next(filter(None, self.failures), ""):
+            raise UserError(failure)
+        return self
 
 
 def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:

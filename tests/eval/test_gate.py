@@ -1,7 +1,6 @@
 """`eval gate`: a new head is accepted if it is faster beyond doubt and has not forgotten the guard suite."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from eval import gate, metrics, timing
 from eval.__main__ import main
 from eval.metrics import paired_bootstrap
 from eval.suites import Suite
-from speculator import Sampling, Step, UserError
+from speculator import Generation, Sampling, Step, UserError
 
 SUITE = {"name": "s", "prompts": 9, "tokens_per_second": [10.0, 12.0], "acceptance_length": [2.0, 2.5]}
 
@@ -40,7 +39,7 @@ def test_the_guard_has_the_interval_of_paired_prompts(target, monkeypatch):
     }
     made = iter(steps.values())
     monkeypatch.setattr(gate, "HeadDrafter", lambda head: head)
-    monkeypatch.setattr(gate, "generate", lambda *_, **__: SimpleNamespace(steps=next(made)))
+    monkeypatch.setattr(gate, "generate", lambda *_, **__: Generation([], next(made)))
     found = gate.compare_on_guard(target, ["old", "new"], Suite("g", [[1]] * 10), Sampling(), 8, 0.05)
     assert (found["old"], found["new"], found["change"]["value"]) == (2, 2, 0)
     assert -0.45 < found["change"]["low"] < -0.3, "half of 0.5 / sqrt(10) twice, and t of 9 degrees is 2.26"

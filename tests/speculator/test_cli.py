@@ -103,6 +103,7 @@ def test_the_texts_of_other_prompts_are_printed_if_one_fails(target_folder, tmp_
     flags = ["--prompts", str(prompts), "--max_new_tokens", "4", "--batch_size", batch_size]
     assert main(["generate", "--target", str(target_folder), *flags]) == 2
     shown = capsys.readouterr()
+    assert "1 of 3 texts failed, text 2 first: " in shown.err
     assert "not finite" in shown.err
     assert "def a" in shown.out
     assert "class B" in shown.out

@@ -44,8 +44,11 @@ def test_states_that_are_not_finite_end_the_decoding(target, head, shape, sampli
     text = generate(target, drafter, [[3, 3]], sampling, max_new_tokens=30).tokens[0]
     bad = next(token for token in text[5:] if token not in [3, *text[:5]]) if late else 3
     target.model.get_input_embeddings().weight.data[bad] = torch.nan
+    made = generate(target, drafter, [[3, 3]], sampling, max_new_tokens=30)
+    assert made.finish_reasons == ["not_finite"]
+    assert made.tokens[0] == text[: len(made.tokens[0])]
     with pytest.raises(UserError, match="not finite"):
-        generate(target, drafter, [[3, 3]], sampling, max_new_tokens=30)
+        made.check()
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "multi_candidate"])
@@ -88,9 +91,13 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(name, family):
     engine.run()
     assert [request.tokens for request in made] == [expected[0], [], *expected[1:]]
     assert [request.finish_reason for request in made] == ["length", "not_finite", "length", "length"]
-    with pytest.raises(UserError, match="not finite"):
-        engine.generate(prompts, **options)
-    assert engine.generate(PROMPTS, **options).tokens == expected
+    together = engine.generate(prompts, **options)
+    assert (together.tokens, together.finish_reasons) == (
+        [each.tokens for each in made],
+        [each.finish_reason for each in made],
+    )
+    assert together.failures == ["", made[1].failure, "", ""]
+    assert engine.generate(PROMPTS, **options).check().tokens == expected
 
 
 @pytest.mark.parametrize(("last", "forgotten"), [(False, False), (True, False), (False, True)])
@@ -150,12 +157,10 @@ def test_the_others_are_complete_if_there_is_no_memory_for_one(target, monkeypat
         return grow(capacity)
 
     monkeypatch.setattr(engine.cache, "grow", limited)
-    prompts, texts = [[1] * 90, *PROMPTS], [[] for _ in range(4)]
+    made = engine.generate([[1] * 90, *PROMPTS], max_new_tokens=8, eos_token_ids=())
+    assert (made.tokens, made.finish_reasons) == ([[], *expected], ["memory", *["length"] * 3])
     with pytest.raises(UserError, match="too little memory for a prompt of 90 tokens"):
-        engine.generate(
-            prompts, max_new_tokens=8, eos_token_ids=(), on_step=lambda row, new, drafted: texts[row].extend(new)
-        )
-    assert texts == [[], *expected]
+        made.check()
 
 
 def test_a_cache_grows_to_what_is_needed_if_there_is_no_memory_for_more(target, monkeypatch):
