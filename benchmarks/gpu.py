@@ -279,7 +279,7 @@ def prefill(session: Session) -> None:
             for prompt in torch.randint(session.target.vocab_size, (rows, length)).tolist():
                 engine.submit(prompt, Sampling(), max_new_tokens=8, eos_token_ids=())
             with torch.inference_mode():
-                engine.rows.admit(engine.waiting)
+                engine.admit()
 
                 def work(engine: Engine = engine) -> None:
                     while engine.scheduler.prefilling:
@@ -302,7 +302,7 @@ def plain_step(session: Session) -> None:
     for _ in range(4):
         engine.step()
     with torch.inference_mode():
-        batch = engine.rows.select()
+        batch = engine.schedule()
         assert batch is not None
         kernels(session, "plain_step", lambda: engine.decode_batch(batch))
 

@@ -94,7 +94,7 @@ def test_a_verification_of_a_recurrent_target_computes_what_it_does_on_a_cpu(fam
             engine.submit([first, 2, 3], max_new_tokens=30, eos_token_ids=())
         engine.step()
         with torch.inference_mode():
-            batch = engine.rows.select()
+            batch = engine.schedule()
             gpu.elements.clear()
             engine.decode_batch(batch)
         made[device] = gpu.elements.total()
@@ -124,7 +124,7 @@ def launches(target: Target, monkeypatch) -> int:
 
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(make_believe_gpu, "run", run)
-        batch = engine.rows.select()
+        batch = engine.schedule()
         engine.decode_batch(batch)
     return len(counted)
 
@@ -223,8 +223,8 @@ def test_new_tokens_are_indexed_after_the_launch_and_before_the_wait(kind, gpu, 
     engine = Engine(target, drafter, slots=2, capture=False)
     for first in (1, 2):
         engine.submit([first, 2, 3], max_new_tokens=9, eos_token_ids=())
-    decode = engine._decode
-    monkeypatch.setattr(engine, "_decode", lambda batch: (decode(batch), events.append(sum(gpu.waits.values())))[0])
+    run = engine.rows.run
+    monkeypatch.setattr(engine.rows, "run", lambda *given: (run(*given), events.append(sum(gpu.waits.values())))[0])
     engine.run()
     launched, read_at = events[::2], events[1::2]
     assert launched == read_at, "no wait between them"

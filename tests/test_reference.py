@@ -24,10 +24,10 @@ PLAIN_STEPS = {"mlp": reference.mlp_step, "eagle3": reference.eagle3_step}
 class Recorded(Engine):
     """Keeps the draft and the accepted count of every step of one request."""
 
-    def append_tokens(self, batch, report, kept=None):
-        *draft, drafted, accepted, _, _ = report[0]
+    def process(self, batch, report, kept=None):
+        *draft, drafted, accepted, _, _ = report[0].tolist()
         self.seen.append((draft[:drafted], accepted))
-        super().append_tokens(batch, report, kept)
+        super().process(batch, report, kept)
 
 
 def by_engine(model, head, prompt, temperature):

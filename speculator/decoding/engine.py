@@ -1,8 +1,7 @@
 """The engine: requests in, tokens out.
 
-A call of `Engine.step` takes finished requests out of their rows, admits waiting ones, and prefills a chunk of their
-prompts (`speculator.decoding.rows`). Then one verification step runs over the rows that decode. Plain decoding is the
-same engine without a drafter.
+`Engine.step` is the loop of every caller: admit, prefill, schedule, forward, process. It runs one verification step
+over the rows that decode (`speculator.decoding.rows`). Plain decoding is the same engine without a drafter.
 """
 
 from __future__ import annotations
@@ -118,10 +117,9 @@ class Engine:
             raise UserError(f"slots and chunk must be integers >= 1, got {slots} and {chunk}")
         _check_drafter(target, drafter, rule)
         self.target, self.chunk, self._rule = target, chunk, rule
-        self.rows = Rows(target, drafter, slots, capacity, capture)
+        self.rows = Rows(target, drafter, slots, capacity, capture, type(self).decode_batch)
         self.waiting: deque[Request] = deque()
         self.num_prefilled_tokens, self.prefill_seconds, self.decode_seconds = 0, 0.0, 0.0
-        self._decode = self.rows.replayed(self, "decode_batch")  # runs `decode_batch`, or replays a CUDA graph of it
 
     @property
     def drafter(self) -> Drafter | None:
@@ -279,34 +277,98 @@ class Engine:
     def step(self) -> bool:
         """Admit waiting requests, prefill one chunk, and advance every decoding row by one verification step.
 
-        Returns whether anything is left to do. Host work is here; `decode_batch` is the device's part, which CUDA
-        graphs can replay. After an exception, the next step continues the texts as they are.
+        Returns whether anything is left to do. After an exception, the next step continues the texts as they are.
         Engines of one target may step in different threads: one waits for the other.
         """
         with self.target.lock:
             try:
-                started, before = time.perf_counter(), self.num_prefilled_tokens
-                self.rows.admit(self.waiting)  # slots of finished requests become free, and go to waiting ones
-                self.rows.grow(self.waiting)  # the caches have room for all of them
-                self.prefill()  # one chunk of the prompts that are not in the cache yet
-                if self.num_prefilled_tokens > before:  # else all of this step is decoding
+                started = time.perf_counter()
+                self.admit()
+                if self.prefill():  # else all of this step is decoding
                     prefilled = time.perf_counter()
                     self.prefill_seconds += prefilled - started
                     started = prefilled
-                batch = self.rows.select()
-                if batch:
-                    report, kept = self._decode(batch)
-                    if self.drafter:
-                        self.drafter.prepare()  # a GPU runs the step meanwhile
-                    self.append_tokens(batch, report.tolist(), kept)  # the step's one copy to the host
-                    seconds = time.perf_counter() - started
-                    self.decode_seconds += seconds
-                    if self.drafter:
-                        self.drafter.observe(seconds)
+                if batch := self.schedule():
+                    report, kept = self.forward(batch)
+                    self.process(batch, report, kept)
+                    self._observe(time.perf_counter() - started)
             except BaseException:  # an interrupt, or an error in `on_step`: the device may be ahead of the texts
                 self.rows.read_again()
                 raise
         return self.busy
+
+    def admit(self) -> None:
+        """Give the slots of finished requests to waiting ones, and the caches room for all of them."""
+        self.rows.admit(self.waiting)
+        self.rows.grow(self.waiting)
+
+    def prefill(self) -> bool:
+        """Process one chunk of the prompts that are not in the cache yet; sample a first token after complete ones.
+
+        Returns False if all prompts are in the cache.
+        """
+        chunk = self.rows.next_chunk(self.chunk)
+        if chunk is None:
+            return False
+        hidden = prefill.process(chunk, self.target, self.cache, self.drafter)  # [R, D] of each row's last token
+        self.num_prefilled_tokens += sum(chunk.counts)
+        complete = {}
+        for i, count in enumerate(chunk.counts):
+            slot = self.scheduler.slots[chunk.start + i]
+            slot.num_computed_tokens += count
+            # Of a preempted request the completion is read again too, so it is complete at the end of the whole
+            # sequence.
+            if slot.request and slot.num_computed_tokens == len(slot.sequence):
+                complete[i] = slot.request
+        if complete:
+            self.start_decoding({chunk.start + i: request for i, request in complete.items()}, hidden[list(complete)])
+        return True
+
+    def schedule(self) -> Batch | None:
+        """Return the rows that decode in this step, and choose the shape of their draft; None if no row decodes."""
+        requests = self.rows.decoding()
+        if not requests:
+            return None
+        if self.drafter:  # an adaptive one prices its drafts now, see `speculator.drafters.price`
+            self.rows.reshape(self.drafter.choose(requests))
+        return self.rows.batch(requests)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:  # `Verified.report` and `kept`
+        """Run the step on the device: `decode_batch`, or a CUDA graph of it."""
+        made = self.rows.run(self, batch)
+        if self.drafter:
+            self.drafter.prepare()  # a GPU runs the step meanwhile
+        return made
+
+    def process(self, batch: Batch, report: Tensor, kept: Tensor | None = None) -> None:
+        """Append a step's tokens to the batch's requests, some of which may finish.
+
+        `report` and `kept` are those of `Verified`.
+        """
+        rows = report.tolist()  # the step's one copy to the host
+        logprobs = {} if kept is None else self._logprobs(batch, rows, kept)
+        # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
+        for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, batch.requests, rows, strict=False)):
+            *path, drafted, accepted, next_token, finite = row
+            # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.
+            slot.num_computed_tokens += 1 + accepted
+            if finite and not request.finish_reason:  # an `on_step` of this step may have cancelled it
+                request.append([*path[:accepted], next_token], drafted, logprobs.get(i))
+            elif drafted and not finite:
+                # A drafted token may have done it, even one that would be rejected: attention adds -inf to its scores,
+                # and NaN remains. The prefill of the text as it is shows whether the text itself is at fault.
+                self.rows.erase(i)
+                slot.phase = PREFILLING
+            elif not finite:
+                self._fail(i, request)
+
+    def _observe(self, seconds: float) -> None:
+        """Count the seconds of a step without its prefill."""
+        self.decode_seconds += seconds
+        if self.drafter:
+            self.drafter.observe(seconds)
+
+    # ---- its device work, which a CUDA graph can replay
 
     def decode_batch(self, batch: Batch) -> tuple[Tensor, Tensor | None]:  # `Verified.report` and `kept`
         """Run one step's device work (draft, verify, accept, commit) for a batch; return what the host needs.
@@ -429,25 +491,7 @@ class Engine:
         """Add the tokens that `commit` keeps in the cache to the drafter's memory."""
         self.rows.memory.commit(verified.tokens, verified.hidden, verified.counts)
 
-    # ---- host work around a step
-
-    def prefill(self) -> None:
-        """Process one chunk of the prompts that are not in the cache yet; sample a first token after complete ones."""
-        chunk = self.rows.next_chunk(self.chunk)
-        if chunk is None:
-            return
-        hidden = prefill.process(chunk, self.target, self.cache, self.drafter)  # [R, D] of each row's last token
-        self.num_prefilled_tokens += sum(chunk.counts)
-        complete = {}
-        for i, count in enumerate(chunk.counts):
-            slot = self.scheduler.slots[chunk.start + i]
-            slot.num_computed_tokens += count
-            # Of a preempted request the completion is read again too, so it is complete at the end of the whole
-            # sequence.
-            if slot.request and slot.num_computed_tokens == len(slot.sequence):
-                complete[i] = slot.request
-        if complete:
-            self.start_decoding({chunk.start + i: request for i, request in complete.items()}, hidden[list(complete)])
+    # ---- host work of a step
 
     def start_decoding(self, requests: dict[int, Request], hidden: Tensor) -> None:
         """Sample the first new token of requests, by row, whose prompts are complete, and mark the rows as decoding.
@@ -463,27 +507,6 @@ class Engine:
             elif not request.finish_reason:
                 drafted = 0 if request.num_new else None  # a preempted request's token counts as a step without a draft
                 request.append([token], drafted, logprobs.get(i))
-
-    def append_tokens(self, batch: Batch, report: list[list[int]], kept: Tensor | None = None) -> None:
-        """Append a step's tokens to the batch's requests, some of which may finish.
-
-        `report` and `kept` are those of `Verified`.
-        """
-        logprobs = {} if kept is None else self._logprobs(batch, report, kept)
-        # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
-        for i, (slot, request, row) in enumerate(zip(self.scheduler.slots, batch.requests, report, strict=False)):
-            *path, drafted, accepted, next_token, finite = row
-            # Computed in this step: the pending token and the accepted ones. `next_token` is pending now.
-            slot.num_computed_tokens += 1 + accepted
-            if finite and not request.finish_reason:  # an `on_step` of this step may have cancelled it
-                request.append([*path[:accepted], next_token], drafted, logprobs.get(i))
-            elif drafted and not finite:
-                # A drafted token may have done it, even one that would be rejected: attention adds -inf to its scores,
-                # and NaN remains. The prefill of the text as it is shows whether the text itself is at fault.
-                self.rows.erase(i)
-                slot.phase = PREFILLING
-            elif not finite:
-                self._fail(i, request)
 
     def _logprobs(self, batch: Batch, report: list[list[int]], kept: Tensor) -> dict[int, list[TokenLogprobs]]:
         """Return the log-probabilities of a step's new tokens, by the rows that want them."""

@@ -6,11 +6,10 @@ What moves or grows does so in all of them.
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,6 +81,7 @@ class Rows:
         slots: number of rows.
         capacity: tokens of a sequence for which every row has room from the start.
         capture: replay steps as CUDA graphs where target, drafter and device allow it.
+        work: device work of a step, called with the arguments of `run`.
 
     Attributes:
         scheduler: the slots, in the order of the rows.
@@ -93,7 +93,15 @@ class Rows:
 
     cache: KVCache
 
-    def __init__(self, target: Target, drafter: Drafter | None, slots: int, capacity: int, capture: bool):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        slots: int,
+        capacity: int,
+        capture: bool,
+        work: Callable[..., tuple[Tensor, Tensor | None]],
+    ):
         self.target, self.drafter = target, drafter
         self.scheduler = Scheduler(slots, target.recurrent)
         self.pending = torch.zeros(slots, dtype=torch.long, device=target.device)
@@ -106,8 +114,7 @@ class Rows:
         self._capture = capture
         self.capturing = capture and cuda_graphs.capturable(target, drafter)
         self._samplings: dict[Hashable, RowSampling] = {}
-        self._captured: list[Captured] = []
-        self._pool = cuda_graphs.new_pool(target.device)
+        self._step = Captured(work, cuda_graphs.new_pool(target.device))
 
     @property
     def memory(self) -> Memory:
@@ -312,28 +319,27 @@ class Rows:
             counts=[min(room, own) for own in widths],
         )
 
-    def select(self) -> Batch | None:
-        """Select the decoding rows for the next step and return them as a batch; None if no row decodes."""
+    def decoding(self) -> list[Request]:
+        """Move the rows that decode to the front, and return their requests in this order."""
         self.release()
         count = self.scheduler.count(DECODING)
-        if not count:
-            return None
         if any(slot.phase != DECODING for slot in self.scheduler.slots[:count]):
             self._sort()
-        slots = self.scheduler.slots[:count]
-        requests = [slot.request for slot in slots if slot.request]
-        if self.drafter:
-            self.reshape(self.drafter.choose(requests))
+        return [slot.request for slot in self.scheduler.slots[:count] if slot.request]
+
+    def batch(self, requests: list[Request]) -> Batch:
+        """Select the rows of the requests, those of `decoding`, for the next step, and return them as a batch."""
+        count = len(requests)
         # Captured steps have a power of two rows, so that graphs are few; the rows from `count` on are idle.
         rows = min(len(self.scheduler.slots), 1 << (count - 1).bit_length()) if self.capturing else count
         # Less one: the newest token of each row is pending, and not in the cache yet.
-        self.cache.select(0, rows, max(len(slot.sequence) for slot in slots) - 1)
+        self.cache.select(0, rows, max(len(request.sequence) for request in requests) - 1)
         batch = self._batch
         # The same requests as in the step before: settings and views are still right, and nothing is sent to the
         # device.
         if batch is None or requests != batch.requests or rows != len(batch.pending):
             batch = self._batch = self._new_batch(requests, rows)
-        batch.sequences = [*(slot.sequence for slot in slots), *[[] for _ in range(rows - count)]]
+        batch.sequences = [*(request.sequence for request in requests), *[[] for _ in range(rows - count)]]
         batch.suppressed = suppressed(requests)
         return batch
 
@@ -370,36 +376,26 @@ class Rows:
 
     # ---- captured steps
 
-    def replayed(self, owner: Any, method: str) -> Callable[..., Any]:
-        """Return a function that calls a method of `owner` or, while steps are captured, replays it as a CUDA graph.
+    def run(self, engine: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Call `work` with these arguments or, while steps are captured, replay it as a CUDA graph, which reads none.
 
-        The function takes the method's arguments, the first of which is a `Batch`.
+        Only buffers change between replays of one graph. So nothing here may keep the engine: it would never be freed.
         """
-        work, reference = Captured(getattr(type(owner), method), self._pool), weakref.ref(owner)
-        self._captured.append(work)
-
-        def run(batch: Batch, *arguments: Any) -> Any:
-            owner = reference()
-            assert owner is not None
-            if not self.capturing or batch.suppressed:
-                return work.work(owner, batch, *arguments)
-            state = [*self.cache.state, self.pending, *self.memory.buffers]
-            drafting = self.drafter and (self.drafter.shape, self.memory.version)
-
-            def key() -> Hashable:
-                # Whatever changes shapes or code of a step must be in the key; whatever changes only values must be in
-                # a buffer.
-                logprobs = batch.num_logprobs is not None
-                return len(batch.pending), self.cache.longest, batch.sampling.kind, drafting, logprobs
-
-            with cuda_graphs.on(self.target.device), ExitStack() as grid:
-                # A fine bucket reads fewer keys and needs a graph of its own; until that pays, a coarse one will do.
-                if self.cache.spared and not work.pays(key(), self._saving):
-                    grid.enter_context(coarse_buckets())
+        if not self.capturing or batch.suppressed:
+            return self._step.work(engine, batch)
+        state = [*self.cache.state, self.pending, *self.memory.buffers]
+        with cuda_graphs.on(self.target.device):
+            # A fine bucket reads fewer keys and needs a graph of its own; until that pays, a coarse one will do.
+            coarse = self.cache.spared and not self._step.pays(self._key(batch), self._saving)
+            with coarse_buckets() if coarse else nullcontext():
+                if coarse:
                     self.cache.round_again()
-                return work(key(), state, owner, batch, *arguments)
+                return self._step(self._key(batch), state, engine, batch)
 
-        return run
+    def _key(self, batch: Batch) -> Hashable:
+        """Return what shapes and code of a step depend on; whatever changes only values must be in a buffer."""
+        drafting = self.drafter and (self.drafter.shape, self.memory.version)
+        return len(batch.pending), self.cache.longest, batch.sampling.kind, drafting, batch.num_logprobs is not None
 
     def _saving(self) -> float:
         """Return the share of a step's time that fine buckets of the cache length save, compared with coarse ones.
@@ -417,9 +413,7 @@ class Rows:
 
         torch can't capture into a pool whose graphs are all gone.
         """
-        self._pool = cuda_graphs.new_pool(self.target.device)
-        for each in self._captured:
-            each.clear(self._pool)
+        self._step.clear(cuda_graphs.new_pool(self.target.device))
 
 
 def _opened(drafter: Drafter, cache: KVCache) -> Drafter:

@@ -70,7 +70,7 @@ def paired_steps(
         for row, prompt in enumerate(prompts):
             own = Sampling(sampling.temperature, seed=sampling.seed + row)
             requests.append(engine.enqueue(Request(target.text(prompt), own, max_new_tokens=room)))
-        engine.rows.admit(engine.waiting)
+        engine.admit()
         while engine.scheduler.prefilling:
             engine.prefill()
     pairs: list[tuple[float, float]] = []
@@ -171,7 +171,7 @@ def _round(
     for row in range(slots):
         prompt[-_OWN:] = draw.choices(range(size), k=len(prompt[-_OWN:]))
         requests.append(engine.submit(list(prompt), Sampling(temperature, seed=row), eos_token_ids=()))
-    rows.admit(engine.waiting)
+    engine.admit()
     while engine.scheduler.prefilling and time.perf_counter() < deadline:
         engine.prefill()
 

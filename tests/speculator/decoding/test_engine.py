@@ -839,8 +839,8 @@ def test_a_prompt_far_beyond_the_trained_length_is_logged_once(target, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-INTERRUPTED = {"plain": ("append_tokens", "start_decoding"), "mlp": ("on_step", "commit")}
-INTERRUPTED |= {"eagle3": ("start_decoding", "commit"), "ngram": ("append_tokens", "on_step")}
+INTERRUPTED = {"plain": ("process", "start_decoding"), "mlp": ("on_step", "commit")}
+INTERRUPTED |= {"eagle3": ("start_decoding", "commit"), "ngram": ("process", "on_step")}
 
 
 @pytest.mark.parametrize(
@@ -848,7 +848,7 @@ INTERRUPTED |= {"eagle3": ("start_decoding", "commit"), "ngram": ("append_tokens
     [
         pytest.param(kind, where, marks=[pytest.mark.soak] * (where not in places))
         for kind, places in INTERRUPTED.items()
-        for where in ("append_tokens", "on_step", "start_decoding", "commit")
+        for where in ("process", "on_step", "start_decoding", "commit")
     ],
 )
 def test_texts_go_on_as_they_are_after_an_interrupt(target, kind, where):

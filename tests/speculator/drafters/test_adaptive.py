@@ -121,9 +121,9 @@ def test_what_a_head_remembers_is_the_text_after_steps_without_it(architecture):
             anew = Engine(target, HeadDrafter(head, shape), slots=2)
             for text in texts:
                 anew.submit(text[:-1], max_new_tokens=10)
-            anew.rows.admit(anew.waiting)
+            anew.admit()
             anew.prefill()
-            assert torch.equal(anew.draft(anew.rows.select())[0].tokens, drafts[-1].tokens)
+            assert torch.equal(anew.draft(anew.schedule())[0].tokens, drafts[-1].tokens)
             compared += 1
     assert compared == 10
 

@@ -32,7 +32,7 @@ def test_texts_and_drafts_are_as_if_it_had_always_drafted_so(architecture):
             anew = Engine(target, HeadDrafter(head, engine.drafter.shape), slots=2)
             for text in before:
                 anew.submit(text[:-1], max_new_tokens=10)
-            anew.rows.admit(anew.waiting)
+            anew.admit()
             anew.prefill()
             again = following(anew)
             anew.step()

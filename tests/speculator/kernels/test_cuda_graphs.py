@@ -501,10 +501,10 @@ class TestOnTheGpu:
         for _ in range(4):  # warm-up, capture, proof
             engine.step()
         before = engine.cache.lengths.clone()
-        batch = engine.rows.select()
+        batch = engine.schedule()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            report, _ = engine._decode(batch)
+            report, _ = engine.forward(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(engine.cache.lengths, before + report[:, -3] + 1)

@@ -177,11 +177,11 @@ def test_an_engine_that_fails_is_created_again(chat_target, caplog):
 
 def test_a_request_that_the_engine_ends_alone_is_an_error_alone(chat_target):
     class Ending(Engine):
-        def append_tokens(self, batch, *given):
+        def process(self, batch, *given):
             for request in batch.requests:
                 if request.prompt[0] == 17:
                     request.fail("not_finite", "its logits are not finite")
-            super().append_tokens(batch, *given)
+            super().process(batch, *given)
 
     body = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
     with serving(chat_target, engine=Ending) as (url, worker), ThreadPoolExecutor(2) as threads:
@@ -368,5 +368,5 @@ def test_generating_without_enough_memory_is_an_error(target, monkeypatch):
     engine = Engine(target, slots=2, capacity=32)
     engine.generate([[1, 2, 3]], max_new_tokens=8)
     with pytest.raises(UserError, match="60 tokens"):
-        engine.generate([[4] * 60], max_new_tokens=8)
+        engine.generate([[4] * 60], max_new_tokens=8).check()
     assert not engine.busy
