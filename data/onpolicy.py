@@ -84,8 +84,8 @@ def generate_rows(
         UserError: no prompt, an empty prompt, or one that fills the context; or a folder made with other settings.
     """
     chats = [each if isinstance(each, Conversation) else Conversation(each) for each in prompts]
-    check_prompts(target, [chat.ids for chat in chats])
-    chats = [replace(chat, ids=target.text(chat.ids)) for chat in chats]
+    texts = check_prompts(target, [chat.ids for chat in chats])
+    chats = [replace(chat, ids=text) for chat, text in zip(chats, texts, strict=True)]
     # The longest first: rows of a batch have similar lengths, and too little memory shows in the first batch.
     order = sorted(range(len(prompts)), key=lambda row: -chats[row].size)
     piece_size = _PIECE * batch_size

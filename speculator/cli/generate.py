@@ -100,8 +100,8 @@ def _sampling(arguments: argparse.Namespace, row: int) -> Sampling:
 def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Namespace) -> list[Request]:
     """Decode all rows; print or write their texts, and return the finished requests, in the order of the rows."""
     tokenizer = engine.target.tokenizer
-    ids = [prompt.tokens(tokenizer) for _, prompt in rows]
-    check_prompts(engine.target, ids)  # all of them, before the first is decoded
+    # All of them, before the first is decoded.
+    ids = check_prompts(engine.target, [prompt.tokens(tokenizer) for _, prompt in rows])
     continues = [not prompt.chat and not engine.target.encoder for _, prompt in rows]
     leads = [prompt.text if shown else "" for (_, prompt), shown in zip(rows, continues, strict=True)]
     contexts = [tokens if shown else () for tokens, shown in zip(ids, continues, strict=True)]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +21,7 @@ from speculator.decoding import prefill
 from speculator.decoding.draft import Computed, ComputedRagged, Draft
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
-from speculator.decoding.request import (
-    EndSettings,
-    Generation,
-    Request,
-    StopStrings,
-    as_count,
-    as_token_set,
-    check_prompts,
-    max_new_tokens_per_row,
-    sampling_per_row,
-)
+from speculator.decoding.request import EndSettings, Generation, Request, as_text, check_prompts, new_requests
 from speculator.decoding.rows import Batch, Rows
 from speculator.decoding.sampling import Noise, Sampling, draw
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
@@ -136,7 +125,7 @@ class Engine:
     # ---- requests in
 
     def submit(self, prompt: Sequence[int], sampling: Sampling | None = None, **settings: Any) -> Request:
-        """Make a request, queue it and return it; see `request` for the settings."""
+        """Make a request, queue it and return it; see `request`."""
         return self.enqueue(self.request(prompt, sampling, **settings))
 
     def request(
@@ -144,54 +133,20 @@ class Engine:
         prompt: Sequence[int],
         sampling: Sampling | None = None,
         *,
-        max_new_tokens: int = 128,
-        stop_strings: Sequence[str] | StopStrings = (),
-        eos_token_ids: int | Collection[int] | None = None,
-        logprobs: int | None = None,
-        min_tokens: int = 0,
         on_step: Callable[[list[int], int], None] | None = None,
+        **settings: Any,
     ) -> Request:
-        """Validate the settings and return a `Request` for `enqueue`; for settings not listed here, see `generate`.
+        """Return a request for `enqueue`.
 
         Args:
-            logprobs: likeliest tokens to report with each new token's log-probability; None: no log-probabilities.
-            min_tokens: tokens before the completion may end; until then, no EOS token is sampled, and stop strings
-                do not count.
+            prompt: token ids; a text of `speculator.decoding.request.check_prompts` is not checked again.
+            settings: `max_new_tokens`, `stop_strings` and `eos_token_ids`, see the function `generate`; `logprobs` and
+                `min_tokens`, see `speculator.decoding.request.new_requests`.
             on_step: called with (new tokens, how many of them were drafted) after every step, prefill included.
         """
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise UserError(f"sampling must be a Sampling, got {sampling!r:.40}")
-        logprobs = None if logprobs is None else as_count("logprobs", logprobs)
-        min_tokens = as_count("min_tokens", min_tokens)
-        (tokens,) = check_prompts(self.target, [prompt])
-        text = self.target.text(tokens)
-        # Whichever limit is lower ends the completion, and gives its reason.
-        room = self.target.context_length - len(text)
-        requested = as_count("max_new_tokens", max_new_tokens, least=1)
-        limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
-        eos = self.target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
-        stop: StopStrings | None = None
-        if isinstance(stop_strings, StopStrings):
-            stop = stop_strings
-        elif stop_strings:
-            stop = StopStrings(stop_strings, self.target.tokenizer)
-        if stop is not None:  # decoded text does not contain special tokens such as <|im_end|>
-            eos = {*eos, *stop.tokens}
-        # A tokenizer may have tokens beyond the vocabulary, which have no logits.
-        ending = {*self.target.eos_token_ids, *eos} if min_tokens else ()
-        early = {token for token in ending if 0 <= token < self.target.vocab_size}
-        return Request(
-            text,
-            sampling or Sampling(),
-            max_new_tokens=limit,
-            limit_reason=limit_reason,
-            eos=eos,
-            stop=stop,
-            on_step=on_step,
-            logprobs=logprobs,
-            min_tokens=min_tokens,
-            suppressed=early,
-        )
+        (made,) = new_requests(self.target, [as_text(self.target, prompt)], sampling, **settings)
+        made.on_step = on_step
+        return made
 
     def enqueue(self, request: Request) -> Request:
         """Queue a request made by `request`, and return it; it is admitted in a later `step`."""
@@ -202,25 +157,19 @@ class Engine:
         self.waiting.append(request)
         return request
 
-    @torch.inference_mode()
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        max_new_tokens: int | Sequence[int] = 128,
-        on_step: Callable[[int, list[int], int], None] | None = None,
         **settings: Any,
     ) -> Generation:
-        """Decode all prompts and return the completions; see the function `generate`, and `request` for `settings`."""
-        prompts = check_prompts(self.target, prompts)
-        samplings = sampling_per_row(sampling or Sampling(), len(prompts))
-        limits = max_new_tokens_per_row(max_new_tokens, len(prompts))
+        """Decode all prompts and return the completions; see the function `generate`, and `request` for settings."""
+        return self.complete(new_requests(self.target, check_prompts(self.target, prompts), sampling, **settings))
+
+    @torch.inference_mode()
+    def complete(self, requests: Sequence[Request]) -> Generation:
+        """Decode new requests to their ends, and return the completions."""
         prefill_before, decode_before = self.prefill_seconds, self.decode_seconds
-        requests = []
-        for row, (prompt, row_sampling, limit) in enumerate(zip(prompts, samplings, limits, strict=True)):
-            callback = None if on_step is None else (lambda new, drafted, row=row: on_step(row, new, drafted))
-            requests.append(self.request(prompt, row_sampling, max_new_tokens=limit, on_step=callback, **settings))
         try:
             for request in requests:
                 self.enqueue(request)
@@ -580,10 +529,13 @@ def generate(
     """
     if max_batch_size is not None and max_batch_size < 1:
         raise UserError(f"max_batch_size must be an integer >= 1, got {max_batch_size}")
-    prompts = check_prompts(target, prompts)
-    slots = min(len(prompts), max_batch_size or len(prompts))
-    new_tokens = sum(max_new_tokens_per_row(max_new_tokens, len(prompts)))
+    requests = new_requests(target, check_prompts(target, prompts), sampling, max_new_tokens=max_new_tokens, **ends)
+    slots = min(len(requests), max_batch_size or len(requests))
     # At worst every draft is accepted as a whole.
-    steps = new_tokens / slots / (1 + (drafter.num_speculative_tokens if drafter else 0))
+    steps = (
+        sum(request.max_new_tokens for request in requests)
+        / slots
+        / (1 + (drafter.num_speculative_tokens if drafter else 0))
+    )
     engine = Engine(target, drafter, slots=slots, rule=rule, capture=steps >= _MIN_STEPS_TO_CAPTURE)
-    return engine.generate(prompts, sampling, max_new_tokens=max_new_tokens, **ends)
+    return engine.complete(requests)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from numbers import Integral
-from operator import index
+from operator import index, itemgetter
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -95,7 +97,7 @@ class StopStrings:
         context: tuple[Sequence[int], str] = (), ""
         if begin == start:  # the first token's leading space is part of the text
             before = last(self.tokenizer, sequence[max(0, start - MAX_CONTEXT - 3) : start], MAX_CONTEXT)
-            if self._prompt is None or self._prompt[0] != before:  # several requests may share these strings
+            if self._prompt is None or self._prompt[0] != before:
                 self._prompt = before, decode(self.tokenizer, before)
             context = self._prompt
         text, early = decode_after(self.tokenizer, recent, *context), 0
@@ -279,16 +281,74 @@ def next_seed(seed: int, number: int) -> int:
     return (seed + number + 2**63) % 2**64 - 2**63
 
 
-def sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
+def new_requests(
+    target: Target,
+    texts: Sequence[Text],  # those of `check_prompts`
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    max_new_tokens: int | Sequence[int] = 128,
+    stop_strings: Sequence[str] | StopStrings = (),
+    eos_token_ids: int | Collection[int] | None = None,
+    logprobs: int | None = None,
+    min_tokens: int = 0,
+    on_step: Callable[[int, list[int], int], None] | None = None,
+) -> list[Request]:
+    """Make a request of each text; raise a UserError for a wrong setting. For the others, see the function `generate`.
+
+    Args:
+        logprobs: likeliest tokens to report with each new token's log-probability; None: no log-probabilities.
+        min_tokens: tokens before the completion may end; until then, no EOS token is sampled, and stop strings do not
+            count.
+    """
+    samplings = _sampling_per_row(sampling or Sampling(), len(texts))
+    limits = _max_new_tokens_per_row(max_new_tokens, len(texts))
+    logprobs = None if logprobs is None else as_count("logprobs", logprobs)
+    min_tokens = as_count("min_tokens", min_tokens)
+    eos = target.eos_token_ids if eos_token_ids is None else as_token_set(eos_token_ids)
+    stop: StopStrings | None = None
+    if isinstance(stop_strings, StopStrings):
+        stop = stop_strings
+    elif stop_strings:
+        stop = StopStrings(stop_strings, target.tokenizer)
+    if stop is not None:  # decoded text does not contain special tokens such as <|im_end|>
+        eos = {*eos, *stop.tokens}
+    # A tokenizer may have tokens beyond the vocabulary, which have no logits.
+    ending = {*target.eos_token_ids, *eos} if min_tokens else ()
+    early = {token for token in ending if 0 <= token < target.vocab_size}
+    made = []
+    for row, (text, own, requested) in enumerate(zip(texts, samplings, limits, strict=True)):
+        # Whichever limit is lower ends the completion, and gives its reason.
+        room = target.context_length - len(text)
+        limit, limit_reason = min((requested, "length"), (room, "context"), key=itemgetter(0))
+        request = Request(
+            text,
+            own,
+            max_new_tokens=limit,
+            limit_reason=limit_reason,
+            eos=eos,
+            stop=copy(stop),  # which keeps the text of its prompt's end
+            on_step=partial(on_step, row) if on_step else None,
+            logprobs=logprobs,
+            min_tokens=min_tokens,
+            suppressed=early,
+        )
+        made.append(request)
+    return made
+
+
+def _sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> list[Sampling]:
     """Return the sampling settings of each row; given one for all, row r gets the seed `seed + r`."""
     if isinstance(sampling, Sampling):
         return [replace(sampling, seed=next_seed(sampling.seed, row)) for row in range(rows)]
+    for each in sampling if isinstance(sampling, Sequence) else [sampling]:
+        if not isinstance(each, Sampling):
+            raise UserError(f"sampling must be a Sampling, got {each!r:.40}")
     if len(sampling) != rows:
         raise UserError(f"sampling: got {len(sampling)} settings for {rows} prompts")
     return list(sampling)
 
 
-def max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
+def _max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
     """Return each row's limit of new tokens, given one per row or one for all; raise a UserError for anything else."""
     given: Any = max_new_tokens
     limits = list(given) if isinstance(given, list | tuple) else [given] * rows
@@ -305,8 +365,11 @@ class TooLongError(UserError):
         self.number, self.length, self.longest = number, length, longest
 
 
-def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    """Return the prompts as lists; raise a UserError for one that is empty, too long or not of the target's tokens."""
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[Text]:
+    """Return the texts of prompts (`Target.text`), for `new_requests`.
+
+    Raises a UserError for a prompt that is empty, too long or not of the target's tokens.
+    """
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
         raise UserError(f"prompts must be lists of token ids, got {prompts!r:.40}")
     if not len(prompts):
@@ -325,7 +388,12 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
             longest = target.encoder.longest
         if len(prompt) > longest:
             raise TooLongError(number, len(prompt), longest, target.name)
-    return lists
+    return [target.text(prompt) for prompt in lists]
+
+
+def as_text(target: Target, prompt: Sequence[int]) -> Text:
+    """Return the text of a prompt, which is checked unless it is a text already."""
+    return prompt if isinstance(prompt, Text) else check_prompts(target, [prompt])[0]
 
 
 def _as_list(number: int, prompt: Any) -> list[int]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from speculator.decoding.drafter import Drafter
 from speculator.decoding.request import Request as DecodingRequest
-from speculator.decoding.request import check_prompts
+from speculator.decoding.request import check_prompts, new_requests
 from speculator.prompts import Conversation, continued
 from speculator.server.errors import HANDLED, APIError, answer_error
 from speculator.server.metrics import CountRequests, Metrics, Traffic
@@ -295,21 +295,18 @@ class _Routes:
         """
         tokenizer = self.target.tokenizer
         ids = [prompt if isinstance(prompt, list) else _tokens(prompt, tokenizer) for prompt in prompts]
-        check_prompts(self.target, ids)  # all of them: an error names the prompt's number
         # Answers to one prompt share its tokens.
-        texts = [self.target.text(prompt) for prompt in ids]
-        made = [
-            self.worker.engine.request(
-                texts[number // request.choices],
-                sampling,
-                max_new_tokens=request.max_new_tokens or self.target.context_length,
-                min_tokens=request.min_tokens or 0,
-                stop_strings=request.stops,
-                eos_token_ids=() if request.ignore_eos else None,
-                logprobs=request.num_logprobs,
-            )
-            for number, sampling in enumerate(request.samplings(len(ids) * request.choices))
-        ]
+        texts = [text for text in check_prompts(self.target, ids) for _ in range(request.choices)]
+        made = new_requests(
+            self.target,
+            texts,
+            request.samplings(len(texts)),
+            max_new_tokens=request.max_new_tokens or self.target.context_length,
+            min_tokens=request.min_tokens or 0,
+            stop_strings=request.stops,
+            eos_token_ids=() if request.ignore_eos else None,
+            logprobs=request.num_logprobs,
+        )
         return made, writer_class(request, self.name, tokenizer, ids, self.target.encoder is None)
 
     @contextlib.contextmanager

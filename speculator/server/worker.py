@@ -83,8 +83,8 @@ class Job:
 class Worker:
     """Runs an engine in a thread.
 
-    The worker's thread alone changes the engine. The event loop's thread calls `submit`, reads the jobs, counts slots,
-    and makes requests by `Engine.request`, which reads the target and nothing that a step changes.
+    The worker's thread alone changes the engine. The event loop's thread calls `submit`, reads the jobs and counts
+    slots.
 
     Args:
         make_engine: creates the engine with a drafter, and a new one after a failure.
@@ -149,7 +149,7 @@ class Worker:
         return max(0, self.load - self.in_use)
 
     def submit(self, requests: Sequence[Request]) -> Job:
-        """Queue requests made by `Engine.request`; return their job. Raises an APIError if the engine is broken."""
+        """Queue requests and return their job. Raises an APIError if the engine is broken."""
         job = Job(list(requests))
         for index, request in enumerate(requests):
             request.on_step = partial(self._collect, job, index)

@@ -11,6 +11,8 @@ from conftest import RECURRENT_RUNS, VOCAB, Oracle, tiny_head, tiny_model
 from drafters import make_drafter
 from transformers import AutoModelForCausalLM
 
+from data import onpolicy
+from data.writing import Writing
 from speculator import (
     Candidates,
     Chain,
@@ -26,6 +28,7 @@ from speculator import (
     generate,
 )
 from speculator.decoding import engine as engine_module
+from speculator.decoding import request as request_module
 from speculator.decoding import scheduler as scheduler_module
 from speculator.decoding import streaming
 from speculator.decoding.draft import Draft
@@ -143,6 +146,27 @@ def test_rejected_tokens_whose_states_are_not_finite_leave_nothing(target, bucke
     target.model.get_input_embeddings().weight.data[drafter.bad] = torch.nan
     made = Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=12, eos_token_ids=())
     assert (made.tokens, made.finish_reasons) == (expected, ["length"] * 3)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda target, folder: generate(target, None, PROMPTS, max_new_tokens=2),
+        lambda target, folder: Engine(target).generate(PROMPTS, max_new_tokens=2),
+        lambda target, folder: onpolicy.generate_rows(
+            target, None, PROMPTS, folder, Writing(max_new_tokens=2), batch_size=2
+        ),
+    ],
+    ids=["generate", "engine", "rows"],
+)
+def test_prompts_are_checked_once(target, tmp_path, work, monkeypatch):
+    """All of them together, before one is decoded; a later error would not name the prompt's number."""
+    checked, check = [], request_module.check_prompts
+    counted = lambda target, prompts: checked.append(len(prompts)) or check(target, prompts)  # noqa: E731
+    for module in (request_module, engine_module, onpolicy):
+        monkeypatch.setattr(module, "check_prompts", counted)
+    work(target, tmp_path)
+    assert checked == [len(PROMPTS)]
 
 
 def test_the_others_are_complete_if_there_is_no_memory_for_one(target, monkeypatch):

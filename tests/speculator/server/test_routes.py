@@ -627,12 +627,12 @@ def test_long_work_is_done_outside_of_the_event_loop(chat_target, monkeypatch):
         def noted(*given, **how):
             seen.setdefault(name, set()).add(threading.current_thread().name)
             found = original(*given, **how)
-            made.extend([found] if name == "request" else [])
+            made.extend(found if name == "requests" else [])
             return found
 
         return noted
 
-    monkeypatch.setattr(Engine, "request", noting("request", Engine.request))
+    monkeypatch.setattr(app, "new_requests", noting("requests", app.new_requests))
     monkeypatch.setattr(app, "JSONResponse", noting("dump", app.JSONResponse))
     monkeypatch.setattr(app.ChatWriter, "_parsed", noting("parsed", app.ChatWriter._parsed))
     body = {"messages": CHAT, "tools": [TOOL], "max_tokens": 3, "n": 3, "logprobs": True}
@@ -648,7 +648,7 @@ def test_long_work_is_done_outside_of_the_event_loop(chat_target, monkeypatch):
     assert not any(request.token_logprobs for request in made), "they have been sent"
     for name, threads in seen.items():
         assert all(thread.startswith(("ThreadPool", "asyncio_")) for thread in threads), (name, threads, loops)
-    assert set(seen) == {"request", "dump", "parsed"}
+    assert set(seen) == {"requests", "dump", "parsed"}
 
 
 def test_requests_that_are_read_count_and_do_not_hold_up_answers(chat_target, monkeypatch):
