@@ -69,7 +69,7 @@ from transformers.cache_utils import Cache
 from speculator.about import processor
 from speculator.checkpoints.loading import bind
 from speculator.decoding.draft import Draft
-from speculator.decoding.memory import Memory
+from speculator.decoding.drafter import Memory
 from speculator.decoding.sampling import RowSampling
 from speculator.drafters import Chain, Drafter, FixedTree, HeadDrafter
 from speculator.drafters.adaptive import AdaptiveDrafter

@@ -6,7 +6,6 @@ from networkx import DiGraph, strongly_connected_components
 PACKAGES = ("speculator", "data", "eval", "train")
 CIRCLES = {
     "data.documents data.rows",
-    "speculator.decoding.drafter speculator.decoding.memory",
     "speculator.target.attention.attention speculator.target.attention.write speculator.target.cache.cross_memory "
     "speculator.target.cache.kv_cache speculator.target.encoder.encoder",
     "speculator.target.in_process speculator.target.model speculator.target.probe",

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.drafter import Drafter
+from speculator.decoding.drafter import Drafter, Sequences
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
-from speculator.decoding.memory import Sequences
 from speculator.decoding.request import Request, max_logprobs, suppressed
 from speculator.decoding.sampling import Noise, RowSampling, without_suppressed
 from speculator.target.cache.kv_cache import KVCache

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter, Shape
-from speculator.decoding.memory import Memory, Sequences
+from speculator.decoding.drafter import Drafter, Memory, Sequences, Shape
 from speculator.decoding.prefill import Chunk
 from speculator.decoding.request import Request, max_logprobs, suppressed
 from speculator.decoding.sampling import RowSampling, without_suppressed

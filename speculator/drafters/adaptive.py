@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource, Shape
-from speculator.decoding.memory import LookupPaths, Sequences
+from speculator.decoding.drafter import LogitsSource, LookupPaths, Sequences, Shape
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Noise
 from speculator.drafters.head import HeadDrafter

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft, take_at
-from speculator.decoding.drafter import Drafter, LogitsSource, Shape
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
 from speculator.drafters.shapes import Chain, as_shape, grown
 from speculator.errors import UserError
 from speculator.target.cache.kv_cache import KVCache

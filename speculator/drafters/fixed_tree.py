@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import LogitsSource, Sequences
 from speculator.decoding.sampling import Noise, draw
 from speculator.drafters.shapes import check_branches, check_nodes
 from speculator.errors import UserError

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from speculator.decoding.drafter import LogitsSource, Shape
+from speculator.decoding.drafter import LogitsSource, LookupPaths, Shape
 from speculator.decoding.engine import Engine
-from speculator.decoding.memory import LookupPaths
 from speculator.decoding.request import Request
 from speculator.decoding.sampling import Sampling
 from speculator.device import synchronize

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import Drafter
-from speculator.decoding.memory import LookupPaths, Memory, Sequences
+from speculator.decoding.drafter import Drafter, LookupPaths, Memory, Sequences
 from speculator.decoding.request import Request, as_count
 from speculator.decoding.sampling import Noise
 from speculator.decoding.verify import CHAIN_RULES

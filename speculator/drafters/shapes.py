@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource, Shape
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import LogitsSource, Sequences, Shape
 from speculator.decoding.request import as_count
 from speculator.decoding.sampling import Noise, draw, most_likely
 from speculator.decoding.verify import CHAIN_RULES

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from speculator.decoding.draft import gather_at, take_at
-from speculator.decoding.drafter import LogitsSource
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import LogitsSource, Sequences
 from speculator.target.cache.kv_cache import KVCache
 
 if TYPE_CHECKING:

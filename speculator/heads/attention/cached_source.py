@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from speculator.decoding.drafter import LogitsSource
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import LogitsSource, Sequences
 from speculator.heads.attention.cache import HeadCache
 from speculator.kernels import cuda_graphs
 

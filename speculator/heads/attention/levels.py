@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speculator.decoding.draft import gather_at, take_at
-from speculator.decoding.drafter import Shape
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import Sequences, Shape
 from speculator.heads.attention.cache import HeadCache
 from speculator.heads.attention.cached_source import CachedSource
 from speculator.kernels import cuda_graphs

@@ -34,8 +34,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from speculator.decoding.drafter import Shape
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import Sequences, Shape
 from speculator.device import send
 from speculator.errors import refuse
 from speculator.heads.attention.base import (

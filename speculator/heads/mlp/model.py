@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from speculator.decoding.draft import gather_at
-from speculator.decoding.memory import Sequences
+from speculator.decoding.drafter import Sequences
 from speculator.errors import UserError
 from speculator.heads.drafting import LastHiddenSource
 from speculator.heads.unrolled import UnrolledConfig, UnrolledHead

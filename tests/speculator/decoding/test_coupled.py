@@ -10,8 +10,7 @@ from enumeration import chi_square_p
 
 from speculator import Candidates, Chain, FixedTree, Sampling, Target, Tree, generate
 from speculator.decoding.draft import Draft
-from speculator.decoding.drafter import LogitsSource
-from speculator.decoding.memory import LookupPaths
+from speculator.decoding.drafter import LogitsSource, LookupPaths
 from speculator.decoding.sampling import (
     _GAMMA,
     _GUMBEL,

@@ -18,7 +18,7 @@ from speculator import (
     UserError,
     generate,
 )
-from speculator.decoding.memory import LookupPaths
+from speculator.decoding.drafter import LookupPaths
 from speculator.decoding.verify import REJECTION_RULES
 from speculator.drafters.adaptive import AdaptiveDrafter, PathOrDraft
 from speculator.drafters.price import Choice

@@ -9,7 +9,7 @@ from conftest import RECURRENT_RUNS, tiny_head, tiny_model
 
 from eval.recording import recorded_steps
 from speculator import Chain, Engine, FixedTree, HeadDrafter, Sampling, Target, UserError
-from speculator.decoding.memory import LookupPaths
+from speculator.decoding.drafter import LookupPaths
 from speculator.drafters.costs import CostEntry, CostTable, fitted
 from speculator.drafters.measure import interquartile_mean, measure_costs, paired_steps, without_captures
 from speculator.drafters.tuning import adaptive_drafter

@@ -4,8 +4,8 @@ from conftest import CONFIGS, tiny_model
 
 from speculator import Target, UserError
 from speculator.decoding.draft import Draft
+from speculator.decoding.drafter import Memory
 from speculator.decoding.engine import Engine
-from speculator.decoding.memory import Memory
 from speculator.drafters import Drafter
 from speculator.target.aux_layers import AuxLayers
 
