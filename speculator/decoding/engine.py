@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -374,7 +375,8 @@ class Engine:
         # x_0 counts: it was read in this step. The next token does not, it is read in the next one. Idle rows commit
         # too, because a graph has a fixed number of rows; they commit nothing.
         counts = (path.accepted + 1) * batch.active
-        finite = finite & hidden.isfinite().flatten(1).all(1)
+        # The largest number of a row, which NaN is too: `isfinite` takes eight operations.
+        finite = finite & (torch.linalg.vector_norm(hidden, inf, (1, 2)) < inf)
         columns = (draft.longest, path.accepted, next_token, finite)
         report = torch.cat([tokens[:, 1:], *(column[:, None] for column in columns)], 1)
         kept = None if batch.num_logprobs is None else path.of(hidden if self.rows.capturing else logits)
@@ -417,7 +419,7 @@ class Engine:
         logits = batch.without_suppressed(logits, draft)
         if noise.coupled:
             last, next_token = match(noise.samples(logits, draft, computed.unpadded), draft)
-            finite: Tensor | bool = True
+            finite: Tensor | None = None
         else:  # n random numbers drew the draft, n more test it, another one samples
             assert self.drafter is not None
             nodes = self.drafter.nodes
@@ -429,7 +431,8 @@ class Engine:
             # One bad logit makes all probabilities NaN, and `draw` takes any token.
             finite = residual.sum(-1).isfinite()
         # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
-        return last, next_token, logits[(*computed.index(last), next_token)].isfinite() & finite
+        chosen = logits[(*computed.index(last), next_token)].abs() < inf
+        return last, next_token, chosen if finite is None else chosen & finite
 
     def commit(self, batch: Batch, verified: Verified) -> None:
         """Keep the pending token and the accepted tokens in the cache; the step's next token becomes pending."""

@@ -73,6 +73,7 @@ class RowSampling:
 
     Attributes:
         greedy: every row is at temperature 0, so the likeliest token is taken and no distribution is computed.
+        some_greedy: some row is.
         kind: what the host branches on, such as whether any row has top-p. Settings of one kind run the same kernels
             and differ in their tensors only.
     """
@@ -81,13 +82,13 @@ class RowSampling:
         self.rows = list(rows)
         rows = [Sampling(seed=row.seed) if row.greedy else row for row in rows]  # without filters
         self.greedy = all(row.greedy for row in rows)
-        self._some_greedy = any(row.greedy for row in rows)
+        self.some_greedy = any(row.greedy for row in rows)
         # The host knows for all rows what has to be computed at all. Which row has which number is in the tensors, so
         # one CUDA graph serves every batch of a kind.
         most = max(row.top_k for row in rows)
         self._most = most and 1 << (most - 1).bit_length()  # rounded up, so that CUDA graphs are few
         self._top_p, self._min_p = any(row.top_p < 1 for row in rows), any(row.min_p > 0 for row in rows)
-        self.kind = (self.greedy, self._some_greedy, self._most, self._top_p, self._min_p)
+        self.kind = (self.greedy, self.some_greedy, self._most, self._top_p, self._min_p)
 
         def column(values: Iterable[float]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.float64, device=device)[:, None, None]
@@ -106,7 +107,7 @@ class RowSampling:
         for name in _TENSORS:
             getattr(self, name).copy_(getattr(other, name))
 
-    def of_tokens(self, rows: Tensor) -> RowSampling:  # [T]
+    def of_tokens(self, rows: Tensor | slice) -> RowSampling:  # [T]
         """Return the settings of T tokens as a batch of T rows, given the row that each token belongs to."""
         chosen = copy(self)
         for name in _TENSORS:
@@ -141,7 +142,7 @@ class RowSampling:
         if logits.dim() == 2:
             return self.probs(logits[:, None])[:, 0]
         probs = self.scaled(logits).softmax(-1)
-        if self._some_greedy:
+        if self.some_greedy:
             best = torch.zeros_like(probs).scatter_(-1, most_likely(logits)[..., None], 1)
             probs = torch.where(self.at_zero, best, probs)
         return probs
@@ -166,6 +167,8 @@ class Noise:
         self.coupled = coupled or sampling.greedy
         self._noisy = coupled and not sampling.greedy
         self._block = max(1, _VALUES // size)  # tokens that a CPU samples at a time
+        # All rows, as slices: an index takes three times as long, and settings, seeds and positions need eight.
+        self._blocks = [slice(row, row + self._block) for row in range(0, len(positions), self._block)]
         self._levels: dict[int, Tensor] = {}  # [B, V] by depth, made on first use
         self._gumbel: Tensor | None = None  # [B, depth + 1, V] on a GPU, where fewer kernels matter more
         if self._noisy and positions.device.type != "cpu":
@@ -178,16 +181,15 @@ class Noise:
         if self._gumbel is not None:
             return self._gumbel[:, depth]
         if depth not in self._levels:
-            rows = torch.arange(len(self.positions)).split(self._block)
-            self._levels[depth] = torch.cat([self._of_rows(own, depth) for own in rows])
+            self._levels[depth] = torch.cat([self._of_rows(own, depth) for own in self._blocks])
         return self._levels[depth]
 
-    def _of_rows(self, rows: Tensor, depth: int) -> Tensor:  # [b] -> [b, V]
+    def _of_rows(self, rows: Tensor | slice, depth: int) -> Tensor:  # [b] -> [b, V]
         """Return the Gumbel noise of some rows for the token `depth` after the next one, made now or by the draft."""
         if depth in self._levels:
             return self._levels[depth][rows]
         noise = gumbel(self._seeds[rows], self.positions[rows] + depth, self._size)
-        return noise.masked_fill_(self.sampling.at_zero[rows, 0], 0.0)
+        return noise.masked_fill_(self.sampling.at_zero[rows, 0], 0.0) if self.sampling.some_greedy else noise
 
     def scores(
         self,
@@ -219,16 +221,15 @@ class Noise:
             return tokens
         if not self._noisy:
             return most_likely(logits)
-        rows = torch.arange(len(logits), device=logits.device)
         if draft.parents is None and self._gumbel is None:
-            return torch.stack([self._samples_at(logits[:, at], rows, at) for at in range(draft.depth + 1)], 1)
+            return torch.stack([self._samples_at(logits[:, at], self._blocks, at) for at in range(draft.depth + 1)], 1)
         if self._gumbel is None:
             noise = torch.stack([self._level(depth) for depth in range(draft.depth + 1)], 1)
         else:
             noise = self._gumbel[:, : draft.depth + 1]
         if draft.parents is not None:
             # Noise belongs to a position of the sequence: cousins in a tree have the same depth and share it.
-            noise = noise[rows[:, None], draft.depths]
+            noise = noise[torch.arange(len(logits), device=logits.device)[:, None], draft.depths]
         return most_likely(self.sampling.scaled(logits).add_(noise))
 
     def _samples_of(self, logits: Tensor, rows: Tensor, depths: Tensor) -> Tensor:  # [T, V], [T], [T] -> [T]
@@ -236,19 +237,19 @@ class Noise:
         tokens = torch.empty_like(rows)
         for depth in depths.unique().tolist():
             own = depths == depth
-            tokens[own] = self._samples_at(logits[own], rows[own], depth)
+            tokens[own] = self._samples_at(logits[own], rows[own].split(self._block), depth)
         return tokens
 
-    def _samples_at(self, logits: Tensor, rows: Tensor, depth: int) -> Tensor:  # [T, V], [T] -> [T]
+    def _samples_at(self, logits: Tensor, blocks: Sequence[Tensor | slice], depth: int) -> Tensor:  # [T, V] -> [T]
         """Return the target's own token for each row at one depth, in blocks that fit the cache of a CPU.
 
         Args:
-            logits: the target's, one position per entry of `rows`.
-            rows: indices of the rows in the batch.
+            logits: the target's, one position per row of `blocks`.
+            blocks: indices of the rows in the batch.
             depth: the position's distance from the pending token; 0 samples the token after it.
         """
         tokens = []
-        for own, of in zip(logits.split(self._block), rows.split(self._block), strict=True):
+        for own, of in zip(logits.split(self._block), blocks, strict=True):
             scores = self.sampling.of_tokens(of).scaled(own[:, None])[:, 0]
             tokens.append(most_likely(scores.add_(self._of_rows(of, depth))))
         return torch.cat(tokens)
