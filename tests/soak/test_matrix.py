@@ -51,7 +51,7 @@ CELLS, COVERED, PAIRS = journeys.cells()
 KILLS: dict[str, list[tuple[Any, str, int]]] = {
     "killed in stage 1": [(train.trainer, "stop_asked", 10)],  # after a checkpoint
     "killed writing": [(Batches, "write", 1)],
-    "killed in stage 2": [(train.run, "train_stage", 1), (train.trainer, "stop_asked", 5)],
+    "killed in stage 2": [(train.run, "train_stage", 1), (train.trainer, "stop_asked", 3)],
 }
 LOOK = {"0": Sampling(), "1": Sampling(1.0, seed=5), "0.8": Sampling(0.8, top_k=20, top_p=0.9, min_p=0.01, seed=9)}
 NEW = 14  # tokens
