@@ -81,6 +81,7 @@ def check_base(config: SpeculatorConfig) -> tuple[str, bool | None]:
         refuse((Path(name).is_dir() and not own_code, f"{name}: {fault}"))
         why = "which comes with code of its own" if own_code else "not on this machine"
         return f"base model: {name}, {why}, so its sizes were not checked", None
+    refuse((base.is_encoder_decoder, f"{name} is an encoder-decoder model, for which no head is trained"))
     text = base.get_text_config()
     vocab, hidden = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     refuse(

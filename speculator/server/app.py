@@ -111,7 +111,11 @@ def create_app(
     v1.add_api_route("/chat/completions", routes.chat, methods=["POST"])
     v1.add_api_route("/models", routes.models, methods=["GET"])
     if load_drafter:
-        v1.add_api_route("/speculator/load", partial(routes.load, load_drafter), methods=["POST"])
+
+        @v1.post("/speculator/load")  # FastAPI 0.120 reads no annotations of a partial
+        async def load(http: Request) -> dict[str, str]:
+            return await routes.load(load_drafter, http)
+
     v1.add_api_route("/models/{name:path}", routes.model, methods=["GET"])
     app.include_router(v1)
     app.add_api_route("/health", routes.health, methods=["GET", "HEAD"])

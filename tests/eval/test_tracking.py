@@ -16,6 +16,7 @@ from eval.suites import Suite
 from speculator import Target, UserError
 
 wandb = pytest.importorskip("wandb")
+Run = pytest.importorskip("wandb.sdk.wandb_run").Run  # older releases have no `wandb.Run`
 SUITE = Suite("text", [[1, 2, 3, 4], [5, 6, 7, 8]])
 
 
@@ -35,10 +36,10 @@ def test_an_offline_run_holds_figures_and_plots(made, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
     logged: dict = {}
-    (report, folder), log = made, wandb.Run.log
+    (report, folder), log = made, Run.log
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     assert not (tmp_path / "wandb").exists()
-    monkeypatch.setattr(wandb.Run, "log", lambda run, values: (logged.update(values), log(run, values)))
+    monkeypatch.setattr(Run, "log", lambda run, values: (logged.update(values), log(run, values)))
     tracking.send(report, tmp_path, "wandb")
     assert wandb.run is None
     row = next(row for row in report["suites"] if row["drafter"] == "head")

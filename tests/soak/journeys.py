@@ -15,6 +15,7 @@ import pyarrow
 import torch
 from chat_targets import CHATML, tokenizer_of
 from conftest import CONFIGS, DFLASH, DFLASH2, RECURRENT
+from encoder_decoders import save_encoder_decoder
 from gguf_files import tiny_llama, write_gguf
 from peft import LoraConfig, get_peft_model
 from pyarrow import parquet
@@ -41,6 +42,11 @@ FACTORS: dict[str, list] = {
     "processes": [1, 2],
 }
 """What a journey is made of. A value that some value of another factor rules out is in `clashes`."""
+ENCODER_DECODERS = ["t5", "bart"]
+"""Targets of journeys without a head: none is trained for them."""
+ENDS = {"qwen3": 2.5, "gemma3": 2.5, "qwen3_moe": 3, "gguf": 4}
+"""How likely a turn ends, as a factor of the token's logits."""
+STDLIB = ROOT / "examples/stdlib_target"
 LOSSES: dict[str, dict[str, float]] = {
     "default": {},
     "d_pace": {"kl": 1, "d_pace": 0.5},
@@ -72,67 +78,57 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def clashes(cell: dict[str, Any]) -> bool:
-    """Return whether a cell, which may lack factors, is a journey that the documentation rules out."""
+CLASHES: list[dict[str, list]] = [
+    {"head": ["mtp"], "target": FACTORS["target"][:-1]},
+    {"head": ["mtp", "dflash2"], "draft_vocab": [120]},
+    {"target": ["stdlib", "adapter"], "source": ["chats", "two"]},  # no chat template
+    {"start": ["killed in stage 2"], "stages": [1]},
+    {"start": ["killed writing"], "stages": [1], "source": [name for name in FACTORS["source"] if name != "self"]},
+    # Two processes are compared with one, bit by bit.
+    {"processes": [2], "start": FACTORS["start"][1:]},
+    {"processes": [2], "dtype": FACTORS["dtype"][1:]},
+    {"processes": [2], "length": ["epochs"]},
+]
+"""What the documentation rules out; a cell, which may lack factors, is no journey if one of these holds."""
 
-    def has(**values: Any) -> bool:
-        return all(
-            name in cell and (cell[name] in v if isinstance(v, set) else cell[name] == v) for name, v in values.items()
-        )
 
-    return (
-        has(head="mtp", target={*FACTORS["target"]} - {"mtp"})
-        or has(head={"mtp", "dflash2"}, draft_vocab=120)
-        or has(target={"stdlib", "adapter"}, source={"chats", "two"})  # no chat template
-        or has(start="killed in stage 2", stages=1)
-        or has(start="killed writing", stages=1, source={*FACTORS["source"]} - {"self"})
-        # Two processes are compared with one, bit by bit.
-        or has(processes=2, start={*FACTORS["start"]} - {"new"})
-        or has(processes=2, dtype={"bfloat16", "bfloat16 target"})
-        or has(processes=2, length="epochs")
-    )
+def fits(cell: dict[str, Any]) -> bool:
+    return not any(all(cell.get(name) in values for name, values in each.items()) for each in CLASHES)
 
 
 @functools.cache
-def cells() -> tuple[list[dict[str, Any]], list[int], int]:
-    """Return cells that hold each pair of values at least once, the pairs covered up to each cell, and all pairs.
+def cells() -> list[tuple[int, dict[str, Any]]]:
+    """Return cells that hold each pair of values at least once, each with the number of pairs covered up to it.
 
     Greedy: a cell begins with a pair that is left, and takes the values that cover the most others.
     """
-    draw, left = random.Random(6), {}
-    for (a, first), (b, second) in itertools.combinations(FACTORS.items(), 2):
-        left |= {((a, x), (b, y)): None for x, y in itertools.product(first, second) if not clashes({a: x, b: y})}
-    order = {name: number for number, name in enumerate(FACTORS)}
+    draw, made = random.Random(6), []
+    both = (
+        itertools.product(*([(name, value) for value in FACTORS[name]] for name in pair))
+        for pair in itertools.combinations(FACTORS, 2)
+    )
+    left = {frozenset(pair): None for pair in itertools.chain(*both) if fits(dict(pair))}
+    pairs = len(left)
 
-    def pair(*two: tuple[str, Any]) -> tuple:
-        return tuple(sorted(two, key=lambda each: order[each[0]]))
+    def covered(cell: dict[str, Any], *new: tuple[str, Any]) -> list[frozenset]:
+        some = itertools.product(new, cell.items()) if new else itertools.combinations(cell.items(), 2)
+        return [pair for pair in map(frozenset, some) if pair in left]
 
-    def completed(start: tuple) -> dict[str, Any]:
-        cell, names = dict(start), [name for name in FACTORS if name not in dict(start)]
+    def completed(start: frozenset) -> dict[str, Any]:
+        cell: dict[str, Any] = dict(start)
+        names = [name for name in FACTORS if name not in cell]
         for name in draw.sample(names, len(names)):
-            fitting = [value for value in FACTORS[name] if not clashes({**cell, name: value})]
-            if not fitting:
-                return {}
-            gains = {v: sum(pair((name, v), each) in left for each in cell.items()) for v in fitting}
-            cell[name] = max(fitting, key=lambda value: (gains[value], draw.random()))
+            values = [value for value in FACTORS[name] if fits({**cell, name: value})]
+            gains = {value: len(covered(cell, (name, value))) for value in values}
+            cell[name] = max(values, key=lambda value: (gains[value], draw.random()))
         return cell
 
-    made, covered = [], [0]
     while left:
-        best: dict[str, Any] = {}
-        gained: list[tuple] = []
-        for start in draw.sample([*left], min(4, len(left))):
-            cell = completed(start)
-            new = [each for each in (pair(*two) for two in itertools.combinations(cell.items(), 2)) if each in left]
-            if len(new) > len(gained):
-                best, gained = cell, new
-        if not best:
-            raise AssertionError("clashes rules out a pair by three factors")
-        for each in gained:
-            del left[each]
-        made.append({name: best[name] for name in FACTORS})
-        covered.append(covered[-1] + len(gained))
-    return made, covered[1:], covered[-1]
+        best = max(map(completed, draw.sample([*left], min(4, len(left)))), key=lambda cell: len(covered(cell)))
+        for pair in covered(best):
+            del left[pair]
+        made.append((pairs - len(left), {name: best[name] for name in FACTORS}))
+    return made
 
 
 def make_targets(folder: Path) -> None:
@@ -140,34 +136,32 @@ def make_targets(folder: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
-    def lively(model: Any) -> Any:
+    def lively(model: Any, name: str) -> Any:
         matrix = model.get_output_embeddings().weight
         with torch.no_grad():
             for weight in model.parameters():
-                if weight.ndim == 2 and weight is not matrix:
-                    weight *= 5
+                weight *= 5 if weight.ndim == 2 else 1
             matrix.normal_(generator=torch.Generator().manual_seed(0))
-            matrix[end] *= 1.5
+            matrix[end] *= ENDS.get(name, 1.5)
             matrix[len(tokenizer) :] = 0  # no text has these
         model.generation_config.eos_token_id = [0, end]
         return model.eval()
 
+    model = lively(mtp_models.model_of(mtp_models.config_of("glm4_moe", vocab_size=300, eos_token_id=[0, end])), "mtp")
+    mtp_models.save(folder / "mtp", model, mtp_models.mtp_of(model))
     for name in ("qwen3", "gemma3", "qwen3_moe", "qwen3_5", "gpt2"):
         config = copy.deepcopy((CONFIGS | RECURRENT)[name])
-        config.vocab_size, config.eos_token_id, config.tie_word_embeddings = 300, [0, end], False
-        config.max_position_embeddings = 512
+        sizes = {"vocab_size": 300, "max_position_embeddings": 512, "tie_word_embeddings": False}
+        config.update({**sizes, "eos_token_id": [0, end]})
         torch.manual_seed(0)
-        lively(AutoModelForCausalLM.from_config(config)).save_pretrained(folder / name)
+        lively(AutoModelForCausalLM.from_config(config), name).save_pretrained(folder / name)
+    for name in ("mtp", "qwen3", "gemma3", "qwen3_moe", "qwen3_5", "gpt2"):
         tokenizer.save_pretrained(folder / name)
-    model = lively(mtp_models.model_of(mtp_models.config_of("glm4_moe", vocab_size=300, eos_token_id=[0, end])))
-    mtp_models.save(folder / "mtp", model, mtp_models.mtp_of(model))
-    for file in folder.glob("mtp/*token*"):
-        file.unlink()
-    tokenizer.save_pretrained(folder / "mtp")
-    write_gguf(folder / "gguf.gguf", lively(tiny_llama(len(tokenizer))), tokenizer)
-    stdlib = AutoModelForCausalLM.from_pretrained(ROOT / "examples/stdlib_target", dtype=torch.float32)
+    write_gguf(folder / "gguf.gguf", lively(tiny_llama(len(tokenizer)), "gguf"), tokenizer)
+    for name in ENCODER_DECODERS:
+        save_encoder_decoder(folder / name, name, max_position_embeddings=512)
     shape = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    tuned = get_peft_model(stdlib, shape)
+    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(STDLIB, dtype=torch.float32), shape)
     for name, weight in tuned.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.05)
@@ -177,16 +171,13 @@ def make_targets(folder: Path) -> None:
 def make_sources(folder: Path, functions: Path) -> None:
     """Write sources of each kind, suites and prompts, from a file with functions as texts."""
     texts = [json.loads(line)["text"][:500] for line in functions.read_text().splitlines()][:120]
-    words = [text.split() for text in texts]
-    chats, tokenizer = [], tokenizer_of(CHATML)
-    for i, row in enumerate(row for row in words if len(row) >= 20):
-        turns = [" ".join(row[j : j + 5]) for j in range(0, 20, 5)][: 4 if i % 2 else 2]
-        roles = ["user", "assistant"] * 2
-        chats.append({"messages": [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=False)]})
-    ids = [tokenizer(text)["input_ids"][:80] for text in texts]
+    words = [[" ".join(text.split()[j : j + 5]) for j in range(0, 20, 5)] for text in texts if len(text.split()) >= 20]
+    roles = ["user", "assistant", "user", "assistant"]
+    turns = [list(zip(roles, row[: 4 if i % 2 else 2], strict=False)) for i, row in enumerate(words)]
+    ids = [tokenizer_of(CHATML)(text)["input_ids"][:80] for text in texts]
     rows = {
         "text": [*({"text": text} for text in texts), {"note": 1}, {"text": texts[0]}, {"text": ""}],
-        "chats": chats,
+        "chats": [{"messages": [{"role": role, "content": turn} for role, turn in row]} for row in turns],
         "pairs": [{"prompt": text[: len(text) // 3], "completion": text[len(text) // 3 :][:160]} for text in texts],
         "ids": [{"input_ids": row, "loss_mask": [int(i >= len(row) // 3) for i in range(len(row))]} for row in ids],
         "suite": [{"text": text} for text in texts[-4:]],
@@ -199,8 +190,6 @@ def make_sources(folder: Path, functions: Path) -> None:
 
 def sources(kind: str, folder: Path) -> list[str]:
     """Return `data.sources` of a kind."""
-    return {
-        "self": ["self"],
-        "two": [f"{folder / 'chats.jsonl'}@0.6", f"{folder / 'text.jsonl'}@0.4"],
-        "parquet": [str(folder / "parquet.parquet")],
-    }.get(kind, [str(folder / f"{kind}.jsonl")])
+    if kind == "two":
+        return [f"{folder / 'chats.jsonl'}@0.6", f"{folder / 'text.jsonl'}@0.4"]
+    return ["self"] if kind == "self" else [str(folder / f"{kind}.{'parquet' if kind == 'parquet' else 'jsonl'}")]

@@ -7,6 +7,7 @@ journey goes on after something is wrong, and its test fails with all of that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -18,43 +19,37 @@ from typing import Any
 import forked
 import pytest
 import torch
-from conftest import exit_code, shorten_validation
+from conftest import exit_code, shorten_validation, tiny_head
 from datasets import load_from_disk
 from kills import killed_at
+from peft import PeftModel
 from safetensors.torch import load_file
 from soak import journeys
-from transformers import AutoModelForCausalLM
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import train.run
 import train.trainer
 from data.batches import Batches
-from speculator import (
-    Candidates,
-    Chain,
-    DraftModelDrafter,
-    FixedTree,
-    HeadDrafter,
-    NgramDrafter,
-    Sampling,
-    Target,
-    Tree,
-    generate,
-    load_drafter,
-    load_head,
-    speculative,
-)
+from speculator import Sampling, Target, generate, load_drafter, load_head, speculative
 from speculator.__main__ import main
 from speculator.checkpoints import FORMATS
+from speculator.drafters import Candidates, Chain, DraftModelDrafter, FixedTree, HeadDrafter, NgramDrafter, Tree
 from train.config import ROOT
 
-CELLS, COVERED, PAIRS = journeys.cells()
+CELLS = journeys.cells()
 KILLS: dict[str, list[tuple[Any, str, int]]] = {
-    "killed in stage 1": [(train.trainer, "stop_asked", 10)],  # after a checkpoint
+    "killed in stage 1": [(train.trainer, "stop_asked", 6)],  # after a checkpoint
     "killed writing": [(Batches, "write", 1)],
-    "killed in stage 2": [(train.run, "train_stage", 1), (train.trainer, "stop_asked", 5)],
+    "killed in stage 2": [(train.run, "train_stage", 1), (train.trainer, "stop_asked", 3)],
 }
-LOOK = {"0": Sampling(), "1": Sampling(1.0, seed=5), "0.8": Sampling(0.8, top_k=20, top_p=0.9, min_p=0.01, seed=9)}
+SAMPLED = [Sampling(0.8, top_k=20, top_p=0.9, min_p=0.01, seed=9), Sampling(1.0, seed=5)]
 NEW = 14  # tokens
+
+
+def name_of(number: int) -> str:
+    covered, cell = CELLS[number - 1]
+    return f"{number}-{cell['target']}-{cell['head']}-{covered}_of_{CELLS[-1][0]}"
 
 
 @pytest.fixture(scope="module")
@@ -76,38 +71,42 @@ def journey(inputs, quick, tmp_path, monkeypatch, capfd):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    yield lambda cell, number: Journey(cell, number, inputs, tmp_path, monkeypatch, capfd)
+    yield lambda cell, number: Journey(cell, number, inputs, tmp_path / "out", monkeypatch, capfd)
     torch.set_num_threads(1)
-    left = [path for name in ("cwd", "tmp") for path in (tmp_path / name).iterdir()]
-    assert [path for path in left if not path.name.startswith("pymp-")] == []  # multiprocessing's own
+    left = [path.name for name in ("cwd", "tmp") for path in (tmp_path / name).iterdir()]
+    assert [name for name in left if not name.startswith("pymp-")] == []  # multiprocessing's own
 
 
-@pytest.mark.parametrize(
-    ("cell", "number"),
-    [
-        pytest.param(cell, number, id=f"{number}-{cell['target']}-{cell['head']}-{covered}_of_{PAIRS}")
-        for number, (cell, covered) in enumerate(zip(CELLS, COVERED, strict=True), 1)
-    ],
-)
-def test_a_journey(cell, number, journey):
-    made = journey(cell, number)
-    made.run()
-    assert not made.wrong, "\n".join([str(cell), *made.wrong])
+@pytest.mark.parametrize("number", range(1, len(CELLS) + 1), ids=name_of)
+def test_a_journey(number, journey):
+    made = journey(CELLS[number - 1][1], number)
+    made.with_a_head()
+    assert not made.wrong, "\n".join([str(made.cell), *made.wrong])
+
+
+@pytest.mark.parametrize("kind", journeys.ENCODER_DECODERS)
+def test_a_journey_of_an_encoder_decoder(kind, journey):
+    made = journey({"target": kind, "source": "pairs"}, 2)
+    made.without_a_head()
+    assert not made.wrong, "\n".join(made.wrong)
 
 
 class Journey:
-    def __init__(self, cell, number, inputs, folder, monkeypatch, capfd):
-        self.cell, self.number, self.inputs, self.out = cell, number, inputs, folder / "out"
+    def __init__(self, cell, number, inputs, out, monkeypatch, capfd):
+        self.cell, self.number, self.inputs, self.out = cell, number, inputs, out
         self.patch, self.capfd, self.wrong = monkeypatch, capfd, []
         kind = cell["target"]
-        name = "gguf.gguf" if kind == "gguf" else kind
-        self.target = ROOT / "examples/stdlib_target" if kind in ("stdlib", "adapter") else inputs / name
-        self.adapter = inputs / "adapter" if kind == "adapter" else None
+        self.stdlib = kind in ("stdlib", "adapter")
+        self.path = journeys.STDLIB if self.stdlib else inputs / ("gguf.gguf" if kind == "gguf" else kind)
+        adapter = str(inputs / "adapter") if kind == "adapter" else None
+        self.target = Target.load(str(self.path), dtype="float32", adapter=adapter)
+        self.names = ["--target", self.path, "--dtype", "float32", *(["--adapter", adapter] if adapter else [])]
         self.sources = journeys.sources(cell["source"], inputs)
+        self.suite = ["--suite", inputs / "suite.jsonl", "--max_prompts", 2, "--max_new_tokens", 12]
+        self.suite += ["--prompt_tokens", 16]
 
     def check(self, right: Any, what: str) -> bool:
-        if not right:
-            self.wrong.append(what)
+        self.wrong += [] if right else [what]
         return bool(right)
 
     # --- commands
@@ -124,176 +123,167 @@ class Journey:
             read, used, left = (int((each or "0").replace(",", "")) for each in text.groups())
             self.check(read == used + left, f"counts don't add up: {text[0]}")
         last = [line for line in re.split(r"[\n\r]", err) if line.strip()][-1:] or [""]
-        return SimpleNamespace(code=code, out=out, err=err, last=last[0])
+        return SimpleNamespace(code=code, out=out, last=last[0], name=" ".join(words[:2]))
 
-    def ok(self, *argv: Any, **how: Any) -> SimpleNamespace:
-        done = self.call(*argv, **how)
-        self.check(done.code == 0, f"{' '.join(map(str, argv[:2]))}: code {done.code}, {done.last}")
+    def ok(self, *argv: Any) -> SimpleNamespace:
+        done = self.call(*argv)
+        self.check(done.code == 0, f"{done.name}: code {done.code}, {done.last}")
         return done
 
-    def refused(self, what: str, done: SimpleNamespace, left: Path) -> None:
+    def refused(self, done: SimpleNamespace, left: Path) -> None:
         one = done.code == 2 and re.match(r"(train\.py|speculator|data|eval)[\w .-]*: \S", done.last)
-        self.check(one and not left.exists(), f"{what}: not refused in one line: code {done.code}, {done.last}")
+        what = "not refused in one line" if not one else f"refused, but {left.name} is left"
+        self.check(one and not left.exists(), f"{done.name}: {what}: code {done.code}, {done.last}")
 
-    def trained(self, flags: list[str], output: Path, cache: str = "cache") -> None:
-        """Train up to the report, which nobody reads."""
-        self.killed(["train", *flags, "--output_dir", output], (train.run, "measure", 0), cache)
+    def again(self, folder: Path, *argv: Any) -> None:
+        before = files_of(folder)
+        self.ok(*argv)
+        changed = sorted(path for path, _ in before.items() ^ files_of(folder).items())
+        self.check(not changed, f"a second {argv[0]} changes {changed}")
 
-    def killed(self, argv: list[Any], point: tuple[Any, str, int], cache: str = "cache") -> None:
+    def train(self, flags: list[str], run: Path, at: tuple = (train.run, "measure", 0), cache: str = "cache") -> None:
+        """Train until the run is killed at a call: by default for its report, which nobody reads."""
         done = None
         try:
-            with killed_at(*point):
-                done = self.call(*argv, cache=cache)
+            with killed_at(*at):
+                done = self.call("train", *flags, "--output_dir", run, cache=cache)
         except pytest.fail.Exception:
-            self.check(False, f"train was not killed at {point[1:]}: {done and (done.code, done.last)}")
-
-    # --- the journey
+            self.check(False, f"train was not killed at {at[1:]}: {done and (done.code, done.last)}")
 
     def flags(self, **changes: Any) -> list[str]:
-        c, small = self.cell, self.cell["target"] not in ("stdlib", "adapter")
+        c, odd = self.cell, self.number % 2
         options = dict(journeys.FORMS[c["head"]][c["form"]])
-        if small and c["head"] not in ("mlp", "mtp"):
+        if not self.stdlib and c["head"] not in ("mlp", "mtp"):
             options["aux_layers"] = [1]
-        copies = (c["head"] == "mlp" and not c["form"]) or (c["head"] == "mtp" and self.number % 2)
-        given: dict[str, Any] = {
-            "config": ROOT / "tests/plain.yaml",
-            "target.name_or_path": self.target,
-            "target.adapter": self.adapter,
-            "target.dtype": "bfloat16" if c["dtype"] == "bfloat16 target" else "float32",
-            "data.sources": f"[{', '.join(self.sources)}]",
-            "data.seq_length": 96,
-            "data.max_tokens": 5000,
-            **{f"data.self_source.{name}": n for name, n in {"max_rows": 64, "batch_size": 8}.items()},
-            **{f"data.self_source.max_{name}_tokens": n for name, n in {"prompt": 32, "new": 24}.items()},
-            "speculator.architecture": "dspark" if c["head"].startswith("dflash") else c["head"],
-            "speculator.n_predict": c["n_predict"],
-            "speculator.draft_vocab_size": c["draft_vocab"],
-            "speculator.options": json.dumps(options),
-            "speculator.initialise": "target" if copies else "random",
-            **{f"loss.{name}": value for name, value in journeys.LOSSES[c["loss"]].items()},
-            "eval.validation_rows": 4,
-            "eval.validation_prompts": 1,
-            "eval.tune_prompts": self.number % 2,
-            "eval.prompt_tokens": 16,
-            "eval.max_prompts": 1,
-            "eval.max_new_tokens": 8,
-            "report_to": "none",
-            "seed": self.number,
-        }
+        copies = (c["head"] == "mlp" and not c["form"]) or (c["head"] == "mtp" and odd)
+        coarse = c["dtype"] == "bfloat16 target"
+        given = {"config": ROOT / "tests/plain.yaml", "report_to": "none", "seed": self.number}
+        given |= under("target", name_or_path=self.path, adapter=self.names[5:] and self.names[5])
+        given |= under("target", dtype="bfloat16" if coarse else "float32")
+        given |= under("data", sources=f"[{', '.join(self.sources)}]", seq_length=96, max_tokens=5000)
+        given |= under("data.self_source", max_rows=256, batch_size=32, max_prompt_tokens=32, max_new_tokens=24)
+        given |= under("speculator", architecture="dspark" if c["head"].startswith("dflash") else c["head"])
+        given |= under("speculator", n_predict=c["n_predict"], draft_vocab_size=c["draft_vocab"])
+        given |= under("speculator", options=json.dumps(options), initialise="target" if copies else "random")
+        given |= under("loss", **journeys.LOSSES[c["loss"]])
+        given |= under("eval", validation_rows=4, validation_prompts=1, tune_prompts=odd)
+        given |= under("eval", prompt_tokens=16, max_prompts=1, max_new_tokens=8)
         # Rounding grows from step to step, and one process and two do not round alike.
-        for stage, steps, rest in (("stage1", 20 if c["processes"] == 1 else 3, 8), ("stage2", 8, 3)):
-            given |= {
-                f"{stage}.per_device_train_batch_size": c["batch"],
-                f"{stage}.gradient_accumulation_steps": c["accumulation"],
-                f"{stage}.optimizer": c["optimizer"],
-                f"{stage}.bf16": c["dtype"] == "bfloat16",
-                f"{stage}.keep_states": c["keep_states"],
-                f"{stage}.warmup_steps": 1,
-                f"{stage}.logging_steps": 1,
-                f"{stage}.eval_steps": rest,
-                f"{stage}.learning_rate": 1e-2,
-                **({f"{stage}.max_steps": steps} if c["length"] == "steps" else {f"{stage}.epochs": 0.5}),
-            }
+        for stage, steps, rest in (("stage1", 20 if c["processes"] == 1 else 3, 5), ("stage2", 8, 3)):
+            given |= under(stage, per_device_train_batch_size=c["batch"], gradient_accumulation_steps=c["accumulation"])
+            given |= under(stage, optimizer=c["optimizer"], bf16=c["dtype"] == "bfloat16", keep_states=c["keep_states"])
+            given |= under(stage, warmup_steps=1, logging_steps=1, eval_steps=rest, learning_rate=1e-2)
+            given |= under(stage, **({"max_steps": steps} if c["length"] == "steps" else {"epochs": 0.5}))
         if c["stages"] == 1:
-            given |= {"stage2.epochs": None, "stage2.max_steps": 0}
-        texts = {"max_rows": 40, "prompt_tokens": 16, "max_new_tokens": 16, "batch_size": 4}
+            given |= under("stage2", epochs=None, max_steps=0)
+        given |= under("stage2.generate", max_rows=40, prompt_tokens=16, max_new_tokens=16, batch_size=4)
         # Adaptive drafts follow timings, and in bfloat16 the text depends on the draft by rounding.
-        texts["num_speculative_tokens"] = 2 if c["dtype"] == "bfloat16 target" else self.number % 3 and 2
-        given |= {f"stage2.generate.{name}": value for name, value in texts.items()} | changes
-        words = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
-        return [word for name in given if given[name] is not None for word in (f"--{name}", words[name])]
+        given |= under("stage2.generate", num_speculative_tokens=2 if coarse or self.number % 3 else 0) | changes
+        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given.items()}
+        return [str(word) for name, value in words.items() if value not in (None, []) for word in (f"--{name}", value)]
 
-    def run(self) -> None:
-        c, run, flags = self.cell, self.out / "run", self.flags()
-        if c["start"] in ("head", "export"):
+    # --- the journeys
+
+    def with_a_head(self) -> None:
+        start, run, flags = self.cell["start"], self.out / "run", self.flags()
+        if start in ("head", "export"):
             flags = self.from_another_head()
-        looks = ["--plan", "--dry_run"][: 1 + (self.number % 6 == 0)]
-        for look in looks:
+        for look in ["--plan", "--dry_run"][: 1 + (self.number % 6 == 0)]:
             self.ok("train", *flags, "--output_dir", run, look)
             self.check(not run.exists(), f"{look} made the run's folder")
-        if c["start"] in KILLS:
-            self.trained(flags, self.out / "calm", "cache-calm")
-            for point in KILLS[c["start"]]:
-                self.killed(["train", *flags, "--output_dir", run], point)
-        if c["processes"] == 2:
+        if start in KILLS:
+            self.train(flags, self.out / "calm", cache="cache-calm")
+        for point in KILLS.get(start, ()):
+            self.train(flags, run, point)
+        if self.cell["processes"] == 2:
             self.on_two_processes(flags, run)
         self.ok("train", *flags, "--output_dir", run)
         if not self.check((run / "eval/report.json").exists(), "no report"):
             return
-        if c["start"] in KILLS:
-            for part in ("stage1/speculator", "stage2/speculator", "speculator"):
-                pair = [self.out / name / part for name in ("calm", "run")]
-                same = pair[0].exists() == pair[1].exists() and (not pair[0].exists() or distance(*pair) == 0)
-                self.check(same, f"{part} of the resumed run is not that of the undisturbed one")
-        if c["start"] in ("head", "export"):
-            self.compare_with_start()
+        for part in ("stage1/speculator", "stage2/speculator", "speculator"):
+            self.check(start not in KILLS or apart(self.out / "calm" / part, run / part) == 0, f"resumed: other {part}")
+        kept = start not in ("head", "export") or apart(self.out / "base", run, "stage1/speculator") <= 1e-5
+        self.check(kept, "a run without a rate changes the head that it starts from")
         self.figures(run / "eval/report.json")
         self.check(not [*run.rglob("*.partial")], "a partial file is left")
-        before = files_of(run)
-        self.ok("train", *flags, "--output_dir", run)
-        changed = sorted(path for path, _ in before.items() ^ files_of(run).items())
-        self.check(not changed, f"a second run changes {changed}")
-        exported = self.exports(run / "speculator")
-        self.decode(run / "speculator", exported)
-        self.commands(run, exported)
+        self.again(run, "train", *flags, "--output_dir", run)
+        self.heads(run / "speculator", self.exports(run / "speculator"))
+        self.data(["--speculator", run / "speculator"])
+
+    def without_a_head(self) -> None:
+        """Lookup and draft models draft for an encoder-decoder; all that makes or compares heads is refused."""
+        head, left, target = self.out / "head", self.out / "none", self.target
+        drafters = {"lookup": NgramDrafter(4), "draft model": DraftModelDrafter(target, target, Chain(3))}
+        drafters["tree"] = DraftModelDrafter(target, target, Tree([2, 2], 3))
+        model = AutoModelForSeq2SeqLM.from_pretrained(self.path, dtype=torch.float32)
+        self.decode(model.eval(), drafters, custom=drafters["lookup"])
+        small = ["--draft_model", self.path, "--num_speculative_tokens", 2]
+        self.generate({"lookup": ["--ngram", "--batch_size", 3], "draft model": [*small, "--batch_size", 2]})
+        for flags in (["--ngram"], small):
+            done = self.ok("eval", "lossless", *self.names, *flags, *self.suite)
+            self.check("\nLOSSLESS" in done.out, f"lossless {flags[0]}: {done.out}")
+        tiny_head(vocab_size=300).save_pretrained(head)  # `eval` asks for one
+        self.measure(head, *small)
+        self.data([])
+        rows = ["--target", self.path, "--sources", *self.sources, "--output", left]
+        start = ["--target.name_or_path", self.path, "--data.sources", f"[{rows[3]}]", "--output_dir", left]
+        for argv in (
+            *(["train", *start, *look] for look in ([], ["--plan"], ["--dry_run"])),
+            *(["export", "--speculator", each, "--format", "ibm", *rows[4:]] for each in (self.path, head)),
+            ["eval", "gate", self.path, head, *self.names, *self.suite],
+            ["data", "prepare", *rows, "--seq_length", 64],
+            ["data", "generate", *rows[:3], "self", *rows[4:]],
+        ):
+            argv += ["--base_model", self.path] if "ibm" in argv else []
+            self.refused(self.call(*argv), left)
 
     def from_another_head(self) -> list[str]:
         """Train the head to start from; return the flags of a run that starts from it and changes nothing."""
-        base = self.out / "base"
-        one = {"stage2.max_steps": 0, "stage2.epochs": None}
-        self.trained(self.flags(**one), base)
-        start = base / "speculator"
-        shown = self.ok("inspect", start)
-        formats = [name for name in re.findall(r"exports to\s+([\w-]+)", shown.out) if name not in ("native", "gguf")]
+        start = self.out / "base/speculator"
+        self.train(self.flags(**under("stage2", max_steps=0, epochs=None)), start.parent)
+        formats = [name for name in self.formats(start) if name not in ("native", "gguf")]
         if self.cell["start"] == "export" and formats:
+            self.export(start, formats[self.number % len(formats)], self.out / "start")
             start = self.out / "start"
-            self.export(base / "speculator", formats[self.number % len(formats)], start)
-        changes: dict[str, Any] = {f"{stage}.learning_rate": 1e-9 for stage in ("stage1", "stage2")}
+        changes = under("stage1", learning_rate=1e-9) | under("stage2", learning_rate=1e-9)
         if self.number % 2:  # else its own flags again, but for the embedding that turned out to be the target's
-            changes |= {f"speculator.{name}": None for name in ("architecture", "n_predict", "draft_vocab_size")}
-            changes |= {"speculator.options": "{}", "speculator.initialise": None}
-        flags = self.flags(**changes, **{"speculator.warm_start": start})
+            changes |= under("speculator", architecture=None, n_predict=None, draft_vocab_size=None, initialise=None)
+            changes |= under("speculator", options="{}")
+        flags = self.flags(**changes, **under("speculator", warm_start=start))
         return [word.replace('"own_embedding": true, ', "") for word in flags]
-
-    def compare_with_start(self) -> None:
-        first, old = (weights_in(self.out / name / "stage1/speculator") for name in ("run", "base"))
-        near = [torch.allclose(first[name].float(), old[name].float(), atol=2e-6) for name in first.keys() & old.keys()]
-        self.check(near and all(near), "a run without a rate changes the head that it starts from")
 
     def on_two_processes(self, flags: list[str], run: Path) -> None:
         """Train on two processes; compare with one process that makes twice the micro-batches."""
-        twice = {f"stage{n}.gradient_accumulation_steps": 2 * self.cell["accumulation"] for n in (1, 2)}
-        self.trained(self.flags(**twice), self.out / "one", "cache-one")
+        one, twice = self.out / "one", {"gradient_accumulation_steps": 2 * self.cell["accumulation"]}
+        self.train(self.flags(**under("stage1", **twice), **under("stage2", **twice)), one, cache="cache-one")
         self.patch.setenv("SPECULATOR_CACHE", str(self.out.parent / "cache-two"))
-        forked.finish(forked.launch(2, "train.py", *map(str, [*flags, "--output_dir", run])))
+        forked.finish(forked.launch(2, "train.py", *flags, "--output_dir", str(run)))
         # Of few rows of stage 2 one process holds some out, where two hold none.
-        apart = distance(*(self.out / name / "stage1/speculator" for name in ("one", "run")))
-        self.check(apart <= 1e-4, f"stage 1 on two processes differs from one by {apart}")
-        if (run / "generated/rows").exists():
-            self.check(
-                rows_of(self.out / "one/generated") == rows_of(run / "generated"), "two processes write otherwise"
-            )
+        most = apart(one, run, "stage1/speculator")
+        self.check(most <= 1e-4, f"stage 1 on two processes differs from one by {most}")
+        texts = [rows_of(each / "generated") for each in (one, run) if (each / "generated/rows").exists()]
+        self.check(texts[:1] == texts[1:], "two processes write otherwise")
+
+    def formats(self, head: Path) -> list[str]:
+        return re.findall(r"exports to\s+([\w-]+)", self.ok("inspect", head).out)
 
     def export(self, head: Path, name: str, folder: Path) -> SimpleNamespace:
         argv = ["export", "--speculator", head, "--format", name, "--output", folder]
-        if self.cell["target"] == "gguf":
-            argv += ["--base_model", self.target]
-        done = self.call(*argv)
+        argv += ["--base_model", self.path] if self.path.suffix else []
+        done, plain = self.call(*argv), self.out / "dequantised"
         if done.code == 2 and "speculator dequantise" in done.last:  # the layout has a matrix of the target
-            plain = self.out / "dequantised"
             if not plain.exists():
-                self.ok("dequantise", "--target", self.target, "--output", plain, "--dtype", "float32")
+                self.ok("dequantise", "--target", self.path, "--output", plain, "--dtype", "float32")
             done = self.call(*argv[:-1], plain)
         return done
 
     def exports(self, head: Path) -> dict[str, Path]:
         """Export the head in each layout that `inspect` lists; each other one must be refused."""
-        listed, made = set(re.findall(r"exports to\s+([\w-]+)", self.ok("inspect", head).out)), {}
+        listed, made = self.formats(head), {}
         for name in FORMATS:
-            folder = self.out / f"export-{name}"
-            done = self.export(head, name, folder)
-            if name not in listed or (name == "gguf" and self.cell["target"] != "gguf"):
-                self.refused(f"export {name}", done, folder)
+            done = self.export(head, name, folder := self.out / f"export-{name}")
+            if name not in listed or (name == "gguf" and not self.path.suffix):
+                self.refused(done, folder)
             elif self.check(done.code == 0, f"export {name}: code {done.code}, {done.last}") and name != "gguf":
                 self.ok("inspect", folder)
                 made[name] = folder
@@ -311,33 +301,63 @@ class Journey:
                 near = max(abs(found - expected) for found in (each["acceptance_length"], mean)) < 1e-6
                 self.check(near, f"{where}: length {each['acceptance_length']}, its rates say {expected}")
                 self.check(sum(lengths) == each["steps"], f"{where}: steps don't add up")
-            same = row.get("identical_to_greedy")
-            if same and report["settings"]["dtype"] == "float32":
-                self.check(same["identical"] == same["of"], f"{where}: {same} are transformers' greedy texts")
+            same = report["settings"]["dtype"] == "float32" and row.get("identical_to_greedy")
+            self.check(not same or same["identical"] == same["of"], f"{where}: {same} are transformers' greedy texts")
 
-    def decode(self, folder: Path, exported: dict[str, Path]) -> None:
-        """Texts are equal with any draft, alone, in a batch and in transformers; exports draft what the head does."""
-        c, n = self.cell, self.cell["n_predict"]
-        target = Target.load(str(self.target), dtype="float32", adapter=self.adapter and str(self.adapter))
-        lines = (self.inputs / "text.jsonl").read_text().splitlines()
-        prompts = [
-            target.tokenizer(json.loads(line)["text"])["input_ids"][:k]
-            for line, k in zip(lines, (5, 23, 60), strict=False)
-        ]
+    def decode(self, model: Any, drafters: dict[str, Any], custom: Any) -> list[list[int]]:
+        """Texts are equal with any draft, alone, in a batch and by transformers' `model`. Returns the prompts."""
+        texts = [json.loads(line)["text"] for line in (self.inputs / "text.jsonl").read_text().splitlines()[:3]]
+        prompts = [self.target.tokenizer(text)["input_ids"][:k] for text, k in zip(texts, (5, 23, 60), strict=True)]
         ends = {} if self.number % 2 else {"eos_token_ids": ()}
-        samplings = {"0": LOOK["0"], "sampled": LOOK["1" if self.number % 3 else "0.8"]}
 
-        def texts(drafter: Any, sampling: Sampling, alone: bool = False, **more: Any) -> list[list[int]]:
-            more = {"max_new_tokens": NEW, **ends, **more}
-            if not alone:
-                return generate(target, drafter, prompts, sampling, **more).tokens
-            rows = [dataclasses.replace(sampling, seed=sampling.seed + i) for i in range(len(prompts))]
-            return [generate(target, drafter, [p], row, **more).tokens[0] for p, row in zip(prompts, rows, strict=True)]
+        def decoded(drafter: Any, sampling: Sampling, size: int = 3, **more: Any) -> list[list[int]]:
+            """Decode `size` prompts at a time."""
+            rows = [dataclasses.replace(sampling, seed=sampling.seed + i) for i in range(3)]
+            more |= {"max_new_tokens": NEW, **ends}
+            made = (
+                generate(self.target, drafter, prompts[i : i + size], rows[i : i + size], **more)
+                for i in range(0, 3, size)
+            )
+            return [text for each in made for text in each.tokens]
 
-        plain = {name: texts(None, sampling, alone=True) for name, sampling in samplings.items()}
+        samplings = (Sampling(), SAMPLED[self.number % 3 > 0])
+        plain = [decoded(None, sampling, 1) for sampling in samplings]
+        for who, drafter in ({"none": None} | drafters).items():
+            for sampling, expected in zip(samplings, plain, strict=True):
+                for how in ({}, {"max_batch_size": 2}, {"size": 1}):
+                    same = decoded(drafter, sampling, **how) == expected
+                    self.check(same, f"{who} at {sampling}, {how}: another text than plain decoding")
+            for rule in drafter.rules if drafter else ():
+                same = decoded(drafter, Sampling(), rule=rule) == plain[0]
+                self.check(same, f"{who} by {rule}: another greedy text")
+
+        model.generation_config.eos_token_id = None if ends else sorted(self.target.eos_token_ids)
+
+        def theirs(size: int = 1, **more: Any) -> list[list[int]]:
+            """Decode `size` prompts at a time with transformers."""
+            skip, found = self.target.encoder and 1, []
+            padded = functools.partial(pad_sequence, batch_first=True, padding_side="right" if skip else "left")
+            for rows in (prompts[i : i + size] for i in range(0, 3, size)):
+                ids, mask = (
+                    padded([torch.tensor(x) for x in part]) for part in (rows, [[1] * len(row) for row in rows])
+                )
+                more |= {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+                made = model.generate(input_ids=ids, attention_mask=mask, **more)
+                found += made[:, skip or ids.shape[1] :].tolist()
+            return found
+
+        drafted = {"custom_generate": speculative(custom)}
+        for who, how in {"alone": {}, "drafted": drafted, "padded": {"size": 3, **drafted}, "later": {}}.items():
+            found = zip(theirs(**how), plain[0], strict=True)
+            same = all(row[: len(text)] == text and not any(row[len(text) :]) for row, text in found)
+            self.check(same, f"transformers, {who}: another greedy text")
+        return prompts
+
+    def heads(self, folder: Path, exported: dict[str, Path]) -> None:
+        """Texts don't depend on the head, exports draft what it does, and gate measures both."""
+        n, number, target = self.cell["n_predict"], self.number, self.target
         head = load_head(folder, target)
         drafters = {
-            "none": None,
             "chain": HeadDrafter(head, n),
             "greedy chain": HeadDrafter(head, Chain(n, sampled=False)),
             "tree": HeadDrafter(head, Tree([3, 2], 4)),
@@ -348,44 +368,31 @@ class Journey:
         }
         if head.config.max_speculative_tokens is None:
             drafters["deep chain"] = HeadDrafter(head, n + 3)
-        if c["target"] not in ("stdlib", "adapter", "gguf"):
+        if not self.stdlib and not self.path.suffix:
             model = Target.load(str(self.inputs / "qwen3"), dtype="float32")
             drafters["draft model"] = DraftModelDrafter(model, target, Chain(3))
-        for who, drafter in drafters.items():
-            for name, sampling in samplings.items():
-                for how in ({}, {"max_batch_size": 2}, {"alone": True}):
-                    same = texts(drafter, sampling, **how) == plain[name]
-                    self.check(same, f"{who} at {name}, {how}: another text than plain decoding")
-            for rule in drafter.rules if drafter else ():
-                self.check(texts(drafter, LOOK["0"], rule=rule) == plain["0"], f"{who} by {rule}: another greedy text")
+        where = {"gguf_file": self.path.name} if self.path.suffix else {}
+        model = AutoModelForCausalLM.from_pretrained(
+            self.path.parent if where else self.path, dtype=torch.float32, **where
+        )
+        if self.names[5:]:
+            model = PeftModel.from_pretrained(model, self.names[5]).merge_and_unload()
+        prompts = self.decode(model.eval(), drafters, custom=folder)
+        own = self.drafts(head, prompts)
+        for name, each in exported.items():
+            self.check(self.drafts(load_head(each, target), prompts) == own, f"the {name} export drafts otherwise")
+        other = [*exported.values(), folder][number % max(1, len(exported))]
+        chain = ["--speculator", other, "--num_speculative_tokens", n, "--batch_size", 2]
+        self.generate({"adaptive": ["--speculator", folder, "--batch_size", 3], "export": chain})
+        more = [[], ["--num_speculative_tokens", n], ["--rule", "rejection"], ["--as", "vllm"], ["--batch_size", 2]]
+        report = self.measure(folder, *more[number % 5])
+        self.ok("eval", "compare", report, report)
+        self.refused(self.call("eval", "compare", folder.parent, report), self.out / "none")
+        gate = self.call("eval", "gate", folder, other, *self.names, *self.suite, "--guard", self.suite[1])
+        equal = gate.code in (0, 1) and re.search(r"; on \S.* \+0\.0% ", said := gate.out + gate.last)
+        self.check(equal or "every answer has one token" in said, f"gate against its export: {said}")
 
-        model = self.in_transformers()
-        model.generation_config.eos_token_id = None if ends else sorted(target.eos_token_ids)
-        longest = max(map(len, prompts))
-        padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids in prompts])
-        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-        how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-
-        def greedy(**more: Any) -> list[list[int]]:
-            rows = (torch.tensor([ids]) for ids in prompts)
-            made = [
-                model.generate(input_ids=r, attention_mask=torch.ones_like(r), **how, **more)[0].tolist() for r in rows
-            ]
-            return [text[len(ids) :] for text, ids in zip(made, prompts, strict=True)]
-
-        self.check(greedy() == plain["0"], "transformers' greedy text is another one")
-        self.check(greedy(custom_generate=speculative(folder)) == plain["0"], "custom_generate gives another text")
-        made = model.generate(input_ids=padded, attention_mask=mask, **how, custom_generate=speculative(folder))
-        for text, row in zip(plain["0"], made[:, longest:].tolist(), strict=True):
-            same = row[: len(text)] == text and not any(row[len(text) :])
-            self.check(same, "custom_generate gives another text in a padded batch")
-        self.check(greedy() == plain["0"], "transformers' own text has changed after custom_generate")
-
-        drafted = {name: self.drafts(target, load_head(each, target), prompts) for name, each in exported.items()}
-        for name, each in drafted.items():
-            self.check(each == self.drafts(target, head, prompts), f"the {name} export drafts otherwise")
-
-    def drafts(self, target: Target, head: Any, prompts: list[list[int]]) -> list[list]:
+    def drafts(self, head: Any, prompts: list[list[int]]) -> list[list]:
         """All drafts of a head, at temperature 0 and 1."""
         made, propose = [], HeadDrafter.propose
 
@@ -395,85 +402,66 @@ class Journey:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HeadDrafter, "propose", noted)
-            for sampling in (LOOK["0"], LOOK["1"]):
-                generate(target, HeadDrafter(head, self.cell["n_predict"]), prompts, sampling, max_new_tokens=NEW)
+            drafter = HeadDrafter(head, self.cell["n_predict"])
+            for sampling in (Sampling(), SAMPLED[1]):
+                generate(self.target, drafter, prompts, sampling, max_new_tokens=NEW)
         return made
 
-    def in_transformers(self) -> Any:
-        if self.cell["target"] == "gguf":
-            where = {"gguf_file": self.target.name}
-            return AutoModelForCausalLM.from_pretrained(self.inputs, **where, dtype=torch.float32).eval()
-        model = AutoModelForCausalLM.from_pretrained(self.target, dtype=torch.float32).eval()
-        if self.adapter:
-            from peft import PeftModel
-
-            return PeftModel.from_pretrained(model, self.adapter).merge_and_unload().eval()
-        return model
-
-    def commands(self, run: Path, exported: dict[str, Path]) -> None:
-        """generate, eval, compare, gate and data generate."""
-        head, number, n = run / "speculator", self.number, self.cell["n_predict"]
-        target = ["--target", self.target, "--dtype", "float32", *(["--adapter", self.adapter] if self.adapter else [])]
-        other = [*exported.values(), head][number % max(1, len(exported))]
-        texts = {}
-        for way, flags in {
-            "plain": ["--batch_size", 1],
-            "adaptive": ["--speculator", head, "--batch_size", 3],
-            "export": ["--speculator", other, "--num_speculative_tokens", n, "--batch_size", 2],
-        }.items():
+    def generate(self, ways: dict[str, list]) -> None:
+        """The files of `speculator generate` have the same texts with any draft."""
+        shape = ["--prompts", self.inputs / "prompts.jsonl", "--temperature", self.number % 2, "--seed", 5]
+        plain = None
+        for way, flags in ({"plain": ["--batch_size", 1]} | ways).items():
             file = self.out / f"{way}.jsonl"
-            shape = ["--temperature", number % 2, "--seed", 5, "--max_new_tokens", 20, "--output", file]
-            if not self.ok("generate", *target, *flags, "--prompts", self.inputs / "prompts.jsonl", *shape).code:
-                texts[way] = [row["tokens"] for row in map(json.loads, file.read_text().splitlines())]
-        for way, rows in texts.items():
-            self.check(rows == texts.get("plain"), f"generate: {way} gives another text than plain decoding")
-        suite, report = self.inputs / "suite.jsonl", self.out / "report"
-        small = ["--suite", suite, "--max_prompts", 2, "--max_new_tokens", 12, "--prompt_tokens", 16]
-        more = [[], ["--num_speculative_tokens", n], ["--rule", "rejection"], ["--as", "vllm"], ["--batch_size", 2]]
-        self.ok("eval", *target, "--speculator", head, *small, *more[number % 5], "--output", report)
-        if (report / "report.json").exists():
+            if not self.ok("generate", *self.names, *flags, *shape, "--max_new_tokens", 20, "--output", file).code:
+                texts = [json.loads(line)["tokens"] for line in file.read_text().splitlines()]
+                self.check(
+                    texts == (plain := plain or texts), f"generate: {way} gives another text than plain decoding"
+                )
+
+    def measure(self, head: Path, *more: Any) -> Path:
+        report = self.out / "report"
+        if not self.ok("eval", *self.names, "--speculator", head, *self.suite, *more, "--output", report).code:
             self.figures(report / "report.json")
-            self.ok("eval", "compare", report, report)
-            self.refused("compare of other suites", self.call("eval", "compare", run, report), self.out / "none")
-        gate = self.call("eval", "gate", head, other, *target, *small, "--guard", suite)
-        equal = gate.code in (0, 1) and re.search(r"; on \S.* \+0\.0% ", gate.out)
-        self.check(
-            equal or "every answer has one token" in gate.last, f"gate against its export: {gate.out}{gate.last}"
-        )
-        rows = []
-        for flags in (["--speculator", head], []):
-            folder = self.out / f"data-{len(flags)}"
-            sizes = ["--max_rows", 48 if self.sources == ["self"] else 6, "--max_new_tokens", 16, "--batch_size", 4]
-            sizes += ["--temperature", 0, 1, "--seed", 3]
-            sizes += ["--max_prompt_tokens", 32] if self.sources == ["self"] else ["--prompt_tokens", 16]
-            if self.ok(
-                "data", "generate", *target, *flags, "--sources", *self.sources, *sizes, "--output", folder
-            ).code:
+        return report
+
+    def data(self, drafted: list) -> None:
+        """`data generate` writes the same rows with any draft, and counts them; a second run writes none."""
+        own, rows = self.sources == ["self"], []
+        sizes = ["--max_rows", 48 if own else 6, "--max_prompt_tokens" if own else "--prompt_tokens", 32 if own else 16]
+        sizes += ["--max_new_tokens", 16, "--batch_size", 4, "--seed", 3, "--temperature", 0, 1]
+        for number, flags in enumerate((drafted, [])):
+            folder = self.out / f"data-{number}"
+            argv = ["data", "generate", *self.names, *flags, "--sources", *self.sources, *sizes, "--output", folder]
+            if self.ok(*argv).code:
                 return
+            self.again(folder, *argv)
             rows.append(rows_of(folder))
-            facts = json.loads((folder / "manifest.json").read_text())
-            tokens = sum(map(sum, load_from_disk(str(folder / "rows"))["loss_mask"]))
+            facts, tokens = (
+                json.loads((folder / "manifest.json").read_text()),
+                sum(sum(row["loss_mask"]) for row in rows[-1]),
+            )
             self.check(facts["tokens"] == tokens, f"the manifest says {facts['tokens']} tokens of {tokens}")
-            self.ok("data", "view", folder, "--target", self.target, "--rows", 2)
-        self.check(rows[0] == rows[1], "data generate writes other rows with the head")
+            if not self.target.encoder:
+                self.ok("data", "view", folder, "--target", self.path, "--rows", 2)
+        self.check(rows[0] == rows[1], "data generate writes other rows with a draft")
+
+
+def under(section: str, **values: Any) -> dict[str, Any]:
+    return {f"{section}.{name}": value for name, value in values.items()}
 
 
 def rows_of(folder: Path) -> list[dict]:
     return load_from_disk(str(folder / "rows")).to_list()
 
 
-def files_of(folder: Path) -> dict[str, tuple[int, int]]:
-    found = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {str(path): (status.st_size, status.st_mtime_ns) for path, status in found.items()}
+def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def distance(a: Path, b: Path) -> float:
-    """The largest difference of two heads' weights; infinity if they have other weights."""
-    first, second = weights_in(a), weights_in(b)
+def apart(a: Path, b: Path, part: str = ".") -> float:
+    """The largest difference of two heads' weights; 0 if there is no head, infinity if one is missing."""
+    first, second = (load_file(each / part / "model.safetensors") if (each / part).exists() else {} for each in (a, b))
     if first.keys() != second.keys():
         return math.inf
-    return max((first[name].double() - second[name].double()).abs().max().item() for name in first)
+    return max(((first[name].double() - second[name].double()).abs().max().item() for name in first), default=0)

@@ -63,7 +63,10 @@ class CrossMemory:
 
         A source that some row already has is copied instead of encoded again.
         """
-        new = {row: source for row, source in enumerate(sources, start) if source != self.sources[row]}
+        # A target refuses a source that its encoder can't read whole; a draft model's encoder may be a shorter one.
+        most = self._encoder.longest
+        cut = [source if len(source) <= most else source[:most] for source in sources]
+        new = {row: source for row, source in enumerate(cut, start) if source != self.sources[row]}
         if not new:
             return
         self._rows.grow(max(map(len, new.values())))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import tiny_block_head, tiny_head, tiny_mtp_head
 from safetensors.torch import load_file, save_file
-from transformers import ViTConfig
+from transformers import T5Config, ViTConfig
 
 from speculator import MLPSpeculator, MLPSpeculatorConfig, Target
 from speculator.__main__ import main
@@ -113,11 +113,15 @@ def test_a_base_whose_matrices_cannot_be_read_stops_no_export_that_needs_none(tm
     assert "of the same sizes; weights not compared: " in capsys.readouterr().out
 
 
-def test_a_base_that_is_no_language_model_is_refused(tmp_path, capsys):
-    ViTConfig().save_pretrained(tmp_path / "vit")
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [(ViTConfig(), "vocab_size"), (T5Config(vocab_size=300, d_model=32), "an encoder-decoder model")],
+)
+def test_a_base_without_heads_is_refused(tmp_path, capsys, config, message):
+    config.save_pretrained(tmp_path / "base")
     folder = head_folder(tmp_path / "head", None)
-    flags = ["--base_model", str(tmp_path / "vit")]
-    assert "vocab_size" in refused(capsys, export(folder, tmp_path / "out", *flags))
+    assert message in refused(capsys, export(folder, tmp_path / "out", "--base_model", str(tmp_path / "base")))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,15 @@ def test_a_draft_model_reads_the_source_with_its_own_encoder(case):
     assert same.acceptance_length == 4
 
 
+def test_a_draft_model_may_read_and_write_less_than_its_target():
+    target, short = (
+        Target(tiny_encoder_decoder("bart", max_position_embeddings=longest), tokenizer=None) for longest in (128, 64)
+    )
+    sources, settings = random_texts(80, 63, 64, 65), {"max_new_tokens": 70, "eos_token_ids": []}
+    plain = generate(target, None, sources, **settings).tokens
+    assert generate(target, DraftModelDrafter(short, target, 2), sources, **settings).tokens == plain
+
+
 @pytest.fixture
 def forced() -> Target:
     """A target whose decoder starts with two tokens, so that a slot has one whose keys and values could be reused."""
