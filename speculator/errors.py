@@ -50,8 +50,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        message = (unknown and removed(unknown[1])) or message
-        self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))} (--help explains)\n")
+        self.fail(f"{(unknown and removed(unknown[1])) or message} (--help explains)")
+
+    def fail(self, message: str) -> NoReturn:
+        """Print the message as one line on stderr, and exit with code 2."""
+        self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))}\n")
 
 
 def refuse(*faults: tuple[Any, str]) -> None:
