@@ -132,15 +132,15 @@ def _flag(action: argparse.Action) -> tuple[str, str]:
 def settings(names: str) -> str:
     """Table of the settings of a section of a run's config, or of two like ones; of those outside all sections ("")."""
     first, *others = names.split() or [""]
-    declared = import_module("speculator.options").options(import_module("train.config").RunConfig)
+    declared = import_module("train.options").options(import_module("train.config").RunConfig)
     rows: dict[str, list[str]] = {}
     for section in (first, *others):
-        for option in declared.values():
-            parent, _, name = option.name.rpartition(".")
+        for dotted, option in declared.items():
+            parent, _, name = dotted.rpartition(".")
             if parent == section and not option.is_section:
                 default = _default(option.default)
                 if name not in rows:
-                    rows[name] = [f"`--{section}.{name}`" if section else f"`--{name}`", default, _text(option.help)]
+                    rows[name] = [f"`--{dotted}`", default, _text(option.help)]
                 elif rows[name][1] != default:
                     rows[name][1] += f"; {section}: {default or 'none'}"
     return _table(["setting", "default", "meaning"], rows.values())

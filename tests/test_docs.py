@@ -15,10 +15,10 @@ import pytest
 from speculator import clients
 from speculator.__main__ import COMMANDS, PACKAGES
 from speculator.errors import OneLineParser
-from speculator.options import options
 from train import server_command
 from train.command_line import parse
 from train.config import RunConfig
+from train.options import options
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
@@ -72,7 +72,7 @@ def test_the_reference_has_every_command_setting_and_public_name():
         for mark in generated.MARK.finditer(page.read_text())
     }
     listed = [name for kind, names in marks if kind == "settings" for name in names.split() or [""]]
-    assert sorted(listed) == sorted(["", *(option.name for option in options(RunConfig).values() if option.is_section)])
+    assert sorted(listed) == sorted(["", *(name for name, option in options(RunConfig).items() if option.is_section)])
     assert {name for kind, name in marks if kind == "flags"} == {*COMMANDS, "server-command"}
     assert {("names", ""), ("shared", ""), ("gpus", "")} <= marks
 
@@ -270,7 +270,7 @@ def run_to_the_parser(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
     prose = FENCE.sub("", page.read_text())
     named = {flag for code in re.findall(r"`([^`]+)`", prose) for flag in re.findall(r"(?<!\S)--[a-z][\w.-]*\b", code)}
-    mappings = {option.name for option in options(RunConfig).values() if option.is_mapping}
+    mappings = {name for name, option in options(RunConfig).items() if option.default == {}}
     of_mappings = {flag for flag in named if flag[2:].rpartition(".")[0] in mappings}
     assert named - OTHER_FLAGS - of_mappings <= known_flags()
 

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from speculator.errors import OneLineParser, UserError
-from speculator.options import add_words, build, by_name, convert, no_setting, options, read_file, read_word
-from train.config import ROOT, HeadOptions, LossConfig, RunConfig, TargetConfig
+from train.config import HERE, ROOT, HeadOptions, LossConfig, RunConfig, TargetConfig
+from train.options import add_flags, build, convert, no_setting, options, read_file, read_word
 
 CONFIGS = ROOT / "configs"
 _EMBEDDED = TargetConfig().name_or_path
@@ -25,40 +25,35 @@ def build_parser() -> OneLineParser:
         "configs/continue.yaml if you name a head to start from too, configs/quickstart.yaml if you name neither.",
     )
     parser.add_argument("--config", action="append", metavar="FILE", help="a YAML file with any of the fields below")
-    add_words(parser, RunConfig)
+    add_flags(parser, RunConfig, alone={"plan": HERE})
     return parser
 
 
 def _layers(argv: list[str]) -> list[dict[str, Any]]:
     """Return the settings of each file, or of the default recipe, and those of the flags, by dotted name."""
-    parser, known = build_parser(), options(RunConfig)
-    members = {}
-    for word in sorted({word.partition("=")[0] for word in argv}):
-        owner, _, key = word[2:].rpartition(".")
-        if owner in known and known[owner].is_mapping:
-            parser.add_argument(word, dest=word)
-            members[word] = owner, key
+    parser = build_parser()
+    mappings = {name: option.kinds for name, option in options(RunConfig).items() if option.default == {}}
+    for flag in sorted({word.partition("=")[0] for word in argv}):
+        if flag[2:].rpartition(".")[0] in mappings:
+            parser.add_argument(flag, dest=flag[2:])
     parsed, rest = parser.parse_known_args(argv)
     if rest and rest[0].startswith("--"):
         name, equals, value = rest[0].partition("=")
-        raise UserError(
-            no_setting(RunConfig, name[2:], f" {value if equals else ' '.join(rest[1:2]) or 'VALUE'}", "--")
-        )
+        raise no_setting(RunConfig, name[2:], f" {value if equals else ' '.join(rest[1:2]) or 'VALUE'}", "--")
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    words = vars(parsed)
-    files = words.pop("config", None) or [str(default_recipe(words))]
-    layers = [dict(by_name(RunConfig, read_file(_found(file)))) for file in files]
-    flags: dict[str, Any] = {}
-    for name, word in words.items():
-        owner, key = members.get(name, (name, ""))
-        if not known[owner].is_mapping:
-            flags[name] = word
-            continue
-        # The keys of a mapping are added to those of the files.
-        more = {key: read_word(word)} if key else convert(owner, word, known[owner].kind)
-        before: Any = next((layer[owner] for layer in [flags, *reversed(layers)] if owner in layer), {})
-        flags[owner] = convert(owner, before, known[owner].kind) | more
+    flags = vars(parsed)
+    files = flags.pop("config", None) or [str(default_recipe(flags))]
+    layers = [read_file(RunConfig, _found(file)) for file in files]
+    # The keys that flags give to a mapping are added to those of the files.
+    for name, kinds in mappings.items():
+        keys = convert(name, flags.pop(name, "{}"), kinds)
+        keys |= {
+            each.rpartition(".")[2]: read_word(flags.pop(each)) for each in [*flags] if each.startswith(f"{name}.")
+        }
+        if keys:
+            before: Any = next((layer[name] for layer in reversed(layers) if name in layer), {})
+            flags[name] = convert(name, before, kinds) | keys
     return [*layers, flags]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from eval.tracking import Tracker
-from speculator.options import Flag, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from train.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "here"
@@ -277,7 +277,7 @@ class RunConfig:
     """Delete the run in that folder and start again."""
     dry_run: bool = False
     """Run both stages and the evaluation on tiny stand-ins, one step each, and keep nothing."""
-    plan: Annotated[str | None, Flag(alone=HERE)] = None
+    plan: str | None = None
     """Print the memory and time that the run needs, and the disk for kept states, and stop; on this machine, or on GPUs
     such as 8xH100."""
     seed: int = 0

@@ -2,12 +2,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import NoneType
 
 import pytest
 
-from speculator.options import options
 from train.command_line import default_recipe, parse
 from train.config import RunConfig
+from train.options import options
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,17 +43,17 @@ def test_without_arguments_the_quickstart_runs():
     assert parse([]).output_dir == parse(["--seed", "3"]).output_dir == "runs/quickstart"
 
 
-SETTINGS = [option for option in options(RunConfig).values() if not option.is_section]
+SETTINGS = {name: option for name, option in options(RunConfig).items() if not option.is_section}
 
 
-@pytest.mark.parametrize("option", SETTINGS, ids=lambda option: option.name)
-def test_a_key_without_a_value_is_refused_where_it_needs_one(option, tmp_path, capsys):
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_key_without_a_value_is_refused_where_it_needs_one(name, tmp_path, capsys):
     file = tmp_path / "run.yaml"
-    file.write_text("".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(option.name.split("."))))
-    if option.is_optional:
+    file.write_text("".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(name.split("."))))
+    if NoneType in SETTINGS[name].kinds:
         parse(["--config", str(file)])
     else:
-        assert f"{option.name} has no value" in refuse(["--config", str(file)], capsys)
+        assert f"{name} has no value" in refuse(["--config", str(file)], capsys)
 
 
 @pytest.mark.parametrize(
