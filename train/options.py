@@ -60,8 +60,9 @@ def options(declared: type, path: str = "") -> dict[str, Option]:
         kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         default = item.default if item.default_factory is MISSING else item.default_factory()
         below = [_strings(each.__module__).get((each.__name__, item.name)) for each in declared.__mro__[:-1]]
-        found[f"{path}{item.name}"] = Option(kinds, default, next(filter(None, below), ""))
-        found |= options(kind, f"{path}{item.name}.") if is_dataclass(kind) else {}
+        name = f"{path}{item.name}"
+        found[name] = Option(kinds, default, next(filter(None, below), ""))
+        found |= options(kind, f"{name}.") if found[name].is_section else {}
     return found
 
 
