@@ -78,10 +78,6 @@ class SelfSourceConfig:
     """Maximum number of user turns in a chat."""
     max_prompt_tokens: PositiveInt = 256
     """Maximum number of tokens of a user turn."""
-    prompt_temperature: float = 1.0
-    """Sampling temperature of the user turns."""
-    prompt_top_p: float = 0.99
-    """Top-p of the user turns."""
     temperatures: list[float] = field(default_factory=lambda: [1.0])
     """Sampling temperatures of the answers, each for an equal share of them."""
     max_new_tokens: PositiveInt = 256
@@ -169,8 +165,6 @@ class StageConfig:
     and biases, at the same learning rate."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases have none."""
-    adam_beta2: float = 0.95
-    """Decay of AdamW's second moment."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Norm to which gradients are clipped."""
     bf16: bool = False

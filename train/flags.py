@@ -47,7 +47,8 @@ def adapt(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--mix",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
         metavar="SOURCE@WEIGHT",
         help="another source to train on, such as self@0.25; the recorded answers have the weight 1",
