@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from eval.tracking import Tracker
-from speculator.cli.shared_flags import add_drafter_flags, add_filters, add_revision, add_target_flags
+from speculator.cli.shared_flags import MANY, add_drafter_flags, add_filters, add_revision, add_target_flags
 from speculator.errors import OneLineParser
 from speculator.tables import OPTIONAL
 
@@ -46,28 +46,18 @@ def run(parser: OneLineParser) -> None:
     add_revision(parser)
     parser.add_argument(
         "--suite",
-        action="extend",
-        nargs="+",
+        **MANY,
         help="prompts to decode: python-sources (its held-out split), a local file or folder, or a hub dataset "
         "ORG/NAME[/CONFIG][:SPLIT]; repeatable (default: python-sources)",
     )
     parser.add_argument("--raw", action="store_true", help="never apply the target's chat template")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        action="extend",
-        nargs="+",
-        help="sampling temperature; repeatable (default: 0 and 1)",
-    )
+    parser.add_argument("--temperature", type=float, **MANY, help="sampling temperature; repeatable (default: 0 and 1)")
     add_filters(parser)
-    parser.add_argument(
-        "--batch_size", type=int, action="extend", nargs="+", help="prompts per batch; repeatable (default: 1)"
-    )
+    parser.add_argument("--batch_size", type=int, **MANY, help="prompts per batch; repeatable (default: 1)")
     parser.add_argument(
         "--num_speculative_tokens",
         type=int,
-        action="extend",
-        nargs="+",
+        **MANY,
         metavar="G",
         help="tokens that the head drafts per step, as a chain; repeatable (default: as tuned, else all it can)",
     )
@@ -97,8 +87,7 @@ def run(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--baseline",
-        action="extend",
-        nargs="+",
+        **MANY,
         choices=OPTIONAL,
         help="further baseline next to plain decoding and transformers' generate; repeatable (default: hf_compiled on "
         "a GPU, hf_assisted with a draft model)",
@@ -182,13 +171,7 @@ def lossless(parser: OneLineParser) -> None:
     """
     add_flags(parser, max_prompts=None)
     add_drafter_flags(parser)
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        action="extend",
-        nargs="+",
-        help="sampling temperature; repeatable (default: 0 and 1)",
-    )
+    parser.add_argument("--temperature", type=float, **MANY, help="sampling temperature; repeatable (default: 0 and 1)")
     parser.add_argument(
         "--suite", default="python-sources", help="prompts, as in `speculator eval` (default: python-sources)"
     )

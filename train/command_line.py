@@ -71,23 +71,25 @@ def default_recipe(given: dict[str, Any]) -> Path:
     return CONFIGS / ("quickstart.yaml" if embedded else "eagle3.yaml")
 
 
-def _one_length(layers: list[dict[str, Any]], config: RunConfig) -> RunConfig:
-    """Return the config without `epochs` in each stage whose `max_steps` a later file or a flag gives.
+def _merged(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings of all layers; a stage has the last length that one gives, `max_steps` or `epochs`.
 
     A stage that an earlier file leaves out by `max_steps: 0` runs if `epochs` are given later. A UserError is raised if
     flags give both.
     """
-    for name in ("stage1", "stage2"):
-        stage = getattr(config, name)
-        lengths = [layer.keys() & {f"{name}.max_steps", f"{name}.epochs"} for layer in layers]
-        if len(lengths[-1]) == 2 and stage.epochs:  # null is no contradiction
-            raise UserError(f"--{name}.max_steps and --{name}.epochs are mutually exclusive")
-        last = next(filter(None, reversed(lengths)), set())
-        if last == {f"{name}.max_steps"}:
-            config = replace(config, **{name: replace(stage, epochs=None)})
-        elif last == {f"{name}.epochs"} and stage.epochs and not stage.max_steps:
-            config = replace(config, **{name: replace(stage, max_steps=type(stage)().max_steps)})
-    return config
+    given: dict[str, Any] = {}
+    for layer in layers:
+        for stage in ("stage1", "stage2"):
+            steps, epochs = f"{stage}.max_steps", f"{stage}.epochs"
+            passes = read_word(str(layer.get(epochs) or "null"))  # null is no length
+            if steps in layer and passes is None:
+                given.pop(epochs, None)
+            elif steps not in layer and passes is not None and given.get(steps) == 0:
+                del given[steps]
+            elif layer is layers[-1] and steps in layer:
+                raise UserError(f"--{steps} and --{epochs} are mutually exclusive")
+        given |= layer
+    return given
 
 
 def parse(argv: list[str]) -> RunConfig:
@@ -104,8 +106,8 @@ def parse(argv: list[str]) -> RunConfig:
 
 
 def _config(layers: list[dict[str, Any]]) -> RunConfig:
-    given = {name: value for layer in layers for name, value in layer.items()}
-    config = _one_length(layers, build(RunConfig, given))
+    given = _merged(layers)
+    config = build(RunConfig, given)
     if config.target.name_or_path == _EMBEDDED and not os.path.exists(_EMBEDDED):  # in another folder
         config = replace(config, target=replace(config.target, name_or_path=str(ROOT / _EMBEDDED)))
     if not config.speculator.warm_start:

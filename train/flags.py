@@ -6,7 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_revision
+from speculator.cli.shared_flags import MANY, add_revision
 from speculator.errors import OneLineParser
 from speculator.workshop import ROOT
 from train.config import TargetConfig
@@ -47,8 +47,7 @@ def adapt(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--mix",
-        action="extend",
-        nargs="+",
+        **MANY,
         default=[],
         metavar="SOURCE@WEIGHT",
         help="another source to train on, such as self@0.25; the recorded answers have the weight 1",

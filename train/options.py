@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -22,20 +22,16 @@ import yaml
 from speculator.errors import OneLineParser, UserError, first_line, removed
 from speculator.files import read_text
 
-
-@dataclass(frozen=True)
-class Bound:
-    """What a number must be: in words, such as "> 0", and as a test."""
-
-    words: str
-    holds: Callable[[float], bool]
-
-
-PositiveInt = Annotated[int, Bound("> 0", lambda number: number > 0)]
-NonNegativeInt = Annotated[int, Bound(">= 0", lambda number: number >= 0)]
-PositiveFloat = Annotated[float, Bound("> 0", lambda number: number > 0)]
-NonNegativeFloat = Annotated[float, Bound(">= 0", lambda number: number >= 0)]
-Share = Annotated[float, Bound("from 0 to 1", lambda number: 0 <= number <= 1)]
+PositiveInt = Annotated[int, "> 0"]
+NonNegativeInt = Annotated[int, ">= 0"]
+PositiveFloat = Annotated[float, "> 0"]
+NonNegativeFloat = Annotated[float, ">= 0"]
+Share = Annotated[float, "from 0 to 1"]
+_BOUNDS: dict[str, Callable[[float], bool]] = {
+    "> 0": lambda number: number > 0,
+    ">= 0": lambda number: number >= 0,
+    "from 0 to 1": lambda number: 0 <= number <= 1,
+}
 
 
 class Option(NamedTuple):
@@ -120,22 +116,24 @@ _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 def read_file(declared: type, file: str) -> dict[str, Any]:
     """Return the settings in a YAML file by dotted name; raise a UserError for a file without, or an unknown key."""
+    text = read_text(file)
     try:
-        content = yaml.load(read_text(file), _Loader)
-    except _YAML_ERRORS as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}: " if mark else ""
-        raise UserError(f"{file}: {line}{getattr(error, 'problem', None) or first_line(error)}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: not a mapping of settings")
-    return dict(_by_name(declared, content))
+        content = yaml.load(text, _Loader)
+        if not isinstance(content, dict):
+            raise UserError("not a mapping of settings")
+        return dict(_by_name(declared, content))
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{file}: {line}{' '.join(filter(None, (error.context, error.problem)))}") from None
+    except (UserError, *_YAML_ERRORS) as error:
+        raise UserError(f"{file}: {first_line(error)}") from None
 
 
 def _by_name(declared: type, content: dict[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in content.items():
         name, option = f"{path}{key}", options(declared).get(f"{path}{key}")
         if option is None or (option.is_section and not isinstance(value, dict)):
-            raise no_setting(declared, name, f": {value}")
+            raise no_setting(declared, name, "" if value is None else f": {value}")
         if option.is_section:
             yield from _by_name(declared, value, f"{name}.")
         else:
@@ -146,7 +144,7 @@ def no_setting(declared: type, name: str, value: str, dashes: str = "") -> UserE
     """Return the error for a name that is no setting: it is unknown, or a section, whose first key may be meant.
 
     Args:
-        value: the value that it got, as it would follow the key: ": 3" in a file, " 3" after a flag.
+        value: the value that it got, as it follows a key: ": 3" in a file, " 3" after a flag, "" if it got none.
         dashes: what precedes a key.
     """
     names = list(options(declared))
@@ -197,7 +195,7 @@ def _as(value: Any, kind: Any) -> Any:
     read = read_word(value) if isinstance(value, str) else value
     if origin is Annotated:
         read = _as(value, of[0])
-        fits = all(bound.holds(read) for bound in of[1:])
+        fits = _BOUNDS[of[1]](read)
     elif origin is list:
         fits = not isinstance(read, dict)
         read = [_as(each, of[0]) for each in (read if isinstance(read, list) else [value])]
@@ -217,11 +215,13 @@ def _as(value: Any, kind: Any) -> Any:
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
-_WORDS |= {list: "a list such as [a, b]", dict: "a mapping such as '{name: value}'"}
+_WORDS[dict] = "a mapping such as '{name: value}'"
 
 
 def _words(kind: Any) -> str:
     origin, of = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return " ".join([_WORDS[of[0]], *(bound.words for bound in of[1:])])
+        return f"{_WORDS[of[0]]} {of[1]}"
+    if origin is list:
+        return "a list of texts" if of[0] is str else "a list of numbers"
     return " or ".join(of) if origin is Literal else _WORDS[origin or kind]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_filters, add_revision, add_target_flags, add_tokenizer_flags
+from speculator.cli.shared_flags import MANY, add_filters, add_revision, add_target_flags, add_tokenizer_flags
 from speculator.errors import OneLineParser
 
 ALL = sys.maxsize
@@ -27,8 +27,7 @@ def prepare(parser: OneLineParser) -> None:
     parser.add_argument(
         "--sources",
         required=True,
-        action="extend",
-        nargs="+",
+        **MANY,
         metavar="SOURCE",
         help="python-sources; a .jsonl, .json, .parquet, .txt, .md, .rst or .py file (also .gz) or a folder of them; a "
         "hub dataset: org/name, org/name/config, org/name:split; append a weight to mix sources by tokens: a.jsonl@0.7",
@@ -52,8 +51,7 @@ def generate(parser: OneLineParser) -> None:
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
     who.add_argument(
         "--server",
-        action="extend",
-        nargs="+",
+        **MANY,
         metavar="URL",
         help="OpenAI-compatible servers that share the rows; --adapter names a LoRA that they serve",
     )
@@ -62,7 +60,7 @@ def generate(parser: OneLineParser) -> None:
     what = (
         "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
     )
-    source.add_argument("--sources", action="extend", nargs="+", help=what)
+    source.add_argument("--sources", **MANY, help=what)
     source.add_argument(
         "--prompts", type=Path, help='.jsonl file with rows {"prompt"}, {"messages"}, {"turns"} or {"question"}'
     )
@@ -82,7 +80,7 @@ def generate(parser: OneLineParser) -> None:
     what = (
         "sampling temperature; 0 decodes greedily; each of several values gets an equal share of the rows (default: 1)"
     )
-    parser.add_argument("--temperature", type=float, action="extend", nargs="+", help=what)
+    parser.add_argument("--temperature", type=float, **MANY, help=what)
     add_filters(parser)
     what = "rows decoded together (default: 16), or concurrent requests per server (default: 32)"
     parser.add_argument("--batch_size", type=int, help=what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_drafter_flags, add_filters, add_revision, add_target_flags
+from speculator.cli.shared_flags import MANY, add_drafter_flags, add_filters, add_revision, add_target_flags
 from speculator.errors import OneLineParser, as_text
 
 FORMATS: tuple[str, ...] = ("ibm", "arctic", "vllm-plugin", "eagle3", "speculators", "dspark", "dflash", "dflash2")
@@ -31,13 +31,7 @@ def generate(parser: OneLineParser) -> None:
     )
     add_filters(parser)
     parser.add_argument(
-        "--stop",
-        type=as_text,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="STRING",
-        help="stop string; can be repeated",
+        "--stop", type=as_text, **MANY, default=[], metavar="STRING", help="stop string; can be repeated"
     )
     parser.add_argument("--max_new_tokens", type=int, default=128, help="most new tokens per text (default: 128)")
     parser.add_argument("--batch_size", type=int, default=1, help="texts to decode at a time (default: 1)")
@@ -80,8 +74,7 @@ def serve(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--allowed_origins",
-        action="extend",
-        nargs="+",
+        **MANY,
         default=[],
         metavar="URL",
         help="origins of the web pages that may use the server, such as http://localhost:3000 (default: none)",
