@@ -6,8 +6,7 @@ again for the rest: finished parts of the same code, target, card and libraries 
 downloaded. A machine with torch, transformers, accelerate, pyarrow, pandas, psutil, scipy, xxhash, httpx, matplotlib
 and pytest may lack these packages:
 
-    all parts but steps, variants, plain_step, prefill and long: jsonargparse, docstring_parser, typeshed_client;
-        but for tests also datasets, dill, multiprocess
+    all parts but tests, steps, variants, plain_step, prefill and long: datasets, dill, multiprocess
     serve: openai, fastapi, starlette, uvicorn, prometheus_client and what they need
     a target in a GGUF file: gguf
 

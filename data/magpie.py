@@ -55,14 +55,6 @@ class Asking:
     max_prompt_tokens: int = 256
 
 
-def prompt_sampling_of(temperature: float, top_p: float, prefix: str) -> Sampling:
-    """Return the sampling of the user turns; an error names the setting with `prefix`, such as "--prompt_top_p"."""
-    try:
-        return Sampling(temperature, top_p=top_p)
-    except UserError as error:
-        raise UserError(f"{prefix}prompt_{error}") from None
-
-
 def self_rows(
     target: TrainingTarget,
     drafter: Drafter | None,

@@ -132,17 +132,15 @@ def _flag(action: argparse.Action) -> tuple[str, str]:
 def settings(names: str) -> str:
     """Table of the settings of a section of a run's config, or of two like ones; of those outside all sections ("")."""
     first, *others = names.split() or [""]
-    sections = set(import_module("train.config").section_names())
-    given = [action for action in parser_of("train.py")._actions if action.help != argparse.SUPPRESS]
-    actions = {action.dest: action for action in given if action.option_strings}
+    declared = import_module("train.options").options(import_module("train.config").RunConfig)
     rows: dict[str, list[str]] = {}
     for section in (first, *others):
-        for dest, action in actions.items():
-            parent, _, name = dest.rpartition(".")
-            if parent == section and dest not in sections | {"help", "config", "print_config"}:
-                default = _default(action.default)
+        for dotted, option in declared.items():
+            parent, _, name = dotted.rpartition(".")
+            if parent == section and not option.is_section:
+                default = _default(option.default)
                 if name not in rows:
-                    rows[name] = [f"`--{section}.{name}`" if section else f"`--{name}`", default, _text(action.help)]
+                    rows[name] = [f"`--{dotted}`", default, _text(option.help)]
                 elif rows[name][1] != default:
                     rows[name][1] += f"; {section}: {default or 'none'}"
     return _table(["setting", "default", "meaning"], rows.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 from eval.tracking import Tracker
-from speculator.cli.shared_flags import add_drafter_flags, add_filters, add_revision, add_target_flags
+from speculator.cli.shared_flags import MANY, add_drafter_flags, add_filters, add_revision, add_target_flags
 from speculator.errors import OneLineParser
 from speculator.tables import OPTIONAL
 
@@ -46,20 +46,18 @@ def run(parser: OneLineParser) -> None:
     add_revision(parser)
     parser.add_argument(
         "--suite",
-        action="append",
+        **MANY,
         help="prompts to decode: python-sources (its held-out split), a local file or folder, or a hub dataset "
         "ORG/NAME[/CONFIG][:SPLIT]; repeatable (default: python-sources)",
     )
     parser.add_argument("--raw", action="store_true", help="never apply the target's chat template")
-    parser.add_argument(
-        "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
-    )
+    parser.add_argument("--temperature", type=float, **MANY, help="sampling temperature; repeatable (default: 0 and 1)")
     add_filters(parser)
-    parser.add_argument("--batch_size", type=int, action="append", help="prompts per batch; repeatable (default: 1)")
+    parser.add_argument("--batch_size", type=int, **MANY, help="prompts per batch; repeatable (default: 1)")
     parser.add_argument(
         "--num_speculative_tokens",
         type=int,
-        action="append",
+        **MANY,
         metavar="G",
         help="tokens that the head drafts per step, as a chain; repeatable (default: as tuned, else all it can)",
     )
@@ -89,7 +87,7 @@ def run(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--baseline",
-        action="append",
+        **MANY,
         choices=OPTIONAL,
         help="further baseline next to plain decoding and transformers' generate; repeatable (default: hf_compiled on "
         "a GPU, hf_assisted with a draft model)",
@@ -141,7 +139,7 @@ def gate(parser: OneLineParser) -> None:
     """Accept a new head in place of an old one, or not: exit code 0 or 1, and one line with the figures.
 
     The new head is accepted if it decodes faster, with the 95% interval of the paired difference above 0, and if its
-    acceptance length on the guard suite has not fallen by more than `--guard_loss`, by its 95% interval. Both heads
+    acceptance length on the guard suite has not fallen by more than 5%, by its 95% interval. Both heads
     draft adaptively, as in `speculator serve`, or the chains of the server that `--as` names, and decode every prompt
     one right after the other.
     """
@@ -156,11 +154,6 @@ def gate(parser: OneLineParser) -> None:
     )
     parser.add_argument("--guard", help="suite on which the head was published (default: no guard)")
     parser.add_argument("--guard_head", metavar="HEAD", help="head that the guard compares NEW with (default: OLD)")
-    parser.add_argument(
-        "--guard_loss",
-        type=float,
-        help="share of the acceptance length that NEW may lose on the guard suite (default: 0.05)",
-    )
     parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")
     what = "tokens that the server of --as drafts per step (default: its own, or all that the head can)"
     parser.add_argument("--num_speculative_tokens", type=int, metavar="G", help=what)
@@ -178,9 +171,7 @@ def lossless(parser: OneLineParser) -> None:
     """
     add_flags(parser, max_prompts=None)
     add_drafter_flags(parser)
-    parser.add_argument(
-        "--temperature", type=float, action="append", help="sampling temperature; repeatable (default: 0 and 1)"
-    )
+    parser.add_argument("--temperature", type=float, **MANY, help="sampling temperature; repeatable (default: 0 and 1)")
     parser.add_argument(
         "--suite", default="python-sources", help="prompts, as in `speculator eval` (default: python-sources)"
     )

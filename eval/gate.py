@@ -33,12 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run `speculator eval gate`: measure both heads, print the verdict, and return 0 if NEW is accepted, else 1."""
     check_flags(argparse.Namespace(**{**vars(arguments), "temperature": [arguments.temperature]}))
     check_output_file("--output", arguments.output)
-    share = _GUARD_LOSS if arguments.guard_loss is None else arguments.guard_loss
     refuse(
         (arguments.guard == "", "--guard is empty: give a suite"),
-        (arguments.guard_loss is not None and arguments.guard is None, "--guard_loss needs --guard"),
         (arguments.guard_head is not None and arguments.guard is None, "--guard_head needs --guard"),
-        (not 0 <= share < 1, f"--guard_loss {share:g} is not in [0, 1)"),
         (arguments.num_speculative_tokens and arguments.server == "ours", "--num_speculative_tokens needs --as"),
     )
     target, sampling = model_flags.load_target(arguments), sampling_of(arguments, arguments.temperature)
@@ -57,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     count = arguments.max_new_tokens
     result: Gate = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
     if guard:
-        result["guard"] = compare_on_guard(target, [first, heads[1]], guard, sampling, count, share)
+        result["guard"] = compare_on_guard(target, [first, heads[1]], guard, sampling, count, _GUARD_LOSS)
     result["accepted"] = accepted(result)
     result["line"] = line(result)
     if arguments.output:
@@ -160,7 +157,7 @@ def accepted(result: Gate) -> bool:
     """Return whether the new head replaces the old one.
 
     It must decode the suite faster (lower bound of the difference above 0), and the acceptance length on the guard
-    suite, if there is one, must not fall by more than `--guard_loss` (lower bound of its change).
+    suite, if there is one, must not fall by more than 5% (lower bound of its change).
 
     Args:
         result: "suite": what `compare` returns; "guard": None, or what `compare_on_guard` returns.

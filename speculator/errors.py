@@ -13,6 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,9 +50,16 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_value(action, arg_string)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
-        message = (unknown and removed(unknown[1])) or message
-        self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))} (--help explains)\n")
+        if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            if gone := removed(unknown[1]):
+                self.fail(gone)
+            if near := get_close_matches(unknown[1], self._option_string_actions, n=1):
+                self.fail(f"{message}: did you mean {near[0]}?")
+        self.fail(f"{message} (--help explains)")
+
+    def fail(self, message: str) -> NoReturn:
+        """Print the message as one line on stderr, and exit with code 2."""
+        self.exit(2, f"{self.prog}: {printable(' '.join(message.split()))}\n")
 
 
 def refuse(*faults: tuple[Any, str]) -> None:

@@ -17,7 +17,8 @@ from speculator.__main__ import COMMANDS, PACKAGES
 from speculator.errors import OneLineParser
 from train import server_command
 from train.command_line import parse
-from train.config import mapping_names, section_names
+from train.config import RunConfig
+from train.options import options
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
@@ -71,7 +72,7 @@ def test_the_reference_has_every_command_setting_and_public_name():
         for mark in generated.MARK.finditer(page.read_text())
     }
     listed = [name for kind, names in marks if kind == "settings" for name in names.split() or [""]]
-    assert sorted(listed) == sorted(["", *section_names()])
+    assert sorted(listed) == sorted(["", *(name for name, option in options(RunConfig).items() if option.is_section)])
     assert {name for kind, name in marks if kind == "flags"} == {*COMMANDS, "server-command"}
     assert {("names", ""), ("shared", ""), ("gpus", "")} <= marks
 
@@ -269,7 +270,8 @@ def run_to_the_parser(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_flag_in_the_prose_of_a_page_exists(page: Path):
     prose = FENCE.sub("", page.read_text())
     named = {flag for code in re.findall(r"`([^`]+)`", prose) for flag in re.findall(r"(?<!\S)--[a-z][\w.-]*\b", code)}
-    of_mappings = {flag for flag in named if flag[2:].rpartition(".")[0] in mapping_names()}
+    mappings = {name for name, option in options(RunConfig).items() if option.default == {}}
+    of_mappings = {flag for flag in named if flag[2:].rpartition(".")[0] in mappings}
     assert named - OTHER_FLAGS - of_mappings <= known_flags()
 
 

@@ -72,16 +72,16 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
         (arguments.layout and not arguments.server, "--layout needs --server"),
     )
-    arguments.head = head_folder(arguments.head, arguments.speculator_revision)
-    read_config(arguments.head)
+    arguments.speculator = head_folder(arguments.speculator, arguments.speculator_revision)
+    read_config(arguments.speculator)
     # A typing error is found here, and not after hours of waiting and training.
     gate = build_parser("eval gate").parse_args(
         ["old", "new", "--target", "target", "--suite", "suite", *arguments.gate_flags]
     )
     if gate.guard and not gate.guard_head:  # else each accepted round may lose a little, and ten of them a lot
-        arguments.gate_flags = ["--guard_head", str(arguments.head.resolve()), *arguments.gate_flags]
+        arguments.gate_flags = ["--guard_head", str(arguments.speculator.resolve()), *arguments.gate_flags]
     if arguments.layout:  # a head that the layout can't store is refused here, and not after the first round
-        start = load_any(arguments.head)
+        start = load_any(arguments.speculator)
         layout = layout_of(arguments.layout, start)
         layout.fields_of(start)
         layout.adapt(start)
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     arguments.target = arguments.target or read_json(arguments.record / "manifest.json")["target"]
     refuse((" --" in arguments.target, f"{arguments.record} was recorded with {arguments.target}: give --target"))
     # So are settings that contradict the head.
-    settle(parse(_training_flags(arguments, arguments.record, str(arguments.head))), processes=1, local_only=True)
+    settle(parse(_training_flags(arguments, arguments.record, str(arguments.speculator))), processes=1, local_only=True)
     if torch.cuda.device_count():  # asks the driver: this process takes no memory on the GPU
         where = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]
         log(f"rounds train on GPU {where}, in the memory that a server leaves; CUDA_VISIBLE_DEVICES names another GPU")
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             server.resume()
         elif arguments.server:
             _ask(arguments.server, key, {})
-        first = str(arguments.head.resolve())
+        first = str(arguments.speculator.resolve())
         rounds, head = _settle(arguments.output, first)
         last: Round | None = rounds[-1] if rounds else None
         if arguments.rounds is not None and len(rounds) >= arguments.rounds:

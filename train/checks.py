@@ -152,8 +152,6 @@ def warn_of_warm_up(name: str, stage: StageConfig) -> None:
 
 def _stage(name: str, stage: StageConfig) -> None:
     """Raise a UserError for settings of the stage `name` that are out of range or contradict each other."""
-    if not 0 <= stage.adam_beta2 < 1:
-        raise UserError(f"{name}.adam_beta2 must be at least 0 and below 1")
     if stage.save_total_limit < 2:
         raise UserError(f"{name}.save_total_limit must be at least 2: a checkpoint is incomplete while it is written")
     if stage.save_steps % stage.eval_steps:

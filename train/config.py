@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import Field, dataclass, field, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
 from eval.tracking import Tracker
+from train.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = "here"
 """Value of --plan without an argument: the devices of this machine."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class TargetConfig:
     """The model to draft for."""
 
@@ -36,18 +34,14 @@ class TargetConfig:
     without decoding; device_map over the GPUs of one process."""
     parallel_size: NonNegativeInt = 0
     """Processes that hold a target together; 0: all. 8 GPUs and 4: two copies of the target, each on 4."""
-    server: list[str] | str = field(default_factory=list)
+    server: list[str] = field(default_factory=list)
     """Base URLs of vLLM servers that run the target and give its hidden states; `speculator server-command` prints
     the line that starts one. This process then loads what is outside the layers."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, as you serve it: '{enable_thinking: false}'."""
 
-    def __post_init__(self) -> None:
-        if isinstance(self.server, str):
-            self.server = [self.server]
 
-
-@dataclass
+@dataclass(frozen=True)
 class HeadOptions:
     """The draft head's architecture and shape."""
 
@@ -74,7 +68,7 @@ class HeadOptions:
     --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SelfSourceConfig:
     """The source `self`: chats of which the target writes both sides, before training."""
 
@@ -84,10 +78,6 @@ class SelfSourceConfig:
     """Maximum number of user turns in a chat."""
     max_prompt_tokens: PositiveInt = 256
     """Maximum number of tokens of a user turn."""
-    prompt_temperature: float = 1.0
-    """Sampling temperature of the user turns."""
-    prompt_top_p: float = 0.99
-    """Top-p of the user turns."""
     temperatures: list[float] = field(default_factory=lambda: [1.0])
     """Sampling temperatures of the answers, each for an equal share of them."""
     max_new_tokens: PositiveInt = 256
@@ -96,7 +86,7 @@ class SelfSourceConfig:
     """Rows decoded together; of a target in servers the concurrent requests to each, at least 32."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """The training data."""
 
@@ -110,7 +100,7 @@ class DataConfig:
     """Maximum number of training tokens (default: all)."""
     raw: bool = False
     """Never apply the target's chat template: prompts and completions stay text."""
-    max_bad_rows: ClosedUnitInterval = 0.05
+    max_bad_rows: Share = 0.05
     """Maximum share of unusable rows, which are left out and counted; a larger share is an error."""
     num_proc: PositiveInt | None = None
     """Number of tokenising processes (default: one per core, up to 8); it does not change the rows."""
@@ -121,7 +111,7 @@ class DataConfig:
     """Settings of the source self."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossConfig:
     """Weights of the losses, which are summed over draft positions."""
 
@@ -135,7 +125,7 @@ class LossConfig:
     """Weight of the LK hybrid: KL divergence while little is accepted, then total variation."""
     head_decay: PositiveFloat = 1.0
     """Decay of the weight per draft position: position i has weight head_decay^i."""
-    d_pace: ClosedUnitInterval = 1.0
+    d_pace: Share = 1.0
     """Smoothing alpha of D-PACE (arXiv 2605.18810): each position is also weighted by how much it adds to the draft's
     expected length, with chances (1 - alpha) q + alpha of its tokens; 1: off."""
 
@@ -145,7 +135,7 @@ class LossConfig:
         return bool(self.kl or self.total_variation or self.lk)
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageConfig:
     """One stage of training. Fields named as in transformers' `TrainingArguments` are passed to it as they are."""
 
@@ -175,8 +165,6 @@ class StageConfig:
     and biases, at the same learning rate."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases have none."""
-    adam_beta2: float = 0.95
-    """Decay of AdamW's second moment."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Norm to which gradients are clipped."""
     bf16: bool = False
@@ -185,8 +173,8 @@ class StageConfig:
     """Steps between log lines."""
     eval_steps: PositiveInt = 200
     """Steps between evaluations."""
-    save_steps: PositiveInt | None = None
-    """Steps between checkpoints, a multiple of eval_steps (default: eval_steps)."""
+    save_steps: NonNegativeInt = 0
+    """Steps between checkpoints, a multiple of eval_steps; 0 takes eval_steps."""
     save_total_limit: int = 3
     """Number of checkpoints to keep, the best among them; at least 2."""
     keep_states: bool = False
@@ -195,13 +183,16 @@ class StageConfig:
     patience: PositiveInt | None = None
     """Number of checkpoints in a row without a better one after which the stage ends (default: train all steps)."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "save_steps", self.save_steps or self.eval_steps)
+
     @property
     def rows_per_step(self) -> int:
         """Rows that one process reads in an optimiser step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
 
-@dataclass
+@dataclass(frozen=True)
 class GenerateConfig:
     """Generation of the target's own text: it continues prompts from the data, with the head of stage 1 drafting."""
 
@@ -229,7 +220,7 @@ class GenerateConfig:
     """Tokens to draft per step (0: adaptive drafting); servers of the target draft as they were started."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stage2Config(StageConfig):
     """Training on the target's own text, from the best head of stage 1."""
 
@@ -241,7 +232,7 @@ class Stage2Config(StageConfig):
     """Generation of the training text."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     """Evaluations during and after training."""
 
@@ -261,7 +252,7 @@ class EvalConfig:
     """Temperatures of the final report."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig:
     """Settings of a run."""
 
@@ -294,37 +285,6 @@ class RunConfig:
     def same_command(self) -> str:
         """The command that resumes this run, for messages; with `overwrite_output_dir` the same one begins again."""
         return "the same command" + (" without overwrite_output_dir" if self.overwrite_output_dir else "")
-
-    def __post_init__(self) -> None:
-        for stage in (self.stage1, self.stage2):
-            stage.save_steps = stage.save_steps or stage.eval_steps
-
-
-def _settings(kind: type = RunConfig, path: str = "") -> Iterator[tuple[str, Field[Any], bool]]:
-    """Yield (dotted name, field, whether it is a section) of all settings and sections, such as "stage2.generate"."""
-    for item in fields(kind):
-        section = item.default_factory
-        if isinstance(section, type) and is_dataclass(section):
-            yield f"{path}{item.name}", item, True
-            yield from _settings(section, f"{path}{item.name}.")
-        else:
-            yield f"{path}{item.name}", item, False
-
-
-def section_names() -> Iterator[str]:
-    """Yield the dotted names of all sections, such as "stage2.generate"."""
-    return (name for name, _, is_section in _settings() if is_section)
-
-
-def optional_names() -> Iterator[str]:
-    """Yield the dotted names of the settings that may be null, such as "stage1.epochs"."""
-    return (name for name, item, is_section in _settings() if not is_section and "None" in str(item.type))
-
-
-@cache
-def mapping_names() -> frozenset[str]:
-    """Return the dotted names of the settings that take a mapping of any keys, such as `speculator.options`."""
-    return frozenset(name for name, item, _ in _settings() if item.default_factory is dict)
 
 
 def values_of(section: Any, path: str = "") -> Iterator[tuple[str, Any]]:

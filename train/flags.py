@@ -6,7 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_revision
+from speculator.cli.shared_flags import MANY, add_revision
 from speculator.errors import OneLineParser
 from speculator.workshop import ROOT
 from train.config import TargetConfig
@@ -35,7 +35,7 @@ def adapt(parser: OneLineParser) -> None:
         metavar="FOLDER",
         help="folder that the server records to, or one of .jsonl files of chats, the oldest first by name",
     )
-    parser.add_argument("--head", required=True, help="folder or hub id of the head that the server started with")
+    parser.add_argument("--speculator", required=True, help="folder or hub id of the head that the server started with")
     add_revision(parser)
     parser.add_argument("--target", help="hub id, folder or GGUF file of the target (default: as recorded)")
     parser.add_argument("--output", type=Path, default=Path("runs/adapt"), help="folder to write (default: runs/adapt)")
@@ -47,7 +47,7 @@ def adapt(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--mix",
-        action="append",
+        **MANY,
         default=[],
         metavar="SOURCE@WEIGHT",
         help="another source to train on, such as self@0.25; the recorded answers have the weight 1",

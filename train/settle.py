@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 
-from data.magpie import Asking, prompt_sampling_of
+from data.magpie import Asking
 from data.mixture import Mixture, mixture_of
 from data.writing import Writing
 from speculator.errors import UserError, first_line
@@ -65,7 +65,6 @@ class Run:
         text = target and text_config(target)
         config = with_sizes_of_target(asked, text)
         own, generate = config.data.self_source, config.stage2.generate
-        asking = prompt_sampling_of(own.prompt_temperature, own.prompt_top_p, "data.self_source.")
         filters = {"top_k": generate.top_k, "top_p": generate.top_p, "min_p": generate.min_p}
         return cls(
             config=config,
@@ -75,7 +74,7 @@ class Run:
             shortens=not asked.data.seq_length,
             mixture=mixture_of(config.data.sources),
             head=head_config(config.speculator, text if text and hasattr(text, "vocab_size") else _ANY_TARGET),
-            asking=Asking(rows=own.max_rows, turns=own.turns, sampling=asking, max_prompt_tokens=own.max_prompt_tokens),
+            asking=Asking(rows=own.max_rows, turns=own.turns, max_prompt_tokens=own.max_prompt_tokens),
             self_writing=Writing(
                 samplings=checks.samplings("data.self_source", own.temperatures),
                 max_new_tokens=own.max_new_tokens,

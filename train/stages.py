@@ -86,7 +86,7 @@ def train_stage(
     batch = min(settings.per_device_train_batch_size, ceil(len(validation_rows) / state.num_processes))
     # All other fields of `StageConfig` have the names of transformers' `TrainingArguments` and are passed on below:
     # `max_steps`, `learning_rate`, `lr_scheduler_type`, `warmup_steps`, `per_device_train_batch_size`,
-    # `gradient_accumulation_steps`, `weight_decay`, `adam_beta2`, `max_grad_norm`, `bf16`, `logging_steps`,
+    # `gradient_accumulation_steps`, `weight_decay`, `max_grad_norm`, `bf16`, `logging_steps`,
     # `eval_steps`, `save_steps`. A new field with such a name needs no other line.
     ours = {
         *("epochs", "base_batch_size", "base_width", "optimizer"),

@@ -447,6 +447,7 @@ def on_one_gpu(arguments: TrainingArguments) -> TrainingArguments:
 def arguments(**fields: Any) -> TrainingArguments:
     """Return transformers' arguments of a stage: those that all stages share, and `fields`."""
     made = TrainingArguments(
+        adam_beta2=0.95,
         eval_strategy="steps",
         save_strategy="steps",
         metric_for_best_model=METRIC,

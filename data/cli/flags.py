@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_revision, add_target_flags, add_tokenizer_flags
+from speculator.cli.shared_flags import MANY, add_filters, add_revision, add_target_flags, add_tokenizer_flags
 from speculator.errors import OneLineParser
 
 ALL = sys.maxsize
@@ -27,8 +27,7 @@ def prepare(parser: OneLineParser) -> None:
     parser.add_argument(
         "--sources",
         required=True,
-        action="extend",
-        nargs="+",
+        **MANY,
         metavar="SOURCE",
         help="python-sources; a .jsonl, .json, .parquet, .txt, .md, .rst or .py file (also .gz) or a folder of them; a "
         "hub dataset: org/name, org/name/config, org/name:split; append a weight to mix sources by tokens: a.jsonl@0.7",
@@ -52,8 +51,7 @@ def generate(parser: OneLineParser) -> None:
     who.add_argument("--speculator", help="hub id or folder of a trained draft head (default: plain decoding)")
     who.add_argument(
         "--server",
-        action="extend",
-        nargs="+",
+        **MANY,
         metavar="URL",
         help="OpenAI-compatible servers that share the rows; --adapter names a LoRA that they serve",
     )
@@ -62,14 +60,13 @@ def generate(parser: OneLineParser) -> None:
     what = (
         "prompts from python-sources, local files, folders or hub datasets, mixed by @weight; self: the target writes"
     )
-    source.add_argument("--sources", action="extend", nargs="+", help=what)
+    source.add_argument("--sources", **MANY, help=what)
     source.add_argument(
         "--prompts", type=Path, help='.jsonl file with rows {"prompt"}, {"messages"}, {"turns"} or {"question"}'
     )
     parser.add_argument("--output", type=Path, required=True, help="output folder; an unfinished one is resumed")
     parser.add_argument("--max_rows", type=int, help="largest number of prompts (default: all; 4000 for self)")
     text = parser.add_argument_group("--sources of text")
-    text.add_argument("--split", help="split of the sources (default: train)")
     add_raw(text)
     add_max_bad_rows(text)
     text.add_argument("--prompt_tokens", type=int, help="length of each prompt (default: 64)")
@@ -77,21 +74,14 @@ def generate(parser: OneLineParser) -> None:
     parser.add_argument("--turns", type=_turns, metavar="all|N", help=what)
     own = parser.add_argument_group("--sources self")
     own.add_argument("--max_prompt_tokens", type=int, help="largest length of a user turn (default: 256)")
-    own.add_argument("--prompt_temperature", type=float, help="sampling temperature of the user turns (default: 1)")
-    own.add_argument("--prompt_top_p", type=float, help="top-p of the user turns (default: 0.99)")
     parser.set_defaults(max_bad_rows=None)
     what = f"maximum new tokens per answer (default: {NEW_TOKENS}, {THINKING_TOKENS} if the target thinks first)"
     parser.add_argument("--max_new_tokens", type=int, help=what)
     what = (
         "sampling temperature; 0 decodes greedily; each of several values gets an equal share of the rows (default: 1)"
     )
-    parser.add_argument("--temperature", type=float, action="extend", nargs="+", help=what)
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="total probability of the tokens to sample (default: 1)"
-    )
-    what = "minimum probability relative to the most likely token (default: 0)"
-    parser.add_argument("--min_p", type=float, default=0.0, help=what)
+    parser.add_argument("--temperature", type=float, **MANY, help=what)
+    add_filters(parser)
     what = "rows decoded together (default: 16), or concurrent requests per server (default: 32)"
     parser.add_argument("--batch_size", type=int, help=what)
     parser.add_argument("--num_speculative_tokens", type=int, help="tokens to draft per step (default: adaptive)")

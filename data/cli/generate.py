@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batches import state, warn_of_cut_answers
 from data.cli.flags import ALL, MAX_BAD_ROWS, NEW_TOKENS, THINKING_TOKENS
 from data.client import CONCURRENCY, fetch_rows
-from data.magpie import ROWS, Asking, prompt_sampling_of, self_rows, summary
+from data.magpie import ROWS, Asking, self_rows, summary
 from data.mixture import SELF, mixture_of
 from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Cut, PromptLimits, conversations
@@ -34,8 +34,8 @@ from speculator.target.probe import usable_context
 from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, quiet_libraries
 
-TEXT_FLAGS = {"split": "train", "prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
-SELF_FLAGS = {"max_prompt_tokens": 256, "prompt_temperature": 1.0, "prompt_top_p": 0.99}
+TEXT_FLAGS = {"prompt_tokens": 64, "max_bad_rows": MAX_BAD_ROWS}
+SELF_FLAGS = {"max_prompt_tokens": 256}
 """Flags that only one kind of prompts has, with their defaults."""
 
 
@@ -118,7 +118,6 @@ def _asking(arguments: argparse.Namespace) -> Asking:
     return Asking(
         rows=arguments.max_rows or ROWS,
         turns=arguments.turns or 1,
-        sampling=_prompt_sampling(arguments),
         max_prompt_tokens=arguments.max_prompt_tokens,
     )
 
@@ -156,12 +155,6 @@ def _check(arguments: argparse.Namespace) -> None:
     )
     check_text(f"--output {arguments.output}", str(arguments.output))  # `datasets` accepts no surrogates
     _samplings(arguments)
-    _prompt_sampling(arguments)
-
-
-def _prompt_sampling(arguments: argparse.Namespace) -> Sampling:
-    """Return the temperature and top-p with which the target writes user turns, for `--sources self`."""
-    return prompt_sampling_of(arguments.prompt_temperature, arguments.prompt_top_p, "--")
 
 
 def _samplings(arguments: argparse.Namespace) -> tuple[Sampling, ...]:
@@ -189,14 +182,14 @@ def _prompts(
         limit, tally = arguments.max_rows or sys.maxsize, Tally(arguments.max_bad_rows)
         found, _ = conversations(
             arguments.mixture,
-            arguments.split,
+            "train",
             tokenizer,
             Cut(arguments.prompt_tokens, turns=arguments.turns),
             limit,
             limits=limits,
             tally=tally,
         )
-        split = f"the {arguments.split} split of {arguments.mixture}"
+        split = f"the train split of {arguments.mixture}"
         tally.check(split)
         tally.warn(split)
         refuse((not found, f"no document in {split} has {arguments.prompt_tokens} tokens"))

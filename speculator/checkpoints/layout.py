@@ -205,8 +205,8 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     head = layout.adapt(head)
     stored = head.state_dict()
     refuse(
-        (expand_tied and not head.aliases(), "--expand-tied: this head is not tied, so all its tensors are written"),
-        (expand_tied and not layout.expandable, f"--expand-tied: {layout.name} stores a tied tensor once"),
+        (expand_tied and not head.aliases(), "--expand_tied: this head is not tied, so all its tensors are written"),
+        (expand_tied and not layout.expandable, f"--expand_tied: {layout.name} stores a tied tensor once"),
     )
     _check_tensors("the head", head, stored)
     aliases = head.aliases()

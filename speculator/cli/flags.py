@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_drafter_flags, add_filters, add_revision, add_target_flags
+from speculator.cli.shared_flags import MANY, add_drafter_flags, add_filters, add_revision, add_target_flags
 from speculator.errors import OneLineParser, as_text
 
-FORMATS = (
-    "ibm",
-    "arctic",
-    "vllm-plugin",
-    "eagle3",
-    "speculators",
-    "dspark",
-    "dflash",
-    "dflash2",
-    "transformers",
-    "gguf",
-    "mtp",
-    "native",
-)
+FORMATS: tuple[str, ...] = ("ibm", "arctic", "vllm-plugin", "eagle3", "speculators", "dspark", "dflash", "dflash2")
+FORMATS += ("transformers", "gguf", "mtp", "native")
 """Names of the layouts, see `speculator.checkpoints.FORMATS`."""
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,7 +31,7 @@ def generate(parser: OneLineParser) -> None:
     )
     add_filters(parser)
     parser.add_argument(
-        "--stop", type=as_text, action="append", default=[], metavar="STRING", help="stop string; can be repeated"
+        "--stop", type=as_text, **MANY, default=[], metavar="STRING", help="stop string; can be repeated"
     )
     parser.add_argument("--max_new_tokens", type=int, default=128, help="most new tokens per text (default: 128)")
     parser.add_argument("--batch_size", type=int, default=1, help="texts to decode at a time (default: 1)")
@@ -86,8 +74,7 @@ def serve(parser: OneLineParser) -> None:
     )
     parser.add_argument(
         "--allowed_origins",
-        action="extend",
-        nargs="+",
+        **MANY,
         default=[],
         metavar="URL",
         help="origins of the web pages that may use the server, such as http://localhost:3000 (default: none)",
@@ -122,7 +109,7 @@ def export(parser: OneLineParser) -> None:
     parser.add_argument("--format", required=True, choices=FORMATS, help="layout to write")
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must be new or empty")
     expand = "write tied tensors under every head's name, for loaders that do not tie them"
-    parser.add_argument("--expand-tied", "--expand_tied", action="store_true", help=expand)
+    parser.add_argument("--expand_tied", action="store_true", help=expand)
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--base_model", help="hub id or folder of the target (default: as recorded)")
 

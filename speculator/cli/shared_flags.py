@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from speculator.errors import OneLineParser, as_text
 from speculator.files import JsonObject
 
 RULES = ("match", "rejection", "block", "multi_candidate")
 """Names of the accept rules, see `speculator.decoding.verify.RULES`."""
+MANY: dict[str, Any] = {"action": "extend", "nargs": "+"}
+"""Settings of a flag that takes several values, and may be repeated."""
 
 
 def add_target_flags(parser: OneLineParser, required: bool = True) -> None:

@@ -126,7 +126,7 @@ def test_saved_rows_and_prompts_skip_bad_rows_too(tmp_path, capsys):
 def test_the_command_counts_bad_rows_and_limits_them(tmp_path, target_folder, capsys):
     texts = [{"text": f"def function_{i}(x):\n    return x + {i}\n"} for i in range(60)]
     source = write(tmp_path / "texts.jsonl", [*texts, {"txt": "x"}, {"text": 5}])
-    flags = ["--target", str(target_folder), "--sources", source, "--output", str(tmp_path / "out"), "--split", "train"]
+    flags = ["--target", str(target_folder), "--sources", source, "--output", str(tmp_path / "out")]
     sizes = ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_rows", "99"]
     assert main(["generate", *flags, *sizes, "--max_bad_rows", "0.001"]) == 2
     assert "max_bad_rows 0.001" in capsys.readouterr().err

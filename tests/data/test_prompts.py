@@ -13,7 +13,7 @@ from data.mixture import SourceError, mixture_of
 from data.packing import pack
 from data.prompts import Cut, PromptLimits, conversations
 from data.sources import documents, token_documents
-from train.config import RunConfig
+from train.config import DataConfig, GenerateConfig, RunConfig, Stage2Config
 from train.inputs import own_prompts_of
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -173,8 +173,7 @@ def test_a_run_prints_what_became_of_the_rows_of_stage_2(tmp_path, capfd):
     asked = {"role": "user", "content": "Q"}
     chats = [{"messages": [{**asked, "content": f"Q{i}"}, CHAT[1]]} for i in range(300)]
     source = write(tmp_path / "chats.jsonl", [*chats, {"messages": [{"role": "system", "content": "S"}, CHAT[1]]}])
-    config = RunConfig()
-    config.data.sources, config.stage2.generate.max_rows = [source], 999
+    config = RunConfig(data=DataConfig(sources=[source]), stage2=Stage2Config(generate=GenerateConfig(max_rows=999)))
     target = SimpleNamespace(tokenizer=chat_tokenizer("llama3"), name="tiny", context_length=512, encoder=None)
     run = settled(config)
     count = len(own_prompts_of(run, target, run.mixture, 256))

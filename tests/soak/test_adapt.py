@@ -61,7 +61,7 @@ def test_adapt_killed_at_any_moment_is_resumed_or_refused_in_a_line(with_childre
     text = lambda: server.post("/v1/completions", json=BODY).json()["choices"][0]["token_ids"]  # noqa: E731
     before = text()
     argv = ["-m", "speculator", "adapt", "--server", str(server.base_url), "--record", str(tmp_path / "traffic")]
-    argv += ["--head", str(inputs["MLP"]), "--output", str(out), "--config", str(config), "--api_key", "secret"]
+    argv += ["--speculator", str(inputs["MLP"]), "--output", str(out), "--config", str(config), "--api_key", "secret"]
     argv += ["--every_tokens", "1000", "--rounds", "1", "--gate_flags", "--max_new_tokens 40 --max_prompts 8"]
     logs = (tmp_path / f"log-{number}" for number in count())
     for moment in MOMENTS:

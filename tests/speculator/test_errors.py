@@ -78,7 +78,8 @@ def test_control_characters_are_escaped(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--fil", "x"], "unrecognized arguments: --fil x"),
+        (["--fil", "x"], "unrecognized arguments: --fil x: did you mean --file?\n"),
+        (["--bad"], "unrecognized arguments: --bad (--help explains)"),
         (["--early_exit=3", "x"], "--early_exit is gone: drafting with the target's first layers was slower"),
         (["--file", ""], "--file is empty"),
         (["--count", "1\x1b[2J\n2"], "invalid int value: '1\\x1b[2J\\n2'"),

@@ -92,7 +92,6 @@ def surface() -> set[str]:
         for command, parser in parsers.items()
         for action in parser._actions
         for flag in action.option_strings or [action.dest.upper()]
-        if flag != "--print_shtab"  # jsonargparse adds it if the package shtab is there
     }
     shared = {field.name for field in fields(SpeculatorConfig)} - {field.name for field in fields(PreTrainedConfig)}
     found |= {f"heads {name}" for name in shared}

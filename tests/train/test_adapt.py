@@ -44,7 +44,7 @@ class Loop:
         record_shard(self.record, 0)
 
     def argv(self, *flags: str) -> list[str]:
-        argv = ["adapt", "--server", self.url, "--record", str(self.record), "--head", str(self.folder / "head")]
+        argv = ["adapt", "--server", self.url, "--record", str(self.record), "--speculator", str(self.folder / "head")]
         return [*argv, "--api_key", KEY, "--output", str(self.folder / "out"), "--every_tokens", "4", *flags]
 
     def call(self, argv, lock, accepted=(0,), **variables) -> None:
@@ -203,7 +203,16 @@ def test_a_layout_that_cannot_store_the_head_is_refused_before_the_first_round(
     target, tmp_path, capsys, layout, message
 ):
     tiny_block_head(target, **DFLASH2).save_pretrained(tmp_path / "head")
-    flags = ["--head", str(tmp_path / "head"), "--record", str(tmp_path), "--target", "T", "--server", "http://nowhere"]
+    flags = [
+        "--speculator",
+        str(tmp_path / "head"),
+        "--record",
+        str(tmp_path),
+        "--target",
+        "T",
+        "--server",
+        "http://nowhere",
+    ]
     assert exit_code(main, ["adapt", *flags, "--output", str(tmp_path / "out"), "--layout", layout]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -269,7 +278,17 @@ def test_logs_of_chats_need_no_server(loop):
     row = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "x" * 40}]}
     (logs / "monday.jsonl").write_text(f"{json.dumps(row)}\n")
     loop.verdicts = [True]
-    argv = ["adapt", "--record", str(logs), "--head", str(loop.folder / "head"), "--target", "tiny", "--rounds", "1"]
+    argv = [
+        "adapt",
+        "--record",
+        str(logs),
+        "--speculator",
+        str(loop.folder / "head"),
+        "--target",
+        "tiny",
+        "--rounds",
+        "1",
+    ]
     assert exit_code(main, [*argv[:5], "--output", str(loop.folder / "none")]) == 2, "nothing names the target"
     assert main([*argv, "--every_tokens", "10", "--output", str(loop.folder / "out")]) == 0
     assert (loop.round(1)["outcome"], loop.round(1)["answer_tokens"]) == ("in use", 10)
@@ -291,7 +310,7 @@ def test_a_log_that_a_killed_writer_cut_and_that_grows_begins_rounds(loop, monke
 
     monkeypatch.setattr("time.sleep", sleep)
     loop.verdicts = [True, True]
-    argv = ["adapt", "--record", str(logs), "--head", str(loop.folder / "head"), "--target", "tiny"]
+    argv = ["adapt", "--record", str(logs), "--speculator", str(loop.folder / "head"), "--target", "tiny"]
     assert main([*argv, "--every_tokens", "30", "--output", str(loop.folder / "out"), "--rounds", "2"]) == 0
     assert len(slept) == 4
     assert [loop.round(number)["answer_tokens"] for number in (1, 2)] == [30, 60]
@@ -333,7 +352,7 @@ def test_a_log_that_cannot_be_read_is_named(loop, capsys):
 
 def test_answers_of_a_target_with_an_adapter_need_a_named_target(loop, capsys):
     (loop.record / "manifest.json").write_text('{"recorded": true, "target": "M --adapter A"}')
-    assert exit_code(main, ["adapt", "--record", str(loop.record), "--head", str(loop.folder / "head")]) == 2
+    assert exit_code(main, ["adapt", "--record", str(loop.record), "--speculator", str(loop.folder / "head")]) == 2
     assert "recorded with M --adapter A: give --target" in capsys.readouterr().err
 
 
@@ -444,7 +463,7 @@ def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_
             ["--server", without_route],
             ["--server", "http://127.0.0.1:9"],
             ["--record", str(loop.folder / "nowhere")],
-            ["--head", str(loop.record)],
+            ["--speculator", str(loop.record)],
             ["--every_tokens", "0"],
         ]
         for flags in wrong:
@@ -455,7 +474,7 @@ def test_flags_that_cannot_work_fail_in_one_line_before_any_training(loop, chat_
     assert main(loop.argv("--rounds", "1")) == 0
     tiny_head_for(chat_target).float().save_pretrained(loop.folder / "other")
     in_use = (loop.folder / "out" / "speculator").resolve()
-    assert exit_code(main, loop.argv("--head", str(loop.folder / "other"))) == 2
+    assert exit_code(main, loop.argv("--speculator", str(loop.folder / "other"))) == 2
     assert f"out began with {loop.folder / 'head'}; choose another --output" in capsys.readouterr().err
     assert (loop.folder / "out" / "speculator").resolve() == in_use
     assert [name for name, _ in loop.calls] == ["train", "gate"]

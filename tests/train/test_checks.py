@@ -26,7 +26,6 @@ from train.settle import settle
         (["--eval.temperatures", "[0, 1, 0.0]"], "eval.temperatures"),
         (["--stage2.generate.top_p", "1.5"], "stage2.generate.top_p"),
         (["--stage2.generate.top_k", "-1"], "stage2.generate.top_k"),
-        (["--stage1.adam_beta2", "2"], "stage1.adam_beta2"),
         (["--stage1.keep_states", "true", "--target.server", "http://localhost:1"], "stage1.keep_states"),
         (["--target.parallel_size", "2", "--target.server", "http://localhost:1"], "target.parallel_size"),
         (["--stage2.keep_states", "true", "--target.parallel", "fsdp"], "stage2.keep_states"),

@@ -179,7 +179,6 @@ def test_the_checkpoint_of_stage_2_is_chosen_by_rows_that_the_target_wrote(chat_
     ("changes", "message"),
     [
         ({"data.self_source.temperatures": "[]"}, "data.self_source.temperatures"),
-        ({"data.self_source.prompt_top_p": 0}, "data.self_source.prompt_top_p must be in"),
         ({"data.sources": "[self, self]"}, "data.sources names self twice"),
         (
             {"data.self_source.max_new_tokens": 200},

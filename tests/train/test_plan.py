@@ -430,12 +430,13 @@ def test_all_that_a_target_writes_itself_counts_up_to_its_context(target_folder)
     source = {"max_rows": 10, "max_prompt_tokens": 3, "max_new_tokens": 5, "turns": 2}
     sizes = " ".join(f"--data.self_source.{name} {value}" for name, value in source.items())
     own = "--stage2.generate.max_rows 20 --stage2.generate.max_new_tokens 7"
-    config = parse(["--config", "configs/quickstart.yaml", "--data.sources", "[self]", *sizes.split(), *own.split()])
+    flags = ["--config", "configs/quickstart.yaml", "--data.sources", "[self]", *sizes.split(), *own.split()]
+    config = parse(flags)
     target = AutoConfig.from_pretrained(target_folder)
     tokens = Plan(settled(config, target)).tokens()
     assert list(tokens) == ["self", "stage1", "generating", "stage2"]
     assert (tokens["self"], tokens["generating"]) == (10 * 2 * (3 + 5), 20 * 2 * (3 + 7))
-    config.data.self_source.turns = 500
+    config = parse([*flags, "--data.self_source.turns", "500"])
     assert Plan(settled(config, target)).tokens()["self"] == 10 * target.max_position_embeddings
 
 

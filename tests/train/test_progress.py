@@ -64,12 +64,13 @@ def test_a_log_line_has_at_most_120_characters_and_no_names_of_metrics(monkeypat
     assert "_" not in line
 
 
-def inputs(own_prompts) -> SimpleNamespace:
+def inputs(own_prompts, epochs: int | None = None) -> SimpleNamespace:
     """Stage 1: 100 steps of 2 rows, an evaluation every 50; stage 2: 40 steps of 1 row, one every 20."""
     config = RunConfig()
     stage1 = replace(config.stage1, max_steps=100, per_device_train_batch_size=2, eval_steps=50)
     generate = replace(config.stage2.generate, max_rows=64, batch_size=8, max_new_tokens=10)
     stage2 = replace(config.stage2, max_steps=40, per_device_train_batch_size=1, eval_steps=20, generate=generate)
+    stage2 = replace(stage2, epochs=epochs)
     settings = replace(config.eval, max_new_tokens=5, tune_prompts=2)
     config = replace(config, stage1=stage1, stage2=stage2, eval=settings)
     suites = {"validation": SimpleNamespace(prompts=[[1]] * 3), "held-out": SimpleNamespace(prompts=[[1]] * 4)}
@@ -92,8 +93,8 @@ def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
     )
     few = replace(text, rows=5, answers=2)
     assert duration.expected_parts(inputs(None), few, 6.0, lambda rows: rows / 10)["text for stage 2"] == 20 * 0.5
-    run = inputs(None)
-    run.run.config.stage2.epochs, run.length = 5, 160  # 64 texts of 40 tokens fill 16 rows
+    run = inputs(None, epochs=5)
+    run.length = 160  # 64 texts of 40 tokens fill 16 rows
     assert duration.expected_parts(run, text, 6.0, lambda rows: rows / 10)["stage 2"] == 5 * 16 * 3 + 4 * check
 
     said, now = [], [0.0]

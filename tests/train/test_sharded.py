@@ -1,5 +1,6 @@
 """Targets in shards, on real processes: what is read and trained is what one process makes with the whole."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,9 +77,8 @@ def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kin
                 assert made["moments"] == len(weights)
                 continue
             assert 0 < made["moments"] < len(weights)
-            config = parse([])
-            config.target = TargetConfig(str(folder), dtype="float64", parallel=parallel)
-            config.target.parallel_size = int(size or 0)
+            sharded = TargetConfig(str(folder), dtype="float64", parallel=parallel, parallel_size=int(size or 0))
+            config = dataclasses.replace(parse([]), target=sharded)
             planned = Plan(settled(config, AutoConfig.from_pretrained(folder), Place(processes)))
             again = (
                 planned.table * planned.size / planned.shards if parallel == "fsdp" else 0
@@ -223,10 +223,9 @@ def test_a_target_with_an_offloaded_layer_gives_the_same_text(target_folder, tmp
 )
 @pytest.mark.parametrize("parallel", ["tp", "fsdp"])
 def test_text_by_a_target_in_shards_is_refused_before_anything_is_loaded(parallel, flags, tmp_path, capsys):
-    config = parse(["--config", str(ROOT / "tests/plain.yaml"), "--target.parallel", parallel, *flags])
-    config.output_dir = str(tmp_path / "run")
-    for config.plan in (None, "8xH100"):
-        assert run.main(config) == 2
+    flags = ["--target.parallel", parallel, *flags, "--output_dir", str(tmp_path / "run")]
+    for plan in ([], ["--plan", "8xH100"]):
+        assert run.main(parse(["--config", str(ROOT / "tests/plain.yaml"), *flags, *plan])) == 2
         said = capsys.readouterr().err
         assert all(word in said for word in (parallel, "--server", "device_map"))
     assert not (tmp_path / "run").exists()

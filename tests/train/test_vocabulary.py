@@ -14,7 +14,7 @@ from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train import checks
 from train.command_line import parse
-from train.config import HeadOptions, RunConfig
+from train.config import DataConfig, HeadOptions, RunConfig, TargetConfig
 from train.initialise import copy_weights, for_rows, new_head, parameters, with_settings_of_start
 from train.plan import Plan
 from train.settle import settle
@@ -67,9 +67,8 @@ def test_a_head_records_local_targets_and_rows_by_absolute_paths(target, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "base").mkdir(parents=True)
     (tmp_path / "chats.jsonl").touch()
-    run = config()
-    run.target.name_or_path, run.target.adapter = "models/base", "org/adapter"
-    run.data.sources = ["chats.jsonl@0.5", "org/data@2", "python-sources@1"]
+    sources = DataConfig(sources=["chats.jsonl@0.5", "org/data@2", "python-sources@1"])
+    run = replace(config(), target=TargetConfig("models/base", adapter="org/adapter"), data=sources)
     made = new_head(settled(run, target), target, ROWS, 6).config
     assert made.base_model_name_or_path == str(tmp_path / "models" / "base")
     assert made.base_model_adapter == "org/adapter"

@@ -94,7 +94,7 @@ def test_a_run_starts_from_a_head_of_the_hub(hub):
 
 
 @pytest.mark.parametrize(
-    "command", [["eval", "gate", "org/name", "head"], ["adapt", "--record", ".", "--head", "org/name"]]
+    "command", [["eval", "gate", "org/name", "head"], ["adapt", "--record", ".", "--speculator", "org/name"]]
 )
 def test_gate_and_adapt_take_a_revision(hub, command, monkeypatch, capsys):
     monkeypatch.setattr(Target, "load", lambda *_, **__: Target(tiny_model(), tokenizer=None))
