@@ -29,8 +29,9 @@ from speculator.checkpoints import files, fp8
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
-from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, load
+from speculator.checkpoints.layout import Layout, Server, load, whole_vocabulary
 from speculator.checkpoints.sglang import NAME as SGLANG
+from speculator.checkpoints.table import Lack
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import JsonObject, read_json
@@ -448,13 +449,6 @@ def _link(source: Path, copy: Path) -> None:
 # --- the layout
 
 
-def fields(config: MTPSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return no fields, since config.json is the target's; raise a UserError for layers that no server looks for."""
-    kind = config.block["model_type"]  # type: ignore[index]
-    refuse((kind not in FAMILIES, f"mtp: no server looks for MTP layers in a {kind}; native stores them"))
-    return {}
-
-
 _VLLM: dict[str, JsonObject] = {"glm4_moe": {"zero_first": True, "recycle_normed": False}, "qwen3_5_text": _DEFAULT}
 """The options as vLLM has them, for the families whose drafts were compared with ours."""
 _TRANSFORMERS = ("glm4_moe", "deepseek_v3", "mellum")
@@ -492,10 +486,14 @@ MTP = Layout(
     name="mtp",
     head=MTPSpeculator,
     architecture="the target's own",
-    fields=fields,
+    table=(  # config.json is the target's
+        whole_vocabulary("mtp"),
+        Lack(
+            lambda config: config.block["model_type"] not in FAMILIES,
+            lambda config: f"mtp: no server looks for MTP layers in a {config.block['model_type']}; native stores them",
+        ),
+    ),
     servers=servers,
-    shape={name: kind for name, kind in SHAPE.items() if name not in ("tie_weights", "scale_input")},
-    kept={name: kind for name, kind in KEPT.items() if name != "draft_vocab_size"},
     read_config=read_config,
     read=read,
     write=write,

@@ -18,6 +18,7 @@ from speculator import Target
 from speculator.__main__ import main
 from speculator.checkpoints import gguf_file, layout_of, llama_cpp, save
 from speculator.checkpoints.loading import bind
+from speculator.checkpoints.table import to_json
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.target.fingerprint import fingerprint, same_target
 from train.command_line import parse
@@ -190,13 +191,11 @@ def test_a_head_that_the_file_does_not_describe_is_not_kept(target, tmp_path, ca
 
 @pytest.mark.parametrize("key", ["attention.head_count_kv", "rope.freq_base", "target_layers", "context_length"])
 def test_a_key_that_is_not_the_heads_is_found(target, tmp_path, monkeypatch, capsys, key):
-    common = gguf_file._common
+    def wrong(table, config, dtype):
+        keys = to_json(table, config, dtype)
+        return {name: value * 2 if name.endswith(f".{key}") else value for name, value in keys.items()}
 
-    def wrong(architecture, *given):
-        keys = common(architecture, *given)
-        return keys | {f"{architecture}.{key}": keys[f"{architecture}.{key}"] * 2}
-
-    monkeypatch.setattr(gguf_file, "_common", wrong)
+    monkeypatch.setattr("speculator.checkpoints.layout.to_json", wrong)
     for kind in ("eagle3", "block"):
         assert exported(target, head_of(target, kind), tmp_path / kind) == 2
         assert "the written head differs in" in capsys.readouterr().err
