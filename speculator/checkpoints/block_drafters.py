@@ -18,13 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from speculator.checkpoints import commands, llama_cpp, sglang, speculators, vllm
+from speculator.checkpoints import commands, llama_cpp, speculators
 from speculator.checkpoints.base_model import base_matrix
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import EMBEDDING, LAYER, VERSION, VOCABULARY, from_d2t, read_layers, with_d2t
 from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config
 from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, only, same, within
+from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import refuse
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
@@ -305,11 +306,11 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
 
         llama = llama_cpp.lacks_of_block(config, name)
         run = f"llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max {config.n_predict}"
-        on = vllm.NAME if name == "dflash" else f"{vllm.NAME} on a GPU"
+        on = VLLM if name == "dflash" else f"{VLLM} on a GPU"
         return [
-            server(on, no_markov, commands.vllm(base, **options), vllm.refusal(base), name == "dflash"),
-            server(sglang.NAME, cut + no_markov, line_for_folder(base, *serve), sglang.refusal(base, method), False),
-            server(llama_cpp.NAME, llama, f"{convert}, then {run}", llama_cpp.refusal(base), True),
+            server(on, no_markov, commands.vllm(base, **options), refusal(VLLM, base), name == "dflash"),
+            server(SGLANG, cut + no_markov, line_for_folder(base, *serve), refusal(SGLANG, base, method), False),
+            server(LLAMA_CPP, llama, f"{convert}, then {run}", refusal(LLAMA_CPP, base), True),
         ]
 
     return listed

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speculator.checkpoints import commands, files, llama_cpp, sglang, vllm
+from speculator.checkpoints import commands, files, llama_cpp, sglang
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import (
@@ -31,6 +31,7 @@ from speculator.checkpoints.layers import (
 )
 from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, base_config
 from speculator.checkpoints.table import ABSENT, DTYPE, Row, Table, constant, same
+from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, default_aux_layers
@@ -165,8 +166,8 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 def vllm_server(config: Eagle3SpeculatorConfig, folder: str) -> Server:
     """Return vLLM's `Server` entry for an EAGLE-3 head: its command, or the reason that it can't load the head."""
-    if refused := vllm.refusal(config.base_model_name_or_path):
-        return Server(vllm.NAME, False, refused)
+    if refused := refusal(VLLM, config.base_model_name_or_path):
+        return Server(VLLM, False, refused)
     options = {"model": folder, "method": "eagle3", "num_speculative_tokens": config.n_predict}
     return Server("vLLM 0.32 and 0.33", True, commands.vllm(config.base_model_name_or_path, **options))
 
@@ -200,17 +201,17 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     if aux_layers and sglang.write_ids(aux_layers, base) is None:
         ignored.append("aux_layers")
     llama = llama_cpp.lacks_of_eagle3(config)
-    refused = f"does not run {', '.join(llama)}" if llama else llama_cpp.refusal(base)
+    refused = f"does not run {', '.join(llama)}" if llama else refusal(LLAMA_CPP, base)
     convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
     algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
     how = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
     ignores = "silently ignores {}, so it drafts something else".format
-    unable = ignores(", ".join(ignored)) if ignored else sglang.refusal(base, "eagle3")
+    unable = ignores(", ".join(ignored)) if ignored else refusal(SGLANG, base)
     return [
         vllm_server(config, folder),
-        Server(sglang.NAME, not unable, unable or how, ran=False),
+        Server(SGLANG, not unable, unable or how, ran=False),
         Server(
-            llama_cpp.NAME,
+            LLAMA_CPP,
             refused is None,
             refused or f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3",
         ),

@@ -22,6 +22,7 @@ from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layers import with_d2t
 from speculator.checkpoints.layout import Layout, Server
 from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, same, to_json
+from speculator.checkpoints.targets import LLAMA_CPP, refusal
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.heads.attention.base import AttentionConfig
@@ -276,14 +277,14 @@ def servers(config: AttentionConfig, folder: str) -> list[Server]:
     try:
         to_json(TABLES["dflash" if block else "eagle3"], config, "float32")
     except UserError as error:
-        return [Server(llama_cpp.NAME, False, str(error))]
+        return [Server(LLAMA_CPP, False, str(error))]
     base = config.base_model_name_or_path or ""
-    if refused := llama_cpp.refusal(base):
-        return [Server(llama_cpp.NAME, False, refused)]
+    if refused := refusal(LLAMA_CPP, base):
+        return [Server(LLAMA_CPP, False, refused)]
     kind = config.method(vars(config)) if block else "eagle3"
     head = ("-md", f"{folder}/{FILE}", "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(config.n_predict))
     start = line(base if is_gguf(base) else "TARGET.gguf", "llama-server", "-m", BASE, *head)
-    return [Server(llama_cpp.NAME, True, start)]
+    return [Server(LLAMA_CPP, True, start)]
 
 
 GGUF = tuple(

@@ -30,8 +30,8 @@ from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
 from speculator.checkpoints.layout import Layout, Server, load, whole_vocabulary
-from speculator.checkpoints.sglang import NAME as SGLANG
 from speculator.checkpoints.table import Lack
+from speculator.checkpoints.targets import SGLANG, VLLM
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import JsonObject, read_json
@@ -470,9 +470,9 @@ def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
 
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
     how = line(folder, "vllm", "serve", BASE, "--speculative-config", options)
-    vllm = server("vLLM 0.32", True if kind in _VLLM else None, how, _VLLM.get(kind))
+    vllm = server(VLLM, True if kind in _VLLM else None, how, _VLLM.get(kind))
     if config.num_hidden_layers > 1:
-        vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
+        vllm = Server(f"{VLLM} on a CPU", False, "it runs the first layer again and ignores the others")
     sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")
     call = f"AutoModelForCausalLM.from_pretrained({json.dumps(folder)}).generate(..., use_mtp=True)"
     return [

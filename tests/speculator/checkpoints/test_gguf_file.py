@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from speculator import Target
 from speculator.__main__ import main
-from speculator.checkpoints import gguf_file, layout_of, llama_cpp, save
+from speculator.checkpoints import gguf_file, layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.checkpoints.table import to_json
+from speculator.checkpoints.targets import LLAMA_CPP, refusal
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.target.fingerprint import fingerprint, same_target
 from train.command_line import parse
@@ -271,8 +272,8 @@ def test_a_target_in_safetensors_has_the_architecture_that_the_converter_gives_i
         config = {**json.loads(target.config.to_json_string()), "model_type": model_type}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    assert llama_cpp.refusal(str(tmp_path / "served")) is None
-    assert "qwen2" in llama_cpp.refusal(str(tmp_path / "not"))
+    assert refusal(LLAMA_CPP, str(tmp_path / "served")) is None
+    assert "qwen2" in refusal(LLAMA_CPP, str(tmp_path / "not"))
 
 
 def test_a_server_without_gguf_gets_the_folder_of_dequantised_weights(target):
