@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from speculator.checkpoints import commands, llama_cpp, speculators
-from speculator.checkpoints.base_model import base_matrix
+from speculator.checkpoints.base_model import base_matrix, lack_of
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import EMBEDDING, LAYER, VERSION, VOCABULARY, from_d2t, read_layers, with_d2t
@@ -324,6 +324,7 @@ DSPARK = Layout(
     servers=servers("dspark"),
     canonical=canonical,
     also=("DSparkDraftModel",),
+    needs=lambda config: None if config.draft_vocab_size is None else lack_of(config, "output"),
     pack=pack,
     unpack=unpack,
 )

@@ -42,14 +42,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_names(folder: Path) -> set[str]:
-    """Return the stored names of all tensors of a folder; only the headers of safetensors files are read."""
+    """Return the stored names of all tensors of a folder, without reading their values."""
     names: set[str] = set()
     for file in _weight_files(folder):
         if file.suffix == ".safetensors":
             with opened(file) as tensors:
                 names.update(tensors.keys())
         else:
-            names.update(_read_file(file))
+            names.update(_read_file(file, "meta"))
     return names
 
 
@@ -110,12 +110,15 @@ def opened(file: Path) -> Iterator[Any]:
         raise UserError(f"{file}: damaged: {first_line(error)}") from None
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file or a pickle by name; raise a UserError if it is damaged."""
+def _read_file(file: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file or a pickle by name; raise a UserError if it is damaged.
+
+    On the device "meta", a pickle's tensors are read without their values.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles
-            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, device, weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(f"{file}: damaged, or a pickle with more than weights in it, which is not opened") from None
     except Exception as error:  # a damaged file fails anywhere in the library that reads it

@@ -226,6 +226,12 @@ def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
     return tensor.numpy(), None  # the writer knows numpy's types
 
 
+def needs_gguf(config: Any) -> str | None:
+    """Return what an export lacks if the base model in a head's config is no GGUF file: `Layout.needs`."""
+    is_file = is_gguf(config.base_model_name_or_path or "")
+    return None if is_file else "gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf"
+
+
 def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, JsonObject, Path], None]:
     """Return `Layout.write` for GGUF: it writes a head as one file, reads it back and compares.
 
@@ -236,8 +242,8 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
 
     def write(head: Any, keys: JsonObject, folder: Path) -> None:
         target = head.config.base_model_name_or_path or ""
-        if not is_gguf(target):
-            raise UserError("gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf")
+        if missing := needs_gguf(head.config):
+            raise UserError(missing)
         known = metadata(target)
         from gguf import GGUFValueType, GGUFWriter
 
@@ -294,6 +300,7 @@ GGUF = tuple(
         architecture=architecture,
         table=TABLES[architecture],
         servers=servers,
+        needs=needs_gguf,
         write=writer(architecture, pack),
     )
     for head, architecture, pack in (

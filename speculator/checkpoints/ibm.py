@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 
 from speculator.checkpoints import commands
-from speculator.checkpoints.base_model import with_own_embedding
+from speculator.checkpoints.base_model import needs_embedding, with_own_embedding
 from speculator.checkpoints.commands import line
 from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, whole_vocabulary
 from speculator.checkpoints.table import DTYPE, Row, Table, constant, same
@@ -76,4 +76,5 @@ IBM = Layout(
     prefix=PREFIX,
     expandable=True,
     adapt=with_own_embedding,
+    needs=needs_embedding,
 )

@@ -90,6 +90,7 @@ class Layout:
         pack: converts a head's tensors to stored ones; None: stored under their own names.
         unpack: converts stored tensors to the head's; may raise a UserError.
         adapt: converts a head to one that the layout can store and that drafts the same; may raise a UserError.
+        needs: returns what an export lacks besides the head, given its config: a message, or None.
         written: writes config.json in place of `table`, which then is only read.
         write: writes a head into a folder, given the result of `fields`, and checks what it wrote; None: the layout is
             config.json and model.safetensors. Without `read_config` and `read`, no command reads other layouts.
@@ -109,6 +110,7 @@ class Layout:
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
     adapt: Callable[[Any], Speculator] = lambda head: head
+    needs: Callable[[Any], str | None] = lambda config: None
     written: Callable[[Any, str], JsonObject] | None = None
     write: Callable[[Any, JsonObject, Path], None] | None = None
     read_config: Callable[[Path], SpeculatorConfig] | None = None
@@ -116,11 +118,15 @@ class Layout:
 
     def stores(self, head: Speculator) -> bool:
         """Return whether a head can be exported to this layout, by its class and config alone."""
+        return not self.refusal(head)
+
+    def refusal(self, head: Speculator) -> str | None:
+        """Return why a head can't be exported to this layout, by its class and config alone; None: it can."""
         try:
             self.fields_of(head)
-        except UserError:
-            return False
-        return True
+        except UserError as error:
+            return str(error)
+        return None
 
     def fields_of(self, head: Speculator) -> JsonObject:
         """Return the content of a head's config.json; raise a UserError if the layout can't store the head."""
@@ -337,6 +343,8 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
     """
     config: Any = head.config
     stored = files.read_tensors(folder)
+    tensors = stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored)
+    del stored  # the head is read again, and may be large
     # By the same code that users call: whatever a reader would reject is found before the folder appears.
     again: Any = load(folder, layout)
     again.to(head.device)
@@ -346,7 +354,7 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
     equal = {
         "settings": all(value in (None, getattr(again.config, name, None)) for name, value in own.items()),
         "config.json": files.read_config(folder) == layout.fields(config, dtype_name(head.dtype)),
-        "tensors": stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored),
+        "tensors": tensors,
         "weights": all(torch.equal(weights[name], tensor) for name, tensor in head.state_dict().items()),
         "logits": torch.equal(again.logits(*inputs), head.logits(*inputs)),
     }

@@ -28,7 +28,7 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 from speculator.checkpoints import files, fp8
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
+from speculator.checkpoints.hub import FILES, MODEL_FILES, downloaded, is_hub_id
 from speculator.checkpoints.layout import Layout, Server, load, whole_vocabulary
 from speculator.checkpoints.table import Lack
 from speculator.checkpoints.targets import SGLANG, VLLM
@@ -322,8 +322,8 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     """
     base = head.config.base_model_name_or_path
     if base is None:
-        raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
-    stored = Stored(downloaded(base) if is_hub_id(base) else Path(base))
+        raise UserError(str(needs_base(head.config)))
+    stored = Stored(downloaded(base, files=[*MODEL_FILES, "*.py"]) if is_hub_id(base) else Path(base))
     missing = sorted(shard for shard in set(stored.shards.values()) if not (stored.folder / shard).is_file())
     refuse((missing, f"{stored.folder}: the shard {', '.join(missing)} is missing; --base_model names the whole model"))
     inside = folder.resolve().is_relative_to(stored.folder.resolve())
@@ -455,6 +455,12 @@ _TRANSFORMERS = ("glm4_moe", "deepseek_v3", "mellum")
 """Families whose drafts in transformers were compared with ours."""
 
 
+def needs_base(config: MTPSpeculatorConfig) -> str | None:
+    """Return what an export lacks if no base model is recorded: `Layout.needs`."""
+    missing = "mtp: the layers are written into a copy of the target's folder: --base_model names it"
+    return missing if config.base_model_name_or_path is None else None
+
+
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that draft with the MTP layers of the target in `folder`, each with its command.
 
@@ -494,6 +500,7 @@ MTP = Layout(
         ),
     ),
     servers=servers,
+    needs=needs_base,
     read_config=read_config,
     read=read,
     write=write,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculator.checkpoints import layers
 from speculator.checkpoints.arctic import base_archs
-from speculator.checkpoints.base_model import base_matrix
+from speculator.checkpoints.base_model import base_matrix, needs_embedding
 from speculator.checkpoints.eagle3 import FLAGS, ONE_LAYER, ORIGINAL_HEADS, other_lists, read_one_layer, vllm_server
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import AUX_LAYERS, EMBEDDING, from_d2t, with_d2t
@@ -140,5 +140,6 @@ SPECULATORS = Layout(
     also=("Eagle3DraftModel",),
     mark="speculators_model_type",
     pack=pack,
+    needs=needs_embedding,
     unpack=unpack,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from speculator.checkpoints import commands
-from speculator.checkpoints.base_model import with_own_embedding
+from speculator.checkpoints.base_model import needs_embedding, with_own_embedding
 from speculator.checkpoints.layout import ORIGIN, Layout, Server
 from speculator.checkpoints.table import DTYPE, Row, constant, same
 from speculator.heads import MLPSpeculator
@@ -58,4 +58,5 @@ VLLM_PLUGIN = Layout(
     ),
     servers=servers,
     adapt=with_own_embedding,
+    needs=needs_embedding,
 )

@@ -260,7 +260,7 @@ def test_the_embedding_is_that_of_the_target_that_the_head_was_trained_for(tmp_p
 # --- what others wrote
 
 
-def test_a_head_published_by_eagle_is_read(tmp_path, base):
+def test_a_head_published_by_eagle_is_read(tmp_path, base, monkeypatch):
     """Without auxiliary layers, rope_parameters and flags; the layer and the class under other names; a pickle."""
     head = head_of(base, fc_norm=False, norm_output=False, aux_layers=None, head_dim=2)
     folder = write(head, tmp_path / "flat", FLAT)
@@ -270,7 +270,10 @@ def test_a_head_published_by_eagle_is_read(tmp_path, base):
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors_of(folder).items()}
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
+    load, devices = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda file, device, **how: devices.append(device) or load(file, device, **how))
     again = load_any(folder)
+    assert devices == ["meta", "cpu"], "the values are read once"
     assert again.config.n_predict == 7
     again.config.n_predict = 3
     assert same_function(again, head)
