@@ -95,7 +95,6 @@ def same_matrices(config: SpeculatorConfig) -> bool | None:
 
 
 def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
-    """Return whether a matrix [V, D] is the one in the fingerprint `trained_for` of a head's target."""
     return has_matrix(trained_for, which, matrix[sample_indices(*matrix.shape)])
 
 

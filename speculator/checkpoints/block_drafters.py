@@ -185,7 +185,7 @@ LIBRARY: Table = (
 def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
     """Return the content of a config.json of servers or the `speculators` library as this library writes it.
 
-    Absent keys get the writers' defaults. Raises a UserError, which names `file`, for a head that can't run here.
+    Absent keys get the writers' defaults; `file` is for errors.
     """
     library = "transformer_layer_config" in read  # the speculators library's
     layers_at = "aux_hidden_state_layer_ids" if library else "target_layer_ids"
@@ -257,10 +257,7 @@ def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
 def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return stored tensors by the head's names, without copies of the target's embedding and output matrix.
 
-    A draft vocabulary is `draft_tokens` instead of d2t and t2d. Raises a UserError if a shape is wrong or d2t missing.
-
-    Args:
-        where: the folder, for errors.
+    A draft vocabulary is `draft_tokens` instead of d2t and t2d; `where`, the folder, is for errors.
     """
     config = head.config
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}

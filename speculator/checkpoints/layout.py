@@ -84,12 +84,12 @@ class Layout:
         prefix: prefix of the tensor names when written.
         expandable: its loaders accept tied tensors under every position's name.
         canonical: converts a config.json of other writers, given its path for errors, to the form that `table`
-            describes; may raise a UserError.
+            describes.
         also: further names of the architecture.
         mark: field of config.json that tells this layout from others of the same architecture name.
         pack: converts a head's tensors to stored ones; None: stored under their own names.
-        unpack: converts stored tensors to the head's; may raise a UserError.
-        adapt: converts a head to one that the layout can store and that drafts the same; may raise a UserError.
+        unpack: converts stored tensors to the head's.
+        adapt: converts a head to one that the layout can store and that drafts the same.
         needs: returns what an export lacks besides the head, given its config: a message, or None.
         written: writes config.json in place of `table`, which then is only read.
         write: writes a head into a folder, given the result of `fields`, and checks what it wrote; None: the layout is
@@ -117,7 +117,6 @@ class Layout:
     read: Callable[[Path, Any], dict[str, Tensor]] | None = None
 
     def stores(self, head: Speculator) -> bool:
-        """Return whether a head can be exported to this layout, by its class and config alone."""
         return not self.refusal(head)
 
     def refusal(self, head: Speculator) -> str | None:
@@ -129,12 +128,11 @@ class Layout:
         return None
 
     def fields_of(self, head: Speculator) -> JsonObject:
-        """Return the content of a head's config.json; raise a UserError if the layout can't store the head."""
+        """Return the content of a head's config.json, if the layout can store the head."""
         refuse((type(head) is not self.head, f"{self.architecture} can't store a {type(head).__name__}"))
         return self.fields(head.config, dtype_name(head.dtype))
 
     def fields(self, config: Any, dtype: str) -> JsonObject:
-        """Return the content of config.json for a head's config and the name of its dtype."""
         if self.written:
             return self.written(config, dtype)
         content = to_json(self.table, config, dtype)
@@ -212,7 +210,7 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
 
 
 def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
-    """Read the config of the head in a folder of this layout; raise a UserError if it is malformed."""
+    """Read the config of the head in a folder of this layout."""
     try:
         if layout.read_config:
             return layout.read_config(folder)
@@ -226,8 +224,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     """Write a head in this layout, read it back, and compare config, tensors, weights and logits.
 
     The folder appears only if all of them agree. `expand_tied` writes a tied tensor once for each draft position that
-    uses it, under that position's name. Returns the head as the layout stores it (`Layout.adapt`). Raises a UserError
-    if something differs or the layout can't store the head.
+    uses it, under that position's name. Returns the head as the layout stores it (`Layout.adapt`).
     """
     folder = Path(folder).resolve()
     check_new_folder(folder)
@@ -283,7 +280,7 @@ def base_config(name: str | None) -> PreTrainedConfig | None:
 
 
 def _read_weights(folder: Path, head: Speculator, layout: Layout) -> dict[str, Tensor]:
-    """Return the tensors in a folder by the head's names; raise a UserError unless they fit the head."""
+    """Return the tensors in a folder by the head's names, checked against the head."""
     tensors = files.read_tensors(folder)
     if tensors and all(name.startswith(PREFIX) for name in tensors):
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
@@ -330,7 +327,6 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return up to four names, sorted, and the number of the others."""
     names = sorted(names)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -363,5 +359,4 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
 
 
 def _same(stored: Tensor, written: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and numbers."""
     return stored.dtype == written.dtype and torch.equal(stored, written.cpu())

@@ -8,7 +8,6 @@ from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 
 
 def _other_rope(config: AttentionConfig, *runs: str) -> list[str]:
-    """Return the name of the head's rope, unless llama.cpp runs it."""
     kind = (config.rope_parameters or {}).get("rope_type", "default")
     return [] if kind in runs else [f"the {kind} rope"]
 

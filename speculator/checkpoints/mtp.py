@@ -93,9 +93,6 @@ class Stored:
         shards: {tensor name: file name}.
         root: what precedes "layers." in the tensor names.
         layers: number of MTP layers in the files.
-
-    Raises:
-        UserError: no model of a known family, or damaged files.
     """
 
     def __init__(self, folder: Path):
@@ -166,10 +163,7 @@ class Stored:
         }
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor by its stored name; float8 is dequantised to bfloat16.
-
-        Raises a UserError if the tensor is missing or quantised in another way.
-        """
+        """Read a tensor by its stored name; float8 is dequantised to bfloat16."""
         if name not in self.shards:
             raise UserError(f"{self.folder}: its MTP layer lacks {name}{self._quantised}")
         tensor, scale = self._open(name), self.scale_name(name)
@@ -184,11 +178,7 @@ class Stored:
         return next((name + suffix for suffix in fp8.SUFFIXES if name + suffix in self.shards), None)
 
     def scaled(self, name: str) -> tuple[int, ...]:
-        """Return the size, along each dimension, of the part of a float8 tensor that shares one scale.
-
-        Raises:
-            UserError: the dtypes or the shape of the scale belong to no known scheme.
-        """
+        """Return the size, along each dimension, of the part of a float8 tensor that shares one scale."""
         tensor, scale = self._open(name), self._open(str(self.scale_name(name)))
         for each, known in ((tensor, fp8.DTYPES), (scale, (*fp8.PLAIN, torch.float8_e8m0fnu))):
             kind = dtype_name(each.dtype)
@@ -203,7 +193,6 @@ class Stored:
         )
 
     def _open(self, name: str) -> Tensor:
-        """Read a tensor by its stored name, as it is stored."""
         with files.opened(self.folder / self.shards[name]) as file:
             return file.get_tensor(name)
 
@@ -231,12 +220,10 @@ class Stored:
 
     @property
     def _table(self) -> str:  # MTP layers have copies of it, under `layers`
-        """Stored name of the embedding matrix."""
         return next(name for name in sorted(self.shards, key=len) if name.endswith(_TABLES))
 
     @property
     def _output(self) -> str:
-        """Stored name of the output matrix, which may be the embedding."""
         return next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
 
     @property
@@ -318,7 +305,7 @@ def read(folder: Path, head: MTPSpeculator) -> dict[str, Tensor]:
 def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     """Write a copy of the target's folder with the head's weights as its MTP layers: `Layout.write`.
 
-    The copy is read back; a UserError is raised if its weights differ from the head's. `made` is not used.
+    The copy is read back and compared with the head. `made` is not used.
     """
     base = head.config.base_model_name_or_path
     if base is None:
@@ -375,7 +362,6 @@ def _options(config: MTPSpeculatorConfig) -> JsonObject:
 
 
 def _single(stored: Stored) -> bool:
-    """Return whether the model is one safetensors file, not shards."""
     return (stored.folder / _WEIGHTS).is_file()
 
 
@@ -406,10 +392,7 @@ def _check(head: MTPSpeculator, stored: Stored) -> None:
 
 
 def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
-    """Return the head's tensors under the checkpoint's names, with its dtypes, quantisation and layout of experts.
-
-    Raises a UserError for a tensor that the checkpoint lacks or has in another shape.
-    """
+    """Return the head's tensors under the checkpoint's names, with its dtypes, quantisation and layout of experts."""
     made: dict[str, Tensor] = {}
     buffers = dict(head.named_buffers())
     added = None if stored.layers else stored.dtype
@@ -437,7 +420,6 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
 
 
 def _link(source: Path, copy: Path) -> None:
-    """Hard-link a large file as `copy`; copy one that may be edited there, or that can't be linked."""
     # A target's shards may have hundreds of gigabytes. In a hub's cache they are links: the copy names the file itself.
     if source.stat().st_size >= _LARGE:
         with suppress(OSError):

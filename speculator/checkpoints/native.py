@@ -32,7 +32,6 @@ def native_layout(head: type[Speculator]) -> Layout:
     """Return the `native` layout of a head class: the config and tensors that `save_pretrained` writes."""
 
     def written(config: SpeculatorConfig, dtype: str) -> JsonObject:
-        """Return the content of config.json as transformers writes it; `dtype` is that of the weights."""
         return {
             **json.loads(config.to_json_string(use_diff=True)),
             "architectures": [head.__name__],

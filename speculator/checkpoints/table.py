@@ -108,7 +108,6 @@ def given_for(condition: Callable[[Any], bool], rows: Iterable[Row]) -> tuple[Ro
 
 
 def rows(table: Table) -> list[Row]:
-    """Return the rows of a table that are keys."""
     return [row for row in table if isinstance(row, Row)]
 
 

@@ -68,7 +68,6 @@ def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
-    """Return the head's tensors by the names in transformers' DFlash class."""
     return {_NAMES.get(name, name): tensor for name, tensor in head.state_dict().items()}
 
 
