@@ -356,7 +356,6 @@ _PROBE_TOOL, _OTHER_TOOL = (
 
 @lru_cache(maxsize=32)
 def _writes_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Return whether a template writes the tools of a chat with one question."""
     with suppress(Exception):  # a template may raise anything
         chat: list[Message] = [{"role": "user", "content": "PROBE"}]
         return "PROBEname" in _render(tokenizer, template, chat, [_PROBE_TOOL], True)
@@ -571,7 +570,6 @@ def _calls_in(text: str) -> tuple[list[Any], str]:
 
 
 def _is_call(function: Any) -> bool:
-    """Return whether a parsed call has a name, and no arguments, or some in JSON's text or as an object."""
     return isinstance(function.get("name"), str) and isinstance(function.get("arguments") or "", str | dict)
 
 

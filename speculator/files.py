@@ -143,7 +143,6 @@ def check_output_folder(flag: str, folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents, unless it exists."""
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -179,7 +178,6 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _finite(content: Any) -> Any:
-    """Return JSON content with None for NaN and infinities."""
     if isinstance(content, dict):
         return {name: _finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
@@ -240,7 +238,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the list of names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -272,7 +269,6 @@ def locked(file: Path, busy: str, wait: bool = False) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 checksum of a file, in hex."""
     made = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):

@@ -155,7 +155,6 @@ class Progress(tqdm):
             _Heartbeat.begin(self)
 
     def _format(self, known: bool) -> str:
-        """Return tqdm's `bar_format`; with `known`, the total is known."""
         count = "{n_fmt} of {total_fmt}" if known else "{n_fmt}"
         after = "{elapsed} elapsed" + (", {remaining} left" if known else "") + "{postfix}"
         bar = "{percentage:3.0f}%|{bar}| " if known and not self.plain else ""

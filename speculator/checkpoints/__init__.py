@@ -54,7 +54,7 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def layout_of(name: str, head: Speculator) -> Layout:
-    """Return the layout of this name for this kind of head; raise a UserError if there is none."""
+    """Return the layout of this name for this kind of head."""
     fitting = {layout.name: layout for layout in layouts() if layout.head is type(head)}
     if name not in fitting:
         raise UserError(f"no {name} layout for a {type(head).__name__}; it has: {', '.join(fitting)}")
@@ -90,7 +90,7 @@ def recognise(folder: str | Path) -> Layout:
 
 
 def _layout_by_config(folder: Path) -> Layout:
-    """Return the layout that a local folder's config.json names; raise a UserError if none fits."""
+    """Return the layout that a local folder's config.json names."""
     config = files.read_config(folder)
     found = config.get("architectures")
     # ArcticTraining writes MLP heads with a string, IBM's architecture, in place of the list.

@@ -5,25 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from speculator.checkpoints import commands
-from speculator.checkpoints.ibm import IBM
+from speculator.checkpoints.ibm import IBM, table
 from speculator.checkpoints.layout import Server, base_config
-from speculator.files import JsonObject
+from speculator.checkpoints.table import ABSENT, Row
 from speculator.heads.base import SpeculatorConfig
 
 
-def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json: that of the `ibm` layout, with `architectures` and `base_model_archs` changed.
-
-    arctic-inference checks both. `architectures` must be a list of exactly one name.
-    """
-    return {**IBM.fields(config, dtype), "architectures": [ARCTIC.architecture], **base_archs(config)}
-
-
-def base_archs(config: SpeculatorConfig) -> dict[str, list[str]]:
-    """Return {"base_model_archs": names} for config.json, or {} if the base model's config is not on this machine."""
-    base = base_config(config.base_model_name_or_path)
-    archs = base and base.architectures
-    return {"base_model_archs": list(archs)} if archs else {}
+def base_archs(base: str | None) -> list[str]:
+    """Return the architectures in the base model's config; none if that is not on this machine."""
+    config = base_config(base)
+    return list((config and config.architectures) or ())
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
@@ -37,4 +28,14 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     ]
 
 
-ARCTIC = replace(IBM, name="arctic", architecture="ArcticMLPSpeculatorPreTrainedModel", fields=fields, servers=servers)
+ARCTIC = replace(
+    IBM,
+    name="arctic",
+    architecture="ArcticMLPSpeculatorPreTrainedModel",
+    # arctic-inference checks both, and `architectures` must be a list of exactly one name.
+    table=table(
+        "arctic",
+        Row(None, "base_model_archs", lambda config: base_archs(config.base_model_name_or_path) or ABSENT),
+    ),
+    servers=servers,
+)

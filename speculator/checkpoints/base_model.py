@@ -27,18 +27,10 @@ def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
 
     Raises a UserError if the files lack the matrix or its values don't fit the fingerprint in the config.
     """
-    name = config.base_model_name_or_path
-    known = base_config(name)
-    what = "embedding" if which == "embedding" else "output matrix"
-    where = f"the layout stores the target's {what}, but {name or 'the base model'}"
-    if known is None or name is None:
-        raise UserError(f"{where} is not on this machine: --base_model names a folder or a model in the hub's cache")
-    refuse(
-        (
-            is_gguf(name),
-            f"{where} is a GGUF file: --base_model names the folder that `speculator dequantise` writes of it",
-        ),
-    )
+    name, known = config.base_model_name_or_path, base_config(config.base_model_name_or_path)
+    if (absent := lack_of(config, which)) or known is None:
+        raise UserError(str(absent))
+    where = _where(name, which)
     found, trained_for = _read(name, known, which), config.base_model_fingerprint
     shape = [config.vocab_size, config.emb_dim]
     if found is None:
@@ -52,6 +44,30 @@ def base_matrix(config: Any, which: Which) -> Tensor:  # [V, D]
         ),
     )
     return found
+
+
+def lack_of(config: Any, which: Which) -> str | None:
+    """Return why the base model in a head's config has no matrix to copy, without reading one; None: it may have."""
+    name = config.base_model_name_or_path
+    if base_config(name) is None:
+        missing = "is not on this machine: --base_model names a folder or a model in the hub's cache"
+    elif is_gguf(name):
+        missing = "is a GGUF file: --base_model names the folder that `speculator dequantise` writes of it"
+    elif not _folder(name):
+        missing = "has none in safetensors files"
+    else:
+        return None
+    return f"{_where(name, which)} {missing}"
+
+
+def _where(name: str | None, which: Which) -> str:
+    what = "embedding" if which == "embedding" else "output matrix"
+    return f"the layout stores the target's {what}, but {name or 'the base model'}"
+
+
+def needs_embedding(config: Any) -> str | None:
+    """Return `lack_of` for a head that reads its target's embedding, and None for one that has its own."""
+    return None if config.own_embedding else lack_of(config, "embedding")
 
 
 def with_own_embedding(head: MLPSpeculator) -> MLPSpeculator:
@@ -79,17 +95,22 @@ def same_matrices(config: SpeculatorConfig) -> bool | None:
 
 
 def _fits(trained_for: str, which: Which, matrix: Tensor) -> bool:
-    """Return whether a matrix [V, D] is the one in the fingerprint `trained_for` of a head's target."""
     return has_matrix(trained_for, which, matrix[sample_indices(*matrix.shape)])
 
 
-def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
-    """Read the embedding or output matrix of the model `name`, a folder or cached hub id; None if it is not there."""
+def _folder(name: str) -> Path | None:
+    """Return the folder of the model `name`, a folder or cached hub id; None if it has no safetensors files."""
     name = located(name)
     # In the hub's cache the folder of a revision is found by one of its files.
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, files.CONFIG)
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
-    if not any((folder / weights).is_file() for weights in files.SAFETENSORS):
+    return folder if any((folder / weights).is_file() for weights in files.SAFETENSORS) else None
+
+
+def _read(name: str, config: PreTrainedConfig, which: Which) -> Tensor | None:
+    """Read the embedding or output matrix of the model `name`, a folder or cached hub id; None if it is not there."""
+    folder = _folder(name)
+    if folder is None:
         return None
     with torch.device("meta"):
         model = auto_class(config).from_config(config)

@@ -14,141 +14,30 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import transformers
 from torch import Tensor
 
-from speculator.checkpoints import commands, layout, llama_cpp, sglang, vllm
-from speculator.checkpoints.base_model import base_matrix
+from speculator.checkpoints import commands, llama_cpp, speculators
+from speculator.checkpoints.base_model import base_matrix, lack_of
 from speculator.checkpoints.commands import BASE, line_for_folder
-from speculator.checkpoints.eagle3 import (
-    ATTENTION,
-    EMBEDDING,
-    draft_vocab_size,
-    from_d2t,
-    layer_config,
-    read_layers,
-    with_d2t,
-)
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config, origin
-from speculator.checkpoints.speculators import VERSION, method
+from speculator.checkpoints.layers import EMBEDDING, LAYER, VERSION, VOCABULARY, from_d2t, read_layers, with_d2t
+from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config
+from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, only, same, within
+from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import refuse
-from speculator.files import JsonObject
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
 
-SHAPE = {**ATTENTION, "num_hidden_layers": int, "aux_layers": list}
-KEPT = {
-    **layout.KEPT,
-    "mask_token_id": int,
-    "markov_rank": int,
-    "sample_from_anchor": bool,
-    "is_causal": bool,
-    "sliding_window": int,
-    "confidence_head": bool,
-    "conv_group_size": int,
-    "selector_rank": int,
-    "selector_top_k": int,
-}
 OUTPUT = "lm_head.weight"
-_NESTED = "dflash_config"
-_LAYERS = "target_layer_ids"
 _PREFIX = "model."
 _TAPS = 2
 """Number of neighbouring positions that a convolution of this library mixes; the key is `conv_kernel_size`."""
-_DFLASH2 = ("conv_group_size", "selector_rank", "selector_top_k")
 _NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": 0}
 """Keys of DFlash 2 that change embeddings or logits, and the values with which they change nothing."""
-
-
-def qwen3(config: DSparkSpeculatorConfig) -> JsonObject:
-    """Return the fields of a transformers Qwen 3 config that describes a block drafter's layers."""
-    count, window = config.num_hidden_layers, config.sliding_window
-    own: JsonObject = {"num_hidden_layers": count, "attention_bias": False}
-    if window is None:
-        own["layer_types"] = ["full_attention"] * count
-    else:  # llama.cpp reads use_sliding_window, others read layer_types
-        own |= {"layer_types": ["sliding_attention"] * count, "sliding_window": window, "use_sliding_window": True}
-    return layer_config(config, model_type="qwen3", **own)
-
-
-def _block(config: DSparkSpeculatorConfig) -> JsonObject:
-    """Return auxiliary layers, mask token and block size: config.json has them at top level and in `dflash_config`.
-
-    Raises a UserError for auxiliary layer 0, the embedding, which servers can't name.
-    """
-    # Servers count the layer whose output is read, this library the layers before the state: k = 0 is the embedding,
-    # which has no number there.
-    aux_layers = [k - 1 for k in config.aux_layers or ()]
-    refuse((-1 in aux_layers, "aux_layers 0: servers number a layer by its output, so they can't name the embedding"))
-    return {_LAYERS: aux_layers, "mask_token_id": config.mask_token_id, "block_size": config.block_size}
-
-
-def common_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the fields of config.json that the `dspark`, `dflash` and `dflash2` layouts share."""
-    block, base = _block(config), base_config(config.base_model_name_or_path)
-    return {
-        **qwen3(config),
-        "dtype": dtype,
-        "transformers_version": transformers.__version__,
-        "draft_vocab_size": config.output_size,
-        "rope_theta": (config.rope_parameters or {})["rope_theta"],
-        "is_causal": config.is_causal,
-        **block,
-        _NESTED: block,
-        **({"num_target_layers": base.get_text_config().num_hidden_layers} if base else {}),
-        **origin(config),
-    }
-
-
-def own_fields(config: DSparkSpeculatorConfig) -> JsonObject:
-    """Return the fields of config.json that a DSpark head has and a DFlash head lacks."""
-    return {
-        "sample_from_anchor": config.sample_from_anchor,
-        "markov_rank": config.markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_head and config.markov_rank > 0,
-    }
-
-
-def dspark_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json in the `dspark` layout."""
-    refuse((config.is_dflash2, f"dspark has no {parts_of(config)}: use dflash2"))
-    return {"architectures": [DSPARK.architecture], **common_fields(config, dtype), **own_fields(config)}
-
-
-def dflash2_parts(config: DSparkSpeculatorConfig) -> JsonObject:
-    """Return the sizes of DFlash 2's convolutions and selector by key; raise a UserError if a head lacks either."""
-    refuse(
-        (not config.conv_group_size, "servers run DFlash 2 with convolutions only, and this head has none"),
-        (not config.selector_rank, "servers run DFlash 2 with a selector only, and this head has none"),
-    )
-    return {"conv_kernel_size": _TAPS, **{name: getattr(config, name) for name in _DFLASH2}}
-
-
-def dflash2_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json in the `dflash2` layout."""
-    made: JsonObject = {"architectures": [DFLASH2.architecture], **common_fields(config, dtype)}
-    return {**made, _NESTED: {**_block(config), **dflash2_parts(config)}}
-
-
-def dflash_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json in the `dflash` layout."""
-    refuse(
-        (config.markov_rank, f"dflash has no Markov head, and this head has one of rank {config.markov_rank}"),
-        (config.confidence_head, "dflash has no confidence head, and this head has one"),
-        (config.sample_from_anchor, "dflash drafts nothing in the anchor's slot, and this head drafts its first token"),
-        (config.is_dflash2, f"dflash has no {parts_of(config)}: use dflash2"),
-    )
-    return {"architectures": [DFLASH.architecture], **common_fields(config, dtype)}
-
-
-def parts_of(config: DSparkSpeculatorConfig) -> str:
-    """Return a head's parts of DFlash 2 for messages of the form "the layout has no convolutions and no selector"."""
-    found = ["convolutions"] * bool(config.conv_group_size) + ["selector"] * bool(config.selector_rank)
-    return " and no ".join(found)
+_SPECULATORS = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel"}
+"""Architectures that the `speculators` library writes, by its name of the algorithm."""
 
 
 def kind_of(config: DSparkSpeculatorConfig) -> str:
@@ -156,62 +45,170 @@ def kind_of(config: DSparkSpeculatorConfig) -> str:
     return "dflash2" if config.is_dflash2 else config.method(vars(config))
 
 
-def speculators_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json in the layout of the `speculators` library."""
-    full = config.sliding_window is None
-    refuse((config.is_causal and full, "the speculators layout has no causal blocks with full attention: use dspark"))
-    kind = kind_of(config)
-    own = own_fields(config) if kind == "dspark" else {"sample_from_anchor": False}
-    if kind == "dflash2":
-        own |= dflash2_parts(config)
-    return {
-        "architectures": [_SPECULATORS[kind]],
-        "speculators_model_type": kind,
-        "speculators_version": VERSION,
-        "dtype": dtype,
-        "transformers_version": transformers.__version__,
-        "draft_vocab_size": config.output_size,
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        **own,
-        "sliding_window_non_causal": not config.is_causal,
-        "target_hidden_size": None,
-        "aux_hidden_state_layer_ids": config.aux_layers,
-        "speculators_config": method(config, kind),
-        "transformer_layer_config": qwen3(config),
-        **origin(config),
-    }
+# --- what the layouts can't hold
+
+NO_EMBEDDING = Lack(
+    lambda c: 0 in (c.aux_layers or ()),
+    "aux_layers 0: servers number a layer by its output, so they can't name the embedding".format,
+)
+BOTH_PARTS = (
+    Lack(
+        lambda c: c.is_dflash2 and not c.conv_group_size,
+        "servers run DFlash 2 with convolutions only, and this head has none".format,
+    ),
+    Lack(
+        lambda c: c.is_dflash2 and not c.selector_rank,
+        "servers run DFlash 2 with a selector only, and this head has none".format,
+    ),
+)
 
 
-def translate(read: ForeignConfig, file: Path) -> JsonObject:
-    """Convert config.json of servers or the `speculators` library to the fields of `DSparkSpeculatorConfig`.
+def no_dflash2(name: str, advice: str) -> tuple[Lack, ...]:
+    """Return what the layout `name` of DSpark and DFlash heads lacks."""
+    return (
+        only("conv_group_size", 0, f"{name} has no convolutions: {advice}"),
+        only("selector_rank", 0, f"{name} has no selector: {advice}"),
+    )
 
-    Absent fields get the servers' defaults. Raises a UserError, which names `file`, for a head that can't run here.
+
+def no_dspark(name: str, anchor: str = "drafts its first token") -> tuple[Lack, ...]:
+    """Return what the layout `name` of DFlash heads lacks; `anchor`: what other heads do in the anchor's slot."""
+    return (
+        only("markov_rank", 0, f"{name} has no Markov head, and this head has one of rank {{0.markov_rank}}"),
+        only("confidence_head", False, f"{name} has no confidence head, and this head has one"),
+        only("sample_from_anchor", False, f"{name} drafts nothing in the anchor's slot, and this head {anchor}"),
+    )
+
+
+# --- where they hold the rest
+
+
+def _target_layers(config: Any) -> Any:
+    base = base_config(config.base_model_name_or_path)
+    return base.get_text_config().num_hidden_layers if base else ABSENT
+
+
+ALL_LAYERS = (
+    *LAYER,
+    constant("model_type", "qwen3"),
+    *same("num_hidden_layers"),
+    constant("attention_bias", False, must=True),
+    Row(
+        None,
+        "layer_types",
+        lambda c: ["sliding_attention" if c.sliding_window else "full_attention"] * c.num_hidden_layers,
+    ),
+    *same("sliding_window", optional=True),
+    # llama.cpp reads it, others read layer_types.
+    Row(None, "use_sliding_window", lambda c: True if c.sliding_window else ABSENT),
+)
+"""Rows of a transformers Qwen 3 config that describes the layers."""
+SLOTS = Row("n_predict", "block_size", lambda c: c.block_size, lambda size, c: size - (not c["sample_from_anchor"]))
+BLOCK = (
+    # A layer is named by its output there, and here by the number of layers before the state.
+    Row(
+        "aux_layers",
+        "target_layer_ids",
+        lambda c: [k - 1 for k in c.aux_layers or ()],
+        lambda ids, read: [k + 1 for k in ids],
+    ),
+    *same("mask_token_id"),
+    SLOTS,
+)
+FLAT: Table = (
+    NO_EMBEDDING,
+    *ALL_LAYERS,
+    Row(DTYPE, "dtype"),
+    VERSION,
+    VOCABULARY,
+    Row(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
+    *same("is_causal", optional=True),
+    *BLOCK,
+    *within("dflash_config", BLOCK),
+    Row(None, "num_target_layers", _target_layers),
+    *ORIGIN,
+)
+"""Rows that the `dspark`, `dflash` and `dflash2` layouts share."""
+OWN = (
+    *same("markov_rank"),
+    constant("markov_head_type", "vanilla", must=True),
+    Row("confidence_head", "enable_confidence_head"),
+    Row(None, "confidence_head_with_markov", lambda c: c.confidence_head and c.markov_rank > 0),
+)
+"""Rows of what a DSpark head has and a DFlash head lacks."""
+PARTS = (constant("conv_kernel_size", _TAPS), *same("conv_group_size", "selector_rank", "selector_top_k"))
+"""Rows of DFlash 2's convolutions and selector."""
+TABLES: dict[str, Table] = {
+    "dspark": (
+        *no_dflash2("dspark", "use dflash2"),
+        *FLAT,
+        *same("sample_from_anchor"),
+        *OWN,
+    ),
+    "dflash": (
+        *no_dspark("dflash"),
+        *no_dflash2("dflash", "use dflash2"),
+        *FLAT,
+    ),
+    "dflash2": (
+        *BOTH_PARTS,
+        *(Lack(lambda c: not c.is_dflash2, BOTH_PARTS[0].why), *no_dspark("dflash2")),
+        *FLAT,
+        *within("dflash_config", PARTS),
+    ),
+}
+LIBRARY: Table = (
+    Lack(
+        lambda c: c.is_causal and c.sliding_window is None,
+        "the speculators layout has no causal blocks with full attention: use dspark".format,
+    ),
+    *BOTH_PARTS,
+    Row(None, "architectures", lambda c: [_SPECULATORS[kind_of(c)]]),
+    Row(None, "speculators_model_type", kind_of),
+    constant("speculators_version", speculators.VERSION),
+    Row(DTYPE, "dtype"),
+    VERSION,
+    VOCABULARY,
+    SLOTS,
+    *same("mask_token_id", "sample_from_anchor"),
+    *given_for(lambda c: kind_of(c) == "dspark", OWN),
+    *given_for(lambda c: kind_of(c) == "dflash2", PARTS),
+    Row("is_causal", "sliding_window_non_causal", lambda c: not c.is_causal, lambda both, read: not both),
+    constant("target_hidden_size", None),
+    Row("aux_layers", "aux_hidden_state_layer_ids", lambda c: c.aux_layers),
+    *speculators.method(kind_of),
+    *within("transformer_layer_config", ALL_LAYERS),
+    *ORIGIN,
+)
+
+
+def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
+    """Return the content of a config.json of servers or the `speculators` library as this library writes it.
+
+    Absent keys get the writers' defaults; `file` is for errors.
     """
-    foreign = "transformer_layer_config" in read  # the speculators library's
-    if foreign:
-        read = {**read, **read["transformer_layer_config"]}
-        read[_LAYERS] = [k - 1 for k in read["aux_hidden_state_layer_ids"]]
-        read["base_model_name_or_path"] = read["speculators_config"]["verifier"]["name_or_path"]
+    library = "transformer_layer_config" in read  # the speculators library's
+    layers_at = "aux_hidden_state_layer_ids" if library else "target_layer_ids"
+    read = {**read, **read["transformer_layer_config"]} if library else read
     # `dflash_config` wins over the top level, and null in it counts as absent.
-    nested = {**read, **{name: value for name, value in (read.get(_NESTED) or {}).items() if value is not None}}
-    for name in (_LAYERS, "mask_token_id", "block_size"):
+    nested = {**read, **{name: value for name, value in (read.get("dflash_config") or {}).items() if value is not None}}
+    for name in (layers_at, "mask_token_id", "block_size"):
         refuse((nested.get(name) is None, f"{file}: {name} is missing"))
     dflash, dflash2 = (word in read["architectures"][0] for word in ("DFlash", "DFlash2"))
-    own = ("conv_kernel_size", *_DFLASH2, *_NEUTRAL) if dflash2 else ()
-    layers, shape = read_layers({name: value for name, value in read.items() if name not in own}, file, "qwen3")
-    from_anchor = False if dflash else nested.get("sample_from_anchor", None if foreign else True)
+    own = {row.theirs for row in PARTS}.union(_NEUTRAL) if dflash2 else ()
+    table = LIBRARY + TABLES["dspark"] if library else TABLES["dflash2"] + TABLES["dspark"]
+    layers = read_layers({name: value for name, value in read.items() if name not in own}, file, table, "qwen3")
+    from_anchor = False if dflash else nested.get("sample_from_anchor", None if library else True)
     rank = 0 if dflash else nested.get("markov_rank", 0)
     confidence = bool(nested.get("enable_confidence_head", False))
-    kind, types = nested.get("markov_head_type", "vanilla"), set(read.get("layer_types") or ())
+    types = set(read.get("layer_types") or ())
     sliding = "sliding_attention" in types or nested.get("use_swa", False)
     # Absent keys: in servers, layers with a window are causal, and with use_swa they are not. DFlash 2 never is.
     causal = (
-        not read.get("sliding_window_non_causal", dflash2) if foreign else not dflash2 and "sliding_attention" in types
+        not read.get("sliding_window_non_causal", dflash2) if library else not dflash2 and "sliding_attention" in types
     )
+    causal = read.get("is_causal", nested.get("causal", sliding and causal))
     refuse(
-        (layers.attention_bias, f"{file}: attention_bias must be false"),
-        (kind != "vanilla", f"{file}: markov_head_type is {kind!r}; must be 'vanilla'"),
         (
             sliding and len(types) > 1,
             f"{file}: layer_types must be the same for all layers: {', '.join(sorted(types))}",
@@ -234,23 +231,18 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
             for name, value in _NEUTRAL.items()
         ),
     )
-    return {
-        **shape,
-        "num_hidden_layers": layers.num_hidden_layers,
-        "n_predict": nested["block_size"] - (not from_anchor),
-        "draft_vocab_size": draft_vocab_size(
-            read.get("draft_vocab_size", 32000 if foreign else None), layers.vocab_size
-        ),
-        "aux_layers": [k + 1 for k in nested[_LAYERS]],
-        "mask_token_id": nested["mask_token_id"],
-        "markov_rank": rank,
-        "sample_from_anchor": from_anchor,
+    flat = {
+        **nested,
+        **layers,
         "sliding_window": nested.get("swa_window_size", read.get("sliding_window")) if sliding else None,
-        "is_causal": read.get("is_causal", nested.get("causal", sliding and causal)),
-        "confidence_head": confidence,
-        **({name: nested[name] for name in _DFLASH2} if dflash2 else {}),
-        **{name: read.get(name) for name in ORIGIN},
+        "draft_vocab_size": read.get("draft_vocab_size", 32000 if library else None),
+        "sample_from_anchor": from_anchor,
+        "markov_rank": rank,
+        "enable_confidence_head": confidence,
+        "is_causal": causal,
+        "sliding_window_non_causal": not causal,
     }
+    return {**flat, "dflash_config": flat, "transformer_layer_config": flat}
 
 
 def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
@@ -265,10 +257,7 @@ def pack(head: DSparkSpeculator) -> dict[str, Tensor]:
 def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return stored tensors by the head's names, without copies of the target's embedding and output matrix.
 
-    A draft vocabulary is `draft_tokens` instead of d2t and t2d. Raises a UserError if a shape is wrong or d2t missing.
-
-    Args:
-        where: the folder, for errors.
+    A draft vocabulary is `draft_tokens` instead of d2t and t2d; `where`, the folder, is for errors.
     """
     config = head.config
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
@@ -285,7 +274,7 @@ def speculators_servers(config: DSparkSpeculatorConfig, folder: str) -> list[Ser
     model = {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}[kind]
     window = ", which counts the sliding window from a block's anchor" if config.sliding_window else ""
     return [
-        Server(f"speculators {VERSION}", True, f"{model}.from_pretrained({json.dumps(folder)})" + window),
+        Server(f"speculators {speculators.VERSION}", True, f"{model}.from_pretrained({json.dumps(folder)})" + window),
         Server("vLLM, SGLang, llama.cpp", None, f"use export --format {kind}"),
     ]
 
@@ -314,51 +303,37 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
 
         llama = llama_cpp.lacks_of_block(config, name)
         run = f"llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max {config.n_predict}"
-        on = vllm.NAME if name == "dflash" else f"{vllm.NAME} on a GPU"
+        on = VLLM if name == "dflash" else f"{VLLM} on a GPU"
         return [
-            server(on, no_markov, commands.vllm(base, **options), vllm.refusal(base), name == "dflash"),
-            server(sglang.NAME, cut + no_markov, line_for_folder(base, *serve), sglang.refusal(base, method), False),
-            server(llama_cpp.NAME, llama, f"{convert}, then {run}", llama_cpp.refusal(base), True),
+            server(on, no_markov, commands.vllm(base, **options), refusal(VLLM, base), name == "dflash"),
+            server(SGLANG, cut + no_markov, line_for_folder(base, *serve), refusal(SGLANG, base, method), False),
+            server(LLAMA_CPP, llama, f"{convert}, then {run}", refusal(LLAMA_CPP, base), True),
         ]
 
     return listed
 
 
-_SPECULATORS = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator", "dflash2": "DFlash2DraftModel"}
-"""Architectures that the `speculators` library writes, by its name of the algorithm."""
 DSPARK = Layout(
     name="dspark",
     head=DSparkSpeculator,
     architecture="Qwen3DSparkModel",
-    fields=dspark_fields,
+    table=TABLES["dspark"],
     servers=servers("dspark"),
-    translate=translate,
+    canonical=canonical,
     also=("DSparkDraftModel",),
-    shape=SHAPE,
-    kept=KEPT,
+    needs=lambda config: None if config.draft_vocab_size is None else lack_of(config, "output"),
     pack=pack,
     unpack=unpack,
 )
-DFLASH = replace(
-    DSPARK,
-    name="dflash",
-    architecture="DFlashDraftModel",
-    fields=dflash_fields,
-    servers=servers("dflash"),
-    also=(),
-)
-DFLASH2 = replace(
-    DFLASH,
-    name="dflash2",
-    architecture="DFlash2DraftModel",
-    fields=dflash2_fields,
-    servers=servers("dflash2"),
+DFLASH, DFLASH2 = (
+    replace(DSPARK, name=name, architecture=architecture, table=TABLES[name], servers=servers(name), also=())
+    for name, architecture in (("dflash", "DFlashDraftModel"), ("dflash2", "DFlash2DraftModel"))
 )
 SPECULATORS_BLOCK = replace(
     DSPARK,
     name="speculators",
     architecture="DSparkSpeculator",
-    fields=speculators_fields,
+    table=LIBRARY,
     servers=speculators_servers,
     also=("DFlashSpeculator", "DSparkDraftModel", "DFlashDraftModel", "DFlash2DraftModel", "DFlash2Speculator"),
     mark="speculators_model_type",

@@ -264,7 +264,6 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _hub_datasets(sources: list[str]) -> list[str]:
-    """Return the hub ids among training sources, without config, split and weight."""
     matches = [_HUB_DATASET.fullmatch(source) for source in sources if not _LOCAL_FILE.search(source)]
     return list(dict.fromkeys(match[1] for match in matches if match and not Path(match[1]).exists()))
 

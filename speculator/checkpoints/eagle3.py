@@ -9,297 +9,88 @@ tokens that have a row.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import LlamaConfig, Qwen3Config
 
-from speculator.checkpoints import commands, files, layout, llama_cpp, sglang, vllm
+from speculator.checkpoints import commands, files, llama_cpp, sglang
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, base_config, origin
-from speculator.device import dtype_name
+from speculator.checkpoints.layers import (
+    AUX_LAYERS,
+    EMBEDDING,
+    FULL_HEADS,
+    LAYER,
+    VERSION,
+    VOCABULARY,
+    from_d2t,
+    read_layers,
+    with_d2t,
+)
+from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, base_config
+from speculator.checkpoints.table import ABSENT, DTYPE, Row, Table, constant, same
+from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import UserError, refuse
-from speculator.files import Json, JsonObject
-from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, AttentionConfig, default_aux_layers
-from speculator.heads.base import Speculator
+from speculator.files import JsonObject
+from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, default_aux_layers
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 
-ATTENTION: dict[str, type] = {
-    "vocab_size": int,
-    "emb_dim": int,
-    "inner_dim": int,
-    "n_predict": int,
-    "num_attention_heads": int,
-    "num_key_value_heads": int,
-    "head_dim": int,
-    "rms_norm_eps": float,
-    "rope_parameters": dict,
-    "max_position_embeddings": int,
-}
-"""Required fields of every head with attention layers."""
-SHAPE = {
-    **ATTENTION,
-    "attention_bias": bool,
-    "qk_norm": bool,
-    "norm_before_residual": bool,
-    "norm_before_fc": bool,
-    "fc_norm": bool,
-    "norm_output": bool,
-}
-_CONSTANT: JsonObject = {"hidden_act": "silu", "tie_word_embeddings": False}
-LAYER: dict[str, str | None] = {
-    "hidden_size": "emb_dim",
-    "intermediate_size": "inner_dim",
-    **{name: name for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")},
-    "hidden_act": None,
-    **{name: name for name in ("rms_norm_eps", "rope_parameters", "max_position_embeddings")},
-    "tie_word_embeddings": None,
-}
-"""Fields of a layer's transformers config as written, with the head's fields that they hold; None: a constant."""
-KEPT = {**layout.KEPT, "aux_layers": list, "sliding_window": int, "own_embedding": bool}
-NEUTRAL: JsonObject = {
-    "mlp_bias": False,
-    "is_neox_style": True,
-    "rope_interleave": False,
-    "rope_interleaved": False,
-    "rotary_pct": 1,
-    "clip_qkv": None,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "attention_chunk_size": None,
-    "attention_multiplier": None,
-    "query_pre_attn_scalar": None,
-    "embedding_multiplier": 1,
-    "residual_multiplier": 1,
-    "logits_scaling": 1,
-    "logit_scale": 1,
-    "num_local_experts": 0,
-    "num_experts": 0,
-    "use_qk_norm": False,
-}
-"""Fields of other families' layers, with the values at which they compute what Llama's and Qwen 3's do."""
-_READ_OR_HARMLESS = {
-    *(
-        "eagle_config",
-        "draft_vocab_size",
-        "target_hidden_size",
-        "ttt_length",
-        "torch_dtype",
-        "rope_theta",
-        "rope_scaling",
-    ),
-    *("sliding_window", "layer_types", "max_window_layers", "use_sliding_window", "partial_rotary_factor", "auto_map"),
-    *("target_model_type", "num_aux_hidden_states", "num_target_layers", "base_model_name_or_path", "trained_length"),
-    *("training_data", "block_size", "mask_token_id", "target_layer_ids", "dflash_config", "is_causal", "causal"),
-    *("sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
-    *(
-        "sliding_window_non_causal",
-        "use_swa",
-        "swa_window_size",
-        "aux_hidden_state_layer_ids",
-        "transformer_layer_config",
-    ),
-    *("base_model_adapter", "base_model_fingerprint", "unk_token_id", "attention_bias", "qk_norm"),
-}
-_NESTED = {
-    *("use_aux_hidden_state", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
-    *("output_multiplier", "input_embedding_scale"),
-}
-"""Fields that are read or harmless in `eagle_config` and `dflash_config` only."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-EMBEDDING = "embed_tokens.weight"
 _log = logging.getLogger(__name__)
 _STEPS = 7  # in EAGLE and SpecForge, which do not write it
 _LAYER, _OURS = "midlayer.", "layers.0."
-
-
-def check_heads(config: AttentionConfig) -> None:
-    """Raise a UserError if the hidden size is not a multiple of the number of heads, as some configs require."""
-    heads, size = config.num_attention_heads, config.emb_dim
-    refuse(
-        (
-            size % heads,
-            f"the layout needs a hidden size that is a multiple of the {heads} attention heads; it is {size}",
-        )
-    )
-
-
-def layer_config(config: AttentionConfig, **more: Json) -> JsonObject:
-    """Return the fields of a transformers config that describes a head's attention layers, with `more` added.
-
-    No field is left out, because some readers have no defaults.
-    """
-    made = {theirs: getattr(config, ours) if ours else _CONSTANT[theirs] for theirs, ours in LAYER.items()}
-    return {**made, **more}
-
-
-def llama(config: Eagle3SpeculatorConfig) -> JsonObject:
-    """Return the fields of a transformers config of the head's only layer: Qwen 3's with `qk_norm`, else Llama's.
-
-    Raises a UserError for a number of heads that a Llama config can't have.
-    """
-    model_type = "qwen3" if config.qk_norm else "llama"
-    if not config.qk_norm:
-        check_heads(config)
-    own = {"num_hidden_layers": 1, "attention_bias": config.attention_bias, "mlp_bias": False}
-    written = layer_config(config, model_type=model_type, **own)
-    if config.sliding_window is None:
-        return written
-    window: JsonObject = {"layer_types": ["sliding_attention"], "sliding_window": config.sliding_window}
+ORIGINAL_HEADS = replace(FULL_HEADS, has=lambda c: not c.qk_norm and FULL_HEADS.has(c))
+ONE_LAYER = (
+    *LAYER,
+    Row("qk_norm", "model_type", lambda c: "qwen3" if c.qk_norm else "llama", lambda kind, read: kind == "qwen3"),
+    constant("num_hidden_layers", 1, must=True),
+    *same("attention_bias"),
+    constant("mlp_bias", False),
+    Row(None, "layer_types", lambda c: ["sliding_attention"] if c.sliding_window else ABSENT),
+    *same("sliding_window", optional=True),
     # transformers' Qwen 3 has no window without it.
-    return {**written, **window, **({"use_sliding_window": True} if config.qk_norm else {})}
+    Row(None, "use_sliding_window", lambda c: True if c.sliding_window and c.qk_norm else ABSENT),
+)
+"""Rows of a transformers config of the head's only layer: Qwen 3's with `qk_norm`, else Llama's."""
 
 
-def read_layers(read: ForeignConfig, file: Path, *kinds: str) -> tuple[Any, JsonObject]:
-    """Return the transformers config that config.json describes, and the fields of `AttentionConfig` read from it.
-
-    Logs a warning for unknown fields. Raises a UserError for values with which the layers would compute something else.
-
-    Args:
-        read: content of config.json; transformers' defaults replace absent fields.
-        file: config.json, for errors.
-        kinds: allowed values of `model_type`; the first is the default.
-    """
-    kind = read.get("model_type", kinds[0])
-    refuse((kind not in kinds, f"{file}: model_type is {kind!r}; must be {' or '.join(map(repr, kinds))}"))
-    try:
-        given = {name: value for name, value in read.items() if name != "model_type"}
-        layers: Any = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**given)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"{file}: {' '.join(str(error).split())}") from None
-    size = read.get("target_hidden_size")
-    known = {*type(layers)().to_dict(), *NEUTRAL, *_READ_OR_HARMLESS, *FLAGS, AUX_LAYERS}
-    strange = [name for name in read if name not in known and not name.startswith(("_", "speculators_"))]
-    for part in ("eagle_config", "dflash_config"):
-        strange += [f"{name} in {part}" for name in read.get(part) or () if name not in known | _NESTED]
-    if strange:
-        _log.warning(f"{file}: {', '.join(strange)} not read: a layer that it changes would draft something else here")
-    refuse(
-        *(
-            (
-                read.get(name, neutral) not in (None, neutral),
-                f"{file}: {name} is {read.get(name)!r}; must be {neutral!r}",
-            )
-            for name, neutral in NEUTRAL.items()
-        ),
-        (layers.hidden_act != "silu", f"{file}: hidden_act is {layers.hidden_act!r}; must be 'silu'"),
-        (size not in (None, layers.hidden_size), f"{file}: target_hidden_size is {size}, not {layers.hidden_size}"),
-    )
-    return layers, {ours: getattr(layers, theirs) for theirs, ours in LAYER.items() if ours}
+def _rope_scaling(config: Any) -> JsonObject | None:
+    """For readers older than `rope_parameters`."""
+    rope = {name: value for name, value in config.rope_parameters.items() if name != "rope_theta"}
+    return None if rope["rope_type"] == "default" else rope
 
 
-def from_llama(read: ForeignConfig, file: Path) -> JsonObject:
-    """Return the fields of a head's config that describe its only layer, which is written as Llama's or Qwen 3's.
-
-    Args:
-        read: content of config.json, or of its part for the layer.
-        file: config.json, for errors.
-    """
-    layer, shape = read_layers(read, file, "llama", "qwen3")
-    refuse(
-        (layer.num_hidden_layers != 1, f"{file}: num_hidden_layers is {layer.num_hidden_layers}; must be 1"),
-    )
-    types = getattr(layer, "layer_types", None) or []
-    return {
-        **shape,
-        "attention_bias": layer.attention_bias,
-        "qk_norm": layer.model_type == "qwen3",
-        "sliding_window": layer.sliding_window if list(types) == ["sliding_attention"] else None,
-    }
+def _nested(config: Any) -> Any:
+    """Return `eagle_config`: SGLang reads the auxiliary layers there, and vLLM at the top."""
+    if config.aux_layers is None:
+        return ABSENT
+    ids = sglang.write_ids(config.aux_layers, config.base_model_name_or_path)
+    return {**({AUX_LAYERS: ids} if ids else {}), "use_aux_hidden_state": True}
 
 
-def draft_vocab_size(size: Json, vocab_size: Json) -> Json:
-    """Convert a stored draft vocabulary size to `SpeculatorConfig.draft_vocab_size`: None if it is the whole one."""
-    return None if size == vocab_size else size
+TABLE: Table = (
+    ORIGINAL_HEADS,
+    Row(None, "architectures", lambda c: ["Eagle3Qwen3ForCausalLM"] if c.qk_norm else ABSENT),
+    *ONE_LAYER,
+    Row(DTYPE, "torch_dtype"),
+    VERSION,
+    VOCABULARY,
+    *same(*FLAGS),
+    Row("aux_layers", AUX_LAYERS, optional=True),
+    Row(None, "eagle_config", _nested),
+    Row(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
+    Row(None, "rope_scaling", _rope_scaling),
+    Row("n_predict", "ttt_length", default=_STEPS),
+    *ORIGIN,
+    Row("own_embedding", "own_embedding", lambda c: ABSENT),  # the tensors say it
+)
 
 
-def with_d2t(head: Speculator) -> dict[str, Tensor]:
-    """Return the head's tensors by name, with a draft vocabulary, if any, as d2t [V_d] and t2d [V], as servers read it.
-
-    They replace `draft_tokens`. Row i of the output matrix is token i + d2t[i], and t2d is True at these tokens.
-    """
-    tensors = dict(head.state_dict())
-    tokens = tensors.pop("draft_tokens", None)
-    if tokens is not None:
-        mask = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=tokens.device)
-        mask[tokens] = True
-        # For the tokens [2, 3, 7], d2t is [2, 2, 5].
-        tensors |= {"d2t": tokens - torch.arange(len(tokens), device=tokens.device), "t2d": mask}
-    return tensors
-
-
-def from_d2t(where: Path, head: Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return stored tensors with `draft_tokens` instead of d2t and t2d, the inverse of `with_d2t`.
-
-    Raises a UserError, which names the folder `where`, if a draft vocabulary lacks d2t, or if t2d is there and differs.
-    """
-    config: Any = head.config
-    tensors, whole = dict(tensors), config.draft_vocab_size is None
-    offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if offsets is None:
-        refuse((not whole, f"{where}: missing tensors: d2t"))
-        return tensors
-    tokens = tokens_of(where, offsets, config.output_size)
-    # t2d follows from d2t, and some heads come without it.
-    same = mask is None or (mask.shape == (config.vocab_size,) and torch.equal(mask.nonzero()[:, 0], tokens))
-    refuse(
-        (not same, f"{where}: d2t and t2d describe different draft vocabularies, or not in ascending order"),
-        (whole and offsets.any(), f"{where}: d2t moves tokens, but config.json has no draft vocabulary"),
-    )
-    return tensors if whole else {**tensors, "draft_tokens": tokens}
-
-
-def tokens_of(where: Path, d2t: Tensor, rows: int) -> Tensor:  # [rows]
-    """Return the token id i + d2t[i] of each row i of the output matrix.
-
-    Raises a UserError, which names `where`, unless d2t has the shape [rows] and an integer dtype.
-    """
-    integer = not d2t.is_floating_point() and d2t.dtype != torch.bool
-    refuse(
-        (d2t.shape != (rows,), f"{where}: d2t is {list(d2t.shape)}, config.json says {[rows]}"),
-        (not integer, f"{where}: d2t is {dtype_name(d2t.dtype)}, not int64"),
-    )
-    # Row i is token i + d2t[i]: [2, 2, 5] stands for the tokens 2, 3, 7.
-    return d2t.long() + torch.arange(rows)
-
-
-def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json, given the name of the weights' dtype.
-
-    Every field is written out, because readers have different defaults.
-    """
-    rope = dict(config.rope_parameters or {})
-    theta = rope.pop("rope_theta")
-    # Written twice: vLLM reads the key at the top, SGLang the one in `eagle_config`.
-    aux_layers: JsonObject = {}
-    if config.aux_layers is not None:
-        ids = sglang.write_ids(config.aux_layers, config.base_model_name_or_path)
-        nested: JsonObject = {**({AUX_LAYERS: ids} if ids else {}), "use_aux_hidden_state": True}
-        aux_layers = {AUX_LAYERS: config.aux_layers, "eagle_config": nested}
-    return {
-        "architectures": ["Eagle3Qwen3ForCausalLM" if config.qk_norm else EAGLE3.architecture],
-        **llama(config),
-        "torch_dtype": dtype,
-        "transformers_version": transformers.__version__,
-        "draft_vocab_size": config.output_size,
-        **{name: getattr(config, name) for name in FLAGS},
-        **aux_layers,
-        "rope_theta": theta,
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "ttt_length": config.n_predict,
-        **origin(config),
-    }
-
-
-def translate(read: ForeignConfig, file: Path) -> JsonObject:
-    """Convert the content of config.json to the fields of `Eagle3SpeculatorConfig`; `file`, its path, is for errors.
+def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
+    """Return the content of a config.json of any writer as this library writes it; its path `file` is for errors.
 
     An embedding among the weights beside it counts as the head's own; `bind` drops it later if it equals the target's.
     """
@@ -317,16 +108,16 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
         ),
     )
     flags = {name: nested.get(name, read.get(name, False)) for name in FLAGS}
-    shape = from_llama({**read, **flags}, file)
-    return {
-        **shape,
-        **flags,
-        "n_predict": read.get("ttt_length", _STEPS),
-        "draft_vocab_size": draft_vocab_size(read.get("draft_vocab_size"), shape["vocab_size"]),
-        "aux_layers": aux_layers,
-        "own_embedding": not files.read_names(file.parent).isdisjoint((EMBEDDING, PREFIX + EMBEDDING)),
-        **{name: read.get(name) for name in ORIGIN},
-    }
+    own = not files.read_names(file.parent).isdisjoint((EMBEDDING, PREFIX + EMBEDDING))
+    read = {**read, **flags, AUX_LAYERS: aux_layers, "own_embedding": own}
+    return {**read, **read_one_layer(read, file, TABLE)}
+
+
+def read_one_layer(read: ForeignConfig, file: Path, table: Table) -> ForeignConfig:
+    """Return the keys of `ONE_LAYER`, with transformers' defaults; see `read_layers`."""
+    layer = read_layers(read, file, table, "llama", "qwen3")
+    sliding = list(layer.get("layer_types") or ()) == ["sliding_attention"]
+    return {**layer, "sliding_window": layer["sliding_window"] if sliding else None}
 
 
 def other_lists(read: ForeignConfig, file: Path) -> list[tuple[bool, str]]:
@@ -375,8 +166,8 @@ def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> d
 
 def vllm_server(config: Eagle3SpeculatorConfig, folder: str) -> Server:
     """Return vLLM's `Server` entry for an EAGLE-3 head: its command, or the reason that it can't load the head."""
-    if refused := vllm.refusal(config.base_model_name_or_path):
-        return Server(vllm.NAME, False, refused)
+    if refused := refusal(VLLM, config.base_model_name_or_path):
+        return Server(VLLM, False, refused)
     options = {"model": folder, "method": "eagle3", "num_speculative_tokens": config.n_predict}
     return Server("vLLM 0.32 and 0.33", True, commands.vllm(config.base_model_name_or_path, **options))
 
@@ -410,17 +201,17 @@ def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     if aux_layers and sglang.write_ids(aux_layers, base) is None:
         ignored.append("aux_layers")
     llama = llama_cpp.lacks_of_eagle3(config)
-    refused = f"does not run {', '.join(llama)}" if llama else llama_cpp.refusal(base)
+    refused = f"does not run {', '.join(llama)}" if llama else refusal(LLAMA_CPP, base)
     convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
     algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
     how = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
     ignores = "silently ignores {}, so it drafts something else".format
-    unable = ignores(", ".join(ignored)) if ignored else sglang.refusal(base, "eagle3")
+    unable = ignores(", ".join(ignored)) if ignored else refusal(SGLANG, base)
     return [
         vllm_server(config, folder),
-        Server(sglang.NAME, not unable, unable or how, ran=False),
+        Server(SGLANG, not unable, unable or how, ran=False),
         Server(
-            llama_cpp.NAME,
+            LLAMA_CPP,
             refused is None,
             refused or f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3",
         ),
@@ -432,12 +223,10 @@ EAGLE3 = Layout(
     name="eagle3",
     head=Eagle3Speculator,
     architecture="LlamaForCausalLMEagle3",
-    fields=fields,
+    table=TABLE,
     servers=servers,
-    translate=translate,
+    canonical=canonical,
     also=("Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM"),
-    shape=SHAPE,
-    kept=KEPT,
     pack=pack,
     unpack=unpack,
 )

@@ -27,7 +27,7 @@ WEIGHTS = (*SAFETENSORS, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_config(folder: Path) -> ForeignConfig:
-    """Read the config.json of a head's folder; raise a UserError if it is missing or no JSON object."""
+    """Read the config.json of a head's folder."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG} in it, so not the folder of a head")
     return read_json(folder / CONFIG)
@@ -42,14 +42,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def read_names(folder: Path) -> set[str]:
-    """Return the stored names of all tensors of a folder; only the headers of safetensors files are read."""
+    """Return the stored names of all tensors of a folder, without reading their values."""
     names: set[str] = set()
     for file in _weight_files(folder):
         if file.suffix == ".safetensors":
             with opened(file) as tensors:
                 names.update(tensors.keys())
         else:
-            names.update(_read_file(file))
+            names.update(_read_file(file, "meta"))
     return names
 
 
@@ -69,7 +69,7 @@ def make_readable(weights: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files with a folder's weights, shards included; raise a UserError if there are none."""
+    """Return the files with a folder's weights, shards included."""
     found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if found is None:
         raise UserError(f"{folder}: no weights in it; expected one of {', '.join(WEIGHTS)}")
@@ -79,7 +79,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return {tensor name: file name} from an index of shards; raise a UserError if a file is missing."""
+    """Return {tensor name: file name} from an index of shards, all of which must be there."""
     shards = read_weight_map(file)
     for shard in sorted(set(shards.values())):
         refuse((not (file.parent / shard).is_file(), f"{file.parent}: the shard {shard} is missing"))
@@ -101,7 +101,7 @@ def read_shards(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """Yield an open safetensors file, to read single tensors; raise a UserError if it is missing or damaged."""
+    """Yield an open safetensors file, to read single tensors."""
     refuse((not file.is_file(), f"{file.parent}: the shard {file.name} is missing"))
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -110,12 +110,12 @@ def opened(file: Path) -> Iterator[Any]:
         raise UserError(f"{file}: damaged: {first_line(error)}") from None
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file or a pickle by name; raise a UserError if it is damaged."""
+def _read_file(file: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Read a file's tensors by name; on the device "meta", those of a pickle without their values."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual pickles
-            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+            read = load_file(file) if file.suffix == ".safetensors" else torch.load(file, device, weights_only=True)
     except pickle.UnpicklingError:
         raise UserError(f"{file}: damaged, or a pickle with more than weights in it, which is not opened") from None
     except Exception as error:  # a damaged file fails anywhere in the library that reads it

@@ -74,7 +74,6 @@ def quantise(
 
 
 def _counts(shape: torch.Size, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the number of parts of these sizes along each dimension, which is the number of scales."""
     return tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculator.checkpoints import block_drafters, eagle3, gguf_head, llama_cpp
+from speculator.checkpoints import gguf_head, llama_cpp
+from speculator.checkpoints.block_drafters import BOTH_PARTS, OUTPUT, PARTS, kind_of
 from speculator.checkpoints.commands import BASE, line
+from speculator.checkpoints.layers import with_d2t
 from speculator.checkpoints.layout import Layout, Server
+from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, same, to_json
+from speculator.checkpoints.targets import LLAMA_CPP, refusal
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
-from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 from speculator.target.fingerprint import has_matrix, sample_indices
 from speculator.target.gguf.file import is_gguf, metadata
@@ -66,61 +70,87 @@ _WHOLE = {
 """Tensors whose names don't end in weight or bias, as named here and in llama.cpp."""
 
 
-def _common(architecture: str, config: AttentionConfig, dtype: str, layers: int) -> JsonObject:
-    """Return the GGUF metadata that all heads have, by key; the keys' prefix is `architecture`, "eagle3" or "dflash".
-
-    Raises a UserError for a head without `aux_layers`.
-    """
-    rope = config.rope_parameters or {}
-    refuse((not config.aux_layers, "gguf: the head names no auxiliary layers"))
-    own = {
-        "block_count": layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.emb_dim,
-        "feed_forward_length": config.inner_dim,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(rope["rope_theta"]),
-        "target_layers": config.aux_layers,
-    }
-    general: JsonObject = {"general.type": "model", "general.name": "head", "general.file_type": _FILE_TYPES[dtype]}
-    return {**general, "general.quantization_version": 2, **{f"{architecture}.{key}": own[key] for key in own}}
-
-
-def eagle3_fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the GGUF metadata of an EAGLE-3 head, by key. Raises a UserError if llama.cpp can't run the head."""
-    lacks = llama_cpp.lacks_of_eagle3(config)
-    refuse((lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}: configs/llama-cpp.yaml trains a head without"))
-    own = {
-        "target_hidden_size": config.emb_dim,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "vocab_size": config.vocab_size,
-        "rope.dimension_count": config.head_dim,
-    }
-    return _common("eagle3", config, dtype, 1) | {f"eagle3.{key}": value for key, value in own.items()}
+def _table(architecture: str, lacks: Table, *more: Row) -> Table:
+    """Return the rows of a head's GGUF metadata, whose keys begin with `architecture`."""
+    own = (
+        Row("num_hidden_layers", "block_count") if architecture == "dflash" else constant("block_count", 1),
+        Row("max_position_embeddings", "context_length"),
+        Row("emb_dim", "embedding_length"),
+        Row("inner_dim", "feed_forward_length"),
+        Row("num_attention_heads", "attention.head_count"),
+        Row("num_key_value_heads", "attention.head_count_kv"),
+        Row("head_dim", "attention.key_length"),
+        Row(None, "attention.value_length", lambda c: c.head_dim),
+        Row("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+        Row(None, "rope.freq_base", lambda c: float(c.rope_parameters["rope_theta"])),
+        Row("aux_layers", "target_layers"),
+        *more,
+    )
+    return (
+        *lacks,
+        Lack(lambda c: not c.aux_layers, "gguf: the head names no auxiliary layers".format),
+        constant("general.type", "model"),
+        constant("general.name", "head"),
+        Row(DTYPE, "general.file_type", _FILE_TYPES.get),
+        constant("general.quantization_version", 2),
+        *(replace(row, theirs=f"{architecture}.{row.theirs}") for row in own),
+    )
 
 
-def block_fields(config: DSparkSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the GGUF metadata of a block drafter, by key. Raises a UserError if llama.cpp can't run it.
+def _eagle3_lacks(config: Any) -> str:
+    return ", ".join(llama_cpp.lacks_of_eagle3(config))
 
-    To llama.cpp a block drafter with a Markov head is DSpark, and one with a selector is DFlash 2.
-    """
-    kind = block_drafters.kind_of(config)
-    dspark, parts = kind == "dspark", block_drafters.dflash2_parts(config) if kind == "dflash2" else {}
-    lacks = llama_cpp.lacks_of_block(config, kind)
-    refuse((lacks, f"gguf: llama.cpp does not run {', '.join(lacks)}"))
-    own: JsonObject = {"block_size": config.block_size, "attention.causal": config.is_causal, **parts}
-    if config.sliding_window is not None:
-        windows = [True] * config.num_hidden_layers
-        own |= {"attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": windows}
-    if dspark:
-        own |= {"sample_from_anchor": config.sample_from_anchor, "has_confidence_head": config.confidence_head}
-    made = _common("dflash", config, dtype, config.num_hidden_layers)
-    return made | {f"dflash.{key}": value for key, value in own.items()}
+
+def _block_lacks(config: Any) -> str:
+    return ", ".join(llama_cpp.lacks_of_block(config, kind_of(config)))
+
+
+TABLES: dict[str, Table] = {
+    "eagle3": _table(
+        "eagle3",
+        (
+            Lack(
+                _eagle3_lacks,
+                lambda c: (
+                    f"gguf: llama.cpp does not run {_eagle3_lacks(c)}: configs/llama-cpp.yaml trains a head without"
+                ),
+                {
+                    **dict.fromkeys(("fc_norm", "norm_output", "qk_norm", "attention_bias"), False),
+                    "sliding_window": None,
+                },
+            ),
+        ),
+        Row(None, "target_hidden_size", lambda c: c.emb_dim),
+        *same("norm_before_residual", "norm_before_fc", "vocab_size"),
+        Row(None, "rope.dimension_count", lambda c: c.head_dim),
+    ),
+    # To llama.cpp a block drafter with a Markov head is DSpark, and one with a selector is DFlash 2.
+    "dflash": _table(
+        "dflash",
+        (*BOTH_PARTS, Lack(_block_lacks, lambda c: f"gguf: llama.cpp does not run {_block_lacks(c)}")),
+        Row(
+            "n_predict",
+            "block_size",
+            lambda c: c.block_size,
+            lambda size, read: size - (not read.get("dflash.sample_from_anchor", False)),
+        ),
+        Row("is_causal", "attention.causal"),
+        *given_for(lambda c: kind_of(c) == "dflash2", PARTS),
+        Row("sliding_window", "attention.sliding_window", optional=True),
+        Row(
+            None,
+            "attention.sliding_window_pattern",
+            lambda c: [True] * c.num_hidden_layers if c.sliding_window else ABSENT,
+        ),
+        *given_for(
+            lambda c: kind_of(c) == "dspark",
+            (
+                Row("sample_from_anchor", "sample_from_anchor", default=False),
+                Row("confidence_head", "has_confidence_head", default=False),
+            ),
+        ),
+    ),
+}
 
 
 def _name(name: str) -> str:
@@ -169,7 +199,7 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
     With a draft vocabulary its rows of the output matrix are added from the target's GGUF file. Raises a UserError if
     that file has other weights than the head was trained for.
     """
-    packed = eagle3.with_d2t(head)
+    packed = with_d2t(head)
     if head.draft_tokens is not None:
         from gguf import dequantize
 
@@ -182,7 +212,7 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
             same = has_matrix(trained_for, "output", sampled[range(len(columns)), columns], quantised=True)
             refuse((not same, f"{target} has other weights than the head was trained for: --base_model names the file"))
         rows = dequantize(matrix.data[head.draft_tokens.tolist()], matrix.tensor_type)
-        packed[block_drafters.OUTPUT] = torch.from_numpy(rows).to(head.dtype)
+        packed[OUTPUT] = torch.from_numpy(rows).to(head.dtype)
     return packed
 
 
@@ -196,6 +226,12 @@ def _array(tensor: Tensor) -> tuple[np.ndarray, Any]:
     return tensor.numpy(), None  # the writer knows numpy's types
 
 
+def needs_gguf(config: Any) -> str | None:
+    """Return what an export lacks if the base model in a head's config is no GGUF file: `Layout.needs`."""
+    is_file = is_gguf(config.base_model_name_or_path or "")
+    return None if is_file else "gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf"
+
+
 def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Callable[[Any, JsonObject, Path], None]:
     """Return `Layout.write` for GGUF: it writes a head as one file, reads it back and compares.
 
@@ -206,8 +242,8 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
 
     def write(head: Any, keys: JsonObject, folder: Path) -> None:
         target = head.config.base_model_name_or_path or ""
-        if not is_gguf(target):
-            raise UserError("gguf: the vocabulary comes from the target's file: --base_model TARGET.gguf")
+        if missing := needs_gguf(head.config):
+            raise UserError(missing)
         known = metadata(target)
         from gguf import GGUFValueType, GGUFWriter
 
@@ -235,7 +271,7 @@ def writer(architecture: str, pack: Callable[[Any], dict[str, Tensor]]) -> Calla
         made.write_kv_data_to_file()
         made.write_tensors_to_file()
         made.close()
-        if differ := gguf_head.differences(head, folder / FILE):
+        if differ := gguf_head.differences(head, folder / FILE, TABLES[architecture]):
             raise UserError(f"the written head differs in {', '.join(differ)}; nothing was kept")
 
     return write
@@ -245,16 +281,16 @@ def servers(config: AttentionConfig, folder: str) -> list[Server]:
     """Return one entry, for llama.cpp: its command for the head in `folder`, or the reason that it can't load it."""
     block = isinstance(config, DSparkSpeculatorConfig)
     try:
-        block_fields(config, "float32") if block else eagle3_fields(config, "float32")  # type: ignore[arg-type]
+        to_json(TABLES["dflash" if block else "eagle3"], config, "float32")
     except UserError as error:
-        return [Server(llama_cpp.NAME, False, str(error))]
+        return [Server(LLAMA_CPP, False, str(error))]
     base = config.base_model_name_or_path or ""
-    if refused := llama_cpp.refusal(base):
-        return [Server(llama_cpp.NAME, False, refused)]
+    if refused := refusal(LLAMA_CPP, base):
+        return [Server(LLAMA_CPP, False, refused)]
     kind = config.method(vars(config)) if block else "eagle3"
     head = ("-md", f"{folder}/{FILE}", "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(config.n_predict))
     start = line(base if is_gguf(base) else "TARGET.gguf", "llama-server", "-m", BASE, *head)
-    return [Server(llama_cpp.NAME, True, start)]
+    return [Server(LLAMA_CPP, True, start)]
 
 
 GGUF = tuple(
@@ -262,13 +298,13 @@ GGUF = tuple(
         name="gguf",
         head=head,
         architecture=architecture,
-        fields=fields,
+        table=TABLES[architecture],
         servers=servers,
-        kept=kept,
+        needs=needs_gguf,
         write=writer(architecture, pack),
     )
-    for head, architecture, fields, kept, pack in (
-        (Eagle3Speculator, "eagle3", eagle3_fields, eagle3.KEPT, eagle3.with_d2t),
-        (DSparkSpeculator, "dflash", block_fields, block_drafters.KEPT, pack_block),
+    for head, architecture, pack in (
+        (Eagle3Speculator, "eagle3", with_d2t),
+        (DSparkSpeculator, "dflash", pack_block),
     )
 )

@@ -1,6 +1,7 @@
 """The head that a GGUF file describes, to check an export.
 
-The `gguf` package reads the file, and its own table names the parts of a layer: nothing is shared with the writer.
+The `gguf` package reads the file, and its own table names the parts of a layer: only the keys of the metadata are the
+writer's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculator.checkpoints.table import Table, from_json, rows
 from speculator.files import JsonObject
 
 if TYPE_CHECKING:
@@ -38,27 +40,28 @@ _IN_BLOCK = {"attention": "attn", "mlp": "ffn", "base_kernel": "base", "kernel_p
 _FACTORS, _TOKENS, _TARGETS = "rope_freqs.weight", "d2t", "output.weight"
 
 
-def differences(head: Any, file: Path) -> list[str]:
+def differences(head: Any, file: Path, table: Table) -> list[str]:
     """Return the names of what differs between a head and its GGUF file: config fields, "rope", tensors or "logits".
 
-    An empty list means that a head made from the file is equal.
+    An empty list means that a head made from the file is equal. `table` has the keys of its metadata.
     """
     from gguf import GGUFReader
 
     found = GGUFReader(file)
     stored = {each.name: each for each in found.tensors}
-    config, theta = _config(found, stored)
+    keys = {row.theirs: found.fields[row.theirs].contents() for row in rows(table) if row.theirs in found.fields}
+    kind = found.fields["general.architecture"].contents()
+    config = from_json(table, keys, file) | _others(found, stored, kind)
     differ = [name for name, value in config.items() if not _same(getattr(head.config, name), value)]
     if differ:
         return differ
-    angles = theta ** -np.arange(0, 1, 2 / head.config.head_dim)
+    angles = keys[f"{kind}.rope.freq_base"] ** -np.arange(0, 1, 2 / head.config.head_dim)
     angles = angles / stored[_FACTORS].data if _FACTORS in stored else angles
     if not np.allclose(angles, head.rope.frequencies()[0], rtol=1e-5, atol=0):
         return ["rope"]
     given = {"n_predict": head.config.n_predict, "rope_parameters": head.config.rope_parameters, **config}
-    neutral = {name: False for name in ("fc_norm", "norm_output") if hasattr(head.config, name)}
     with torch.device("meta"):  # allocates no memory: the weights are replaced below
-        again = type(head)(type(head.config)(**neutral | given))
+        again = type(head)(type(head.config)(**given))
     weights, own = _weights(again, stored, interleaved="norm_before_fc" in config), head.state_dict()
     # Norms and biases are stored in float32, whatever the dtype of the matrices.
     weights = {name: tensor.to(own[name].dtype) for name, tensor in weights.items()}
@@ -72,43 +75,16 @@ def differences(head: Any, file: Path) -> list[str]:
     return [] if torch.equal(again.logits(*head.probe()), head.logits(*head.probe())) else ["logits"]
 
 
-def _config(found: GGUFReader, stored: dict[str, ReaderTensor]) -> tuple[JsonObject, float]:
-    """Read the fields of a head's config, and `rope_theta`, from a GGUF file's metadata and its tensors by name."""
-
-    def key(name: str, default: Any = None) -> Any:
-        return found.fields[name].contents() if name in found.fields else default
-
-    kind = key("general.architecture")
+def _others(found: GGUFReader, stored: dict[str, ReaderTensor], kind: str) -> JsonObject:
+    """Return the fields of a head's config that a file shows by its vocabulary and its tensors, given by name."""
     made: JsonObject = {
         "vocab_size": len(found.fields["tokenizer.ggml.tokens"].data),
-        "emb_dim": key(f"{kind}.embedding_length"),
-        "inner_dim": key(f"{kind}.feed_forward_length"),
-        "num_attention_heads": key(f"{kind}.attention.head_count"),
-        "num_key_value_heads": key(f"{kind}.attention.head_count_kv"),
-        "head_dim": key(f"{kind}.attention.key_length"),
-        "rms_norm_eps": key(f"{kind}.attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": key(f"{kind}.context_length"),
-        "aux_layers": key(f"{kind}.target_layers"),
-        "sliding_window": key(f"{kind}.attention.sliding_window"),
         "draft_vocab_size": len(stored[_TOKENS].data) if _TOKENS in stored else None,
     }
-    theta = key(f"{kind}.rope.freq_base")
     if kind == "eagle3":
-        return made | {name: key(f"eagle3.{name}") for name in ("norm_before_residual", "norm_before_fc")}, theta
-    from_anchor = key("dflash.sample_from_anchor", False)
-    made |= {
-        "num_hidden_layers": key("dflash.block_count"),
-        "n_predict": key("dflash.block_size") - (not from_anchor),
-        "sample_from_anchor": from_anchor,
-        "is_causal": key("dflash.attention.causal"),
-        "markov_rank": stored["markov_w1.weight"].shape[0] if "markov_w1.weight" in stored else 0,
-        "confidence_head": key("dflash.has_confidence_head", False),
-        "conv_group_size": key("dflash.conv_group_size", 0),
-        "selector_rank": key("dflash.selector_rank", 0),
-        **({"selector_top_k": key("dflash.selector_top_k")} if "dflash.selector_top_k" in found.fields else {}),
-        "mask_token_id": key("tokenizer.ggml.mask_token_id"),
-    }
-    return made, theta
+        return made
+    rank = stored["markov_w1.weight"].shape[0] if "markov_w1.weight" in stored else 0
+    return made | {"markov_rank": rank, "mask_token_id": found.fields["tokenizer.ggml.mask_token_id"].contents()}
 
 
 def _weights(head: Any, stored: dict[str, ReaderTensor], interleaved: bool) -> dict[str, Tensor]:

@@ -34,8 +34,6 @@ def is_hub_id(name: str | Path) -> bool:
 def downloaded(name: str, revision: str | None = None, files: list[str] | None = None) -> Path:
     """Download a repository's files that the hub's cache lacks; return its folder there.
 
-    Raises a UserError if the repository can be neither downloaded nor found in the cache.
-
     Args:
         name: hub id.
         revision: branch, tag or commit; None: the hub's default.

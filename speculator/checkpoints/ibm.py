@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 
 from speculator.checkpoints import commands
-from speculator.checkpoints.base_model import with_own_embedding
+from speculator.checkpoints.base_model import needs_embedding, with_own_embedding
 from speculator.checkpoints.commands import line
-from speculator.checkpoints.layout import KEPT, ORIGIN, PREFIX, Layout, Server, origin
-from speculator.files import JsonObject
+from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, whole_vocabulary
+from speculator.checkpoints.table import DTYPE, Row, Table, constant, same
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
 
 _REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not supported for now"
 
 
-def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json. Every field is written out, because some loaders have other defaults, or none.
+def table(name: str, *more: Row) -> Table:
+    """Return the rows of IBM's layout under another name, with more at the end.
 
-    `top_k_tokens_per_head` and `n_candidates` shape the trees of fms-extras and TGIS; vLLM uses the list's length only.
+    Every key is written, because some loaders have other defaults, or none. `top_k_tokens_per_head` and `n_candidates`
+    shape the trees of fms-extras and TGIS; vLLM uses the list's length only.
     """
+    return (
+        whole_vocabulary(name),
+        constant("model_type", "mlp_speculator"),
+        Row(DTYPE, "torch_dtype"),
+        constant("transformers_version", transformers.__version__),
+        *same("vocab_size", "emb_dim"),
+        Row("inner_dim", "inner_dim", default=0),  # never written as 0: TGI reads that as zero embeddings
+        *same("n_predict"),
+        Row("top_k_tokens_per_head", "top_k_tokens_per_head", _widths, optional=True),
+        Row("n_candidates", "n_candidates", lambda config: getattr(config, "n_candidates", None) or 4, optional=True),
+        # Heads published before July 2024 lack both, which are then false.
+        *(Row(key, key, default=False) for key in ("tie_weights", "scale_input")),
+        *ORIGIN,
+        *more,
+    )
+
+
+def _widths(config: Any) -> list[int]:
     n = config.n_predict
-    written = {
-        "architectures": [IBM.architecture],
-        "model_type": "mlp_speculator",
-        "torch_dtype": dtype,
-        "transformers_version": transformers.__version__,
-        "vocab_size": config.vocab_size,
-        "emb_dim": config.emb_dim,
-        "inner_dim": config.inner_dim,  # never 0: TGI reads that as zero embeddings
-        "n_predict": n,
-        "top_k_tokens_per_head": getattr(config, "top_k_tokens_per_head", None) or ([4, 3] + [2] * n)[:n],
-        "n_candidates": getattr(config, "n_candidates", None) or 4,
-        "tie_weights": config.tie_weights,
-        "scale_input": config.scale_input,
-    }
-    return {**written, **origin(config)}
+    return getattr(config, "top_k_tokens_per_head", None) or ([4, 3] + [2] * n)[:n]
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
@@ -64,12 +71,10 @@ IBM = Layout(
     name="ibm",
     head=MLPSpeculator,
     architecture="MLPSpeculatorPreTrainedModel",
-    prefix=PREFIX,
-    fields=fields,
+    table=table("ibm"),
     servers=servers,
-    # Heads published before July 2024 lack the last two fields, which are then false.
-    defaults={"inner_dim": 0, "tie_weights": False, "scale_input": False},
-    kept={name: KEPT[name] for name in (*ORIGIN, "top_k_tokens_per_head", "n_candidates")},
+    prefix=PREFIX,
     expandable=True,
     adapt=with_own_embedding,
+    needs=needs_embedding,
 )

@@ -6,9 +6,12 @@ missing weights random; here names, shapes and dtypes must match exactly.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from inspect import formatannotation, get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from transformers import PreTrainedConfig
 
 from speculator.checkpoints import files
 from speculator.checkpoints.files import ForeignConfig
+from speculator.checkpoints.table import Lack, Table, fields_in, from_json, only, same, to_json
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject, check_new_folder, new_folder
@@ -26,33 +30,21 @@ from speculator.heads.base import Speculator, SpeculatorConfig
 from speculator.target.gguf.file import read_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHAPE: dict[str, type] = {
-    "vocab_size": int,
-    "emb_dim": int,
-    "inner_dim": int,
-    "n_predict": int,
-    "tie_weights": bool,
-    "scale_input": bool,
-}
-"""Default of `Layout.shape`."""
-KEPT: dict[str, type] = {
-    "base_model_name_or_path": str,
-    "base_model_adapter": str,
-    "base_model_fingerprint": str,
-    "trained_length": int,
-    "training_data": list,
-    "draft_vocab_size": int,
-    "top_k_tokens_per_head": list,
-    "n_candidates": int,
-}
-"""Default of `Layout.kept`."""
-ORIGIN = (
+ORIGIN = same(
     *("base_model_name_or_path", "base_model_adapter", "base_model_fingerprint"),
     *("trained_length", "training_data"),
+    optional=True,
 )
-"""Fields about where a head comes from."""
+"""Rows of the fields about where a head comes from."""
 PREFIX = "speculator."  # of tensor names in servers' layouts; read with or without
 _DRAFT_TOKENS = "draft_tokens"
+_JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
+_WIDTHS = {"top_k_tokens_per_head": list, "n_candidates": int}
+_SIZES = {
+    *("vocab_size", "emb_dim", "inner_dim", "n_predict", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+}
+"""Fields that are refused below 1."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +79,19 @@ class Layout:
         name: name for the user, unique among the layouts of a kind of head.
         head: class of the heads.
         architecture: `architectures[0]` of config.json, which identifies the layout.
-        fields: builds config.json from the head's config and the name of its dtype.
+        table: where config.json holds each field of the head's config, and what the layout can't hold.
         servers: lists the programs for a head's config and folder.
         prefix: prefix of the tensor names when written.
-        defaults: values of required fields that config.json may leave out.
         expandable: its loaders accept tied tensors under every position's name.
-        translate: renames the fields of config.json to this library's, given its path; may raise a UserError.
+        canonical: converts a config.json of other writers, given its path for errors, to the form that `table`
+            describes.
         also: further names of the architecture.
         mark: field of config.json that tells this layout from others of the same architecture name.
-        shape: required fields and their types.
-        kept: optional fields that are kept in the head's config, and their types.
         pack: converts a head's tensors to stored ones; None: stored under their own names.
-        unpack: converts stored tensors to the head's; may raise a UserError.
-        adapt: converts a head to one that the layout can store and that drafts the same; may raise a UserError.
+        unpack: converts stored tensors to the head's.
+        adapt: converts a head to one that the layout can store and that drafts the same.
+        needs: returns what an export lacks besides the head, given its config: a message, or None.
+        written: writes config.json in place of `table`, which then is only read.
         write: writes a head into a folder, given the result of `fields`, and checks what it wrote; None: the layout is
             config.json and model.safetensors. Without `read_config` and `read`, no command reads other layouts.
         read_config, read: read the config, and the weights by the head's names, from a folder that `write` wrote.
@@ -108,47 +100,86 @@ class Layout:
     name: str
     head: type[Speculator]
     architecture: str
-    fields: Callable[[Any, str], JsonObject]
+    table: Table
     servers: Callable[[Any, str], list[Server]]
     prefix: str = ""
-    defaults: JsonObject = field(default_factory=dict)
     expandable: bool = False
-    translate: Callable[[ForeignConfig, Path], JsonObject] = lambda read, file: read
+    canonical: Callable[[ForeignConfig, Path], ForeignConfig] = lambda read, file: read
     also: tuple[str, ...] = ()
     mark: str | None = None
-    shape: dict[str, type] = field(default_factory=lambda: SHAPE)
-    kept: dict[str, type] = field(default_factory=lambda: KEPT)
     pack: Callable[[Any], dict[str, Tensor]] | None = None
     unpack: Callable[[Path, Any, dict[str, Tensor]], dict[str, Tensor]] = lambda where, head, tensors: tensors
     adapt: Callable[[Any], Speculator] = lambda head: head
+    needs: Callable[[Any], str | None] = lambda config: None
+    written: Callable[[Any, str], JsonObject] | None = None
     write: Callable[[Any, JsonObject, Path], None] | None = None
     read_config: Callable[[Path], SpeculatorConfig] | None = None
     read: Callable[[Path, Any], dict[str, Tensor]] | None = None
 
-    def carries(self, config: SpeculatorConfig) -> bool:
-        """Return whether the layout can store the draft vocabulary of a head with this config; True if it has none."""
-        return config.draft_vocab_size is None or "draft_vocab_size" in self.kept
-
     def stores(self, head: Speculator) -> bool:
-        """Return whether a head can be exported to this layout, by its class and config alone."""
+        return not self.refusal(head)
+
+    def refusal(self, head: Speculator) -> str | None:
+        """Return why a head can't be exported to this layout, by its class and config alone; None: it can."""
         try:
             self.fields_of(head)
-        except UserError:
-            return False
-        return True
+        except UserError as error:
+            return str(error)
+        return None
 
     def fields_of(self, head: Speculator) -> JsonObject:
-        """Return the content of a head's config.json; raise a UserError if the layout can't store the head."""
-        config: Any = head.config
-        refuse(
-            (type(head) is not self.head, f"{self.architecture} can't store a {type(head).__name__}"),
-            (
-                not self.carries(config),
-                f"{self.name} can't store a draft vocabulary: its loaders need {config.vocab_size} rows in the output "
-                f"matrix, and this head has {config.draft_vocab_size}; `speculator inspect` lists the layouts that can",
-            ),
-        )
-        return self.fields(config, dtype_name(head.dtype))
+        """Return the content of a head's config.json, if the layout can store the head."""
+        refuse((type(head) is not self.head, f"{self.architecture} can't store a {type(head).__name__}"))
+        return self.fields(head.config, dtype_name(head.dtype))
+
+    def fields(self, config: Any, dtype: str) -> JsonObject:
+        if self.written:
+            return self.written(config, dtype)
+        content = to_json(self.table, config, dtype)
+        return content if self.write else {"architectures": [self.architecture], **content}
+
+    def read_fields(self, read: ForeignConfig, file: Path) -> dict[str, Any]:
+        """Return the fields of a head's config, given the content of config.json and its path for errors."""
+        canonical = self.canonical(read, file)
+        fields: dict[str, Any] = dict(from_json(self.table, canonical, file))
+        kinds = declared_fields(self.head.config_class) | _WIDTHS
+        for name, value in fields.items():
+            kind = kinds[name]
+            wrong = type(value) is not kind
+            least = 0 if name == "inner_dim" else 1  # an inner_dim of 0 stands for emb_dim
+            refuse(
+                (wrong, f"{file}: {name} must be {kind.__name__}, got {value!r}"),
+                (not wrong and name in _SIZES and value < least, f"{file}: {name} is {value}"),
+            )
+        # ArcticTraining misspells the key. A list for another number of heads shows that n_predict is wrong, which
+        # changes alpha and shows nowhere else in a tied head.
+        widths = canonical.get("top_k_tokens_per_head", canonical.get("top_k_tokesns_per_head"))
+        if widths is not None and (not isinstance(widths, list) or len(widths) != fields["n_predict"]):
+            raise UserError(f"{file}: top_k_tokens_per_head is {widths!r}, but n_predict is {fields['n_predict']}")
+        return fields
+
+
+def whole_vocabulary(name: str) -> Lack:
+    """Return the row of the layout of this name that says that it has no draft vocabularies."""
+    return only(
+        "draft_vocab_size",
+        None,
+        f"{name} can't store a draft vocabulary: its loaders need {{0.vocab_size}} rows in the output matrix, and this "
+        "head has {0.draft_vocab_size}; `speculator inspect` lists the layouts that can",
+    )
+
+
+@cache
+def declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
+    """Return the fields of JSON types that a head's config class and its bases declare, with their types."""
+    found: dict[str, type] = {}
+    for kind in config.__mro__[: config.__mro__.index(PreTrainedConfig)]:
+        for name, hint in get_annotations(kind).items():
+            # "int | None" counts as int: a field that may be absent is optional.
+            word = re.match(r"\w+", hint if isinstance(hint, str) else formatannotation(hint))
+            if word and word[0] in _JSON:
+                found.setdefault(name, _JSON[word[0]])
+    return found
 
 
 def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
@@ -158,11 +189,6 @@ def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tupl
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
-
-
-def origin(config: Any) -> JsonObject:
-    """Return the fields `ORIGIN` of a head's config that have a value."""
-    return {name: value for name in ORIGIN if (value := getattr(config, name)) is not None}
 
 
 def load(folder: str | Path, layout: Layout) -> Speculator:
@@ -184,9 +210,11 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
 
 
 def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
-    """Read the config of the head in a folder of this layout; raise a UserError if it is malformed."""
+    """Read the config of the head in a folder of this layout."""
     try:
-        return layout.read_config(folder) if layout.read_config else _read_config(folder, layout)
+        if layout.read_config:
+            return layout.read_config(folder)
+        return layout.head.config_class(**layout.read_fields(files.read_config(folder), folder / files.CONFIG))
     # Values of other types fail anywhere, also in transformers.
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, StrictDataclassError) as error:
         raise UserError(f"{folder / files.CONFIG}: missing or malformed: {error}") from None
@@ -196,8 +224,7 @@ def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool
     """Write a head in this layout, read it back, and compare config, tensors, weights and logits.
 
     The folder appears only if all of them agree. `expand_tied` writes a tied tensor once for each draft position that
-    uses it, under that position's name. Returns the head as the layout stores it (`Layout.adapt`). Raises a UserError
-    if something differs or the layout can't store the head.
+    uses it, under that position's name. Returns the head as the layout stores it (`Layout.adapt`).
     """
     folder = Path(folder).resolve()
     check_new_folder(folder)
@@ -252,29 +279,8 @@ def base_config(name: str | None) -> PreTrainedConfig | None:
         return None
 
 
-def _read_config(folder: Path, layout: Layout) -> SpeculatorConfig:
-    """Read a head's config from config.json; malformed values raise any exception, see `load_config`."""
-    file = folder / files.CONFIG
-    read: ForeignConfig = {**layout.defaults, **layout.translate(files.read_config(folder), file)}
-    kept = {name: read[name] for name in layout.kept if read.get(name) is not None}
-    for name, kind in {**layout.shape, **{name: layout.kept[name] for name in kept}}.items():
-        refuse(
-            (name not in read, f"{file}: {name} is missing"),
-            (type(read.get(name)) is not kind, f"{file}: {name} must be {kind.__name__}, got {read.get(name)!r}"),
-        )
-    for name, kind in layout.shape.items():
-        least = 0 if name == "inner_dim" else 1  # an inner_dim of 0 stands for emb_dim
-        refuse((kind is int and read[name] < least, f"{file}: {name} is {read[name]}"))
-    # ArcticTraining misspells the key. A list for another number of heads shows that n_predict is wrong, which changes
-    # alpha and shows nowhere else in a tied head.
-    widths = read.get("top_k_tokens_per_head", read.get("top_k_tokesns_per_head"))
-    if widths is not None and (not isinstance(widths, list) or len(widths) != read["n_predict"]):
-        raise UserError(f"{file}: top_k_tokens_per_head is {widths!r}, but n_predict is {read['n_predict']}")
-    return layout.head.config_class(**{name: read[name] for name in layout.shape}, **kept)
-
-
 def _read_weights(folder: Path, head: Speculator, layout: Layout) -> dict[str, Tensor]:
-    """Return the tensors in a folder by the head's names; raise a UserError unless they fit the head."""
+    """Return the tensors in a folder by the head's names, checked against the head."""
     tensors = files.read_tensors(folder)
     if tensors and all(name.startswith(PREFIX) for name in tensors):
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
@@ -321,7 +327,6 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return up to four names, sorted, and the number of the others."""
     names = sorted(names)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -334,16 +339,18 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
     """
     config: Any = head.config
     stored = files.read_tensors(folder)
+    tensors = stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored)
+    del stored  # the head is read again, and may be large
     # By the same code that users call: whatever a reader would reject is found before the folder appears.
     again: Any = load(folder, layout)
     again.to(head.device)
     inputs = head.probe()
     weights = again.state_dict()
-    own = {name: getattr(config, name, None) for name in {*layout.shape, *layout.kept} - {*ORIGIN}}
+    own = {name: getattr(config, name, None) for name in fields_in(layout.table) - {row.ours for row in ORIGIN}}
     equal = {
         "settings": all(value in (None, getattr(again.config, name, None)) for name, value in own.items()),
         "config.json": files.read_config(folder) == layout.fields(config, dtype_name(head.dtype)),
-        "tensors": stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored),
+        "tensors": tensors,
         "weights": all(torch.equal(weights[name], tensor) for name, tensor in head.state_dict().items()),
         "logits": torch.equal(again.logits(*inputs), head.logits(*inputs)),
     }
@@ -352,5 +359,4 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
 
 
 def _same(stored: Tensor, written: Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and numbers."""
     return stored.dtype == written.dtype and torch.equal(stored, written.cpu())

@@ -28,9 +28,10 @@ from transformers.core_model_loading import WeightRenaming, WeightTransform
 from speculator.checkpoints import files, fp8
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.hub import FILES, downloaded, is_hub_id
-from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server, load
-from speculator.checkpoints.sglang import NAME as SGLANG
+from speculator.checkpoints.hub import FILES, MODEL_FILES, downloaded, is_hub_id
+from speculator.checkpoints.layout import Layout, Server, load, whole_vocabulary
+from speculator.checkpoints.table import Lack
+from speculator.checkpoints.targets import SGLANG, VLLM
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import JsonObject, read_json
@@ -92,9 +93,6 @@ class Stored:
         shards: {tensor name: file name}.
         root: what precedes "layers." in the tensor names.
         layers: number of MTP layers in the files.
-
-    Raises:
-        UserError: no model of a known family, or damaged files.
     """
 
     def __init__(self, folder: Path):
@@ -165,10 +163,7 @@ class Stored:
         }
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor by its stored name; float8 is dequantised to bfloat16.
-
-        Raises a UserError if the tensor is missing or quantised in another way.
-        """
+        """Read a tensor by its stored name; float8 is dequantised to bfloat16."""
         if name not in self.shards:
             raise UserError(f"{self.folder}: its MTP layer lacks {name}{self._quantised}")
         tensor, scale = self._open(name), self.scale_name(name)
@@ -183,11 +178,7 @@ class Stored:
         return next((name + suffix for suffix in fp8.SUFFIXES if name + suffix in self.shards), None)
 
     def scaled(self, name: str) -> tuple[int, ...]:
-        """Return the size, along each dimension, of the part of a float8 tensor that shares one scale.
-
-        Raises:
-            UserError: the dtypes or the shape of the scale belong to no known scheme.
-        """
+        """Return the size, along each dimension, of the part of a float8 tensor that shares one scale."""
         tensor, scale = self._open(name), self._open(str(self.scale_name(name)))
         for each, known in ((tensor, fp8.DTYPES), (scale, (*fp8.PLAIN, torch.float8_e8m0fnu))):
             kind = dtype_name(each.dtype)
@@ -202,7 +193,6 @@ class Stored:
         )
 
     def _open(self, name: str) -> Tensor:
-        """Read a tensor by its stored name, as it is stored."""
         with files.opened(self.folder / self.shards[name]) as file:
             return file.get_tensor(name)
 
@@ -230,12 +220,10 @@ class Stored:
 
     @property
     def _table(self) -> str:  # MTP layers have copies of it, under `layers`
-        """Stored name of the embedding matrix."""
         return next(name for name in sorted(self.shards, key=len) if name.endswith(_TABLES))
 
     @property
     def _output(self) -> str:
-        """Stored name of the output matrix, which may be the embedding."""
         return next((name for name in self.shards if name.endswith("lm_head.weight")), self._table)
 
     @property
@@ -317,12 +305,12 @@ def read(folder: Path, head: MTPSpeculator) -> dict[str, Tensor]:
 def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     """Write a copy of the target's folder with the head's weights as its MTP layers: `Layout.write`.
 
-    The copy is read back; a UserError is raised if its weights differ from the head's. `made` is not used.
+    The copy is read back and compared with the head. `made` is not used.
     """
     base = head.config.base_model_name_or_path
     if base is None:
-        raise UserError("mtp: the layers are written into a copy of the target's folder: --base_model names it")
-    stored = Stored(downloaded(base) if is_hub_id(base) else Path(base))
+        raise UserError(str(needs_base(head.config)))
+    stored = Stored(downloaded(base, files=[*MODEL_FILES, "*.py"]) if is_hub_id(base) else Path(base))
     missing = sorted(shard for shard in set(stored.shards.values()) if not (stored.folder / shard).is_file())
     refuse((missing, f"{stored.folder}: the shard {', '.join(missing)} is missing; --base_model names the whole model"))
     inside = folder.resolve().is_relative_to(stored.folder.resolve())
@@ -374,7 +362,6 @@ def _options(config: MTPSpeculatorConfig) -> JsonObject:
 
 
 def _single(stored: Stored) -> bool:
-    """Return whether the model is one safetensors file, not shards."""
     return (stored.folder / _WEIGHTS).is_file()
 
 
@@ -405,10 +392,7 @@ def _check(head: MTPSpeculator, stored: Stored) -> None:
 
 
 def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
-    """Return the head's tensors under the checkpoint's names, with its dtypes, quantisation and layout of experts.
-
-    Raises a UserError for a tensor that the checkpoint lacks or has in another shape.
-    """
+    """Return the head's tensors under the checkpoint's names, with its dtypes, quantisation and layout of experts."""
     made: dict[str, Tensor] = {}
     buffers = dict(head.named_buffers())
     added = None if stored.layers else stored.dtype
@@ -436,7 +420,6 @@ def _as_stored(head: MTPSpeculator, stored: Stored) -> dict[str, Tensor]:
 
 
 def _link(source: Path, copy: Path) -> None:
-    """Hard-link a large file as `copy`; copy one that may be edited there, or that can't be linked."""
     # A target's shards may have hundreds of gigabytes. In a hub's cache they are links: the copy names the file itself.
     if source.stat().st_size >= _LARGE:
         with suppress(OSError):
@@ -448,17 +431,16 @@ def _link(source: Path, copy: Path) -> None:
 # --- the layout
 
 
-def fields(config: MTPSpeculatorConfig, dtype: str) -> JsonObject:
-    """Return no fields, since config.json is the target's; raise a UserError for layers that no server looks for."""
-    kind = config.block["model_type"]  # type: ignore[index]
-    refuse((kind not in FAMILIES, f"mtp: no server looks for MTP layers in a {kind}; native stores them"))
-    return {}
-
-
 _VLLM: dict[str, JsonObject] = {"glm4_moe": {"zero_first": True, "recycle_normed": False}, "qwen3_5_text": _DEFAULT}
 """The options as vLLM has them, for the families whose drafts were compared with ours."""
 _TRANSFORMERS = ("glm4_moe", "deepseek_v3", "mellum")
 """Families whose drafts in transformers were compared with ours."""
+
+
+def needs_base(config: MTPSpeculatorConfig) -> str | None:
+    """Return what an export lacks if no base model is recorded: `Layout.needs`."""
+    missing = "mtp: the layers are written into a copy of the target's folder: --base_model names it"
+    return missing if config.base_model_name_or_path is None else None
 
 
 def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
@@ -476,9 +458,9 @@ def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
 
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
     how = line(folder, "vllm", "serve", BASE, "--speculative-config", options)
-    vllm = server("vLLM 0.32", True if kind in _VLLM else None, how, _VLLM.get(kind))
+    vllm = server(VLLM, True if kind in _VLLM else None, how, _VLLM.get(kind))
     if config.num_hidden_layers > 1:
-        vllm = Server("vLLM 0.32 on a CPU", False, "it runs the first layer again and ignores the others")
+        vllm = Server(f"{VLLM} on a CPU", False, "it runs the first layer again and ignores the others")
     sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")
     call = f"AutoModelForCausalLM.from_pretrained({json.dumps(folder)}).generate(..., use_mtp=True)"
     return [
@@ -492,10 +474,15 @@ MTP = Layout(
     name="mtp",
     head=MTPSpeculator,
     architecture="the target's own",
-    fields=fields,
+    table=(  # config.json is the target's
+        whole_vocabulary("mtp"),
+        Lack(
+            lambda config: config.block["model_type"] not in FAMILIES,
+            lambda config: f"mtp: no server looks for MTP layers in a {config.block['model_type']}; native stores them",
+        ),
+    ),
     servers=servers,
-    shape={name: kind for name, kind in SHAPE.items() if name not in ("tie_weights", "scale_input")},
-    kept={name: kind for name, kind in KEPT.items() if name != "draft_vocab_size"},
+    needs=needs_base,
     read_config=read_config,
     read=read,
     write=write,

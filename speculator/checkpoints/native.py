@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
-from inspect import formatannotation, get_annotations
 
-from transformers import PreTrainedConfig
-
-from speculator.checkpoints import eagle3
 from speculator.checkpoints.commands import BASE, line
-from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
+from speculator.checkpoints.eagle3 import FLAGS
+from speculator.checkpoints.layout import Layout, Server, declared_fields
+from speculator.checkpoints.table import Row
 from speculator.files import JsonObject
 from speculator.heads.base import Speculator, SpeculatorConfig
 
-_JSON: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
+_NEEDED = {
+    *("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters"),
+    *("max_position_embeddings", "attention_bias", "qk_norm", *FLAGS),
+}
+"""Fields that change a head's shape or its drafts: config.json must have them."""
 
 
 def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
@@ -28,32 +30,20 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 @cache
 def native_layout(head: type[Speculator]) -> Layout:
     """Return the `native` layout of a head class: the config and tensors that `save_pretrained` writes."""
-    own = declared_fields(head.config_class)
-    shape = {name: kind for name, kind in (SHAPE | eagle3.SHAPE).items() if name in own}
 
-    def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
-        """Return the content of config.json as transformers writes it; `dtype` is that of the weights."""
-        written = json.loads(config.to_json_string(use_diff=True))
-        return {**written, "architectures": [head.__name__], "dtype": dtype}
+    def written(config: SpeculatorConfig, dtype: str) -> JsonObject:
+        return {
+            **json.loads(config.to_json_string(use_diff=True)),
+            "architectures": [head.__name__],
+            "dtype": dtype,
+        }
 
+    names = [*declared_fields(head.config_class), "top_k_tokens_per_head", "n_candidates"]
     return Layout(
         name="native",
         head=head,
         architecture=head.__name__,
-        fields=fields,
+        table=tuple(Row(name, name, optional=name not in _NEEDED) for name in names),
         servers=servers,
-        shape=shape,
-        kept=KEPT | {name: kind for name, kind in own.items() if name not in shape},
+        written=written,
     )
-
-
-def declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
-    """Return the fields of JSON types that a head's config class and its bases declare, with their types."""
-    found: dict[str, type] = {}
-    for kind in config.__mro__[: config.__mro__.index(PreTrainedConfig)]:
-        for name, hint in get_annotations(kind).items():
-            # "int | None" counts as int: a field that may be absent is in `kept`, which does not require it.
-            word = re.match(r"\w+", hint if isinstance(hint, str) else formatannotation(hint))
-            if word and word[0] in _JSON:
-                found.setdefault(name, _JSON[word[0]])
-    return found

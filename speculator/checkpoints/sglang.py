@@ -1,8 +1,6 @@
-"""What SGLang 0.5.23 runs: targets that give a head hidden states, and how it numbers auxiliary layers per target.
+"""How SGLang numbers auxiliary layers in `eagle_config`, which depends on the target's class.
 
-Read in the wheel of 0.5.23 (October 2026), not run. A target's class must define `set_eagle3_layers_to_capture` for
-EAGLE-3 heads and `set_dflash_layers_to_capture` for block drafters; without it SGLang stops at start. Targets that it
-runs through transformers' own code have neither.
+Read in the wheel of 0.5.23 (October 2026), not run.
 """
 
 from __future__ import annotations
@@ -11,24 +9,6 @@ from collections.abc import Callable
 
 from speculator.checkpoints.layout import base_config
 
-NAME = "SGLang 0.5.23"
-_BOTH = """
-deepseek_v2 deepseek_v3 deepseek_v32 gemma4 gemma4_text gemma4_unified glm4_moe_lite glm5_next glm_moe_dsa gpt_oss
-internlm3 iquestcoder kimi_k25 llama llama4 llama4_text mellum minimax_m3_vl ministral3 mistral phi3 qwen3 qwen3_5
-qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen4_exp
-"""
-_EAGLE3 = (
-    "apertus exaone_moe gemma3 gemma3_text glm4_moe longcat_flash minimax_m2 qwen2 qwen2_5_vl qwen2_moe shieldgemma2"
-)
-_BLOCKS = """
-beam inkling_mm_model laguna lfm2 lfm2_moe lfm2_vl mimo_v2_flash muse_glimmer muse_spark nemotron_h nemotron_h_omni
-"""
-TARGETS = {
-    "eagle3": {*_BOTH.split(), *_EAGLE3.split()},
-    "dflash": {*_BOTH.split(), *_BLOCKS.split()},
-    "dspark": {*_BOTH.split(), *_BLOCKS.split(), "deepseek_v4", "kimi_linear"},
-}
-"""Model types in transformers, by the algorithm of the head."""
 HOLDS_K: dict[str, Callable[[list[int], int], bool]] = {
     # deepseek_v2.py and glm4_moe_lite.py, since pull request 25454 of May 2026
     **dict.fromkeys(
@@ -42,15 +22,6 @@ HOLDS_K: dict[str, Callable[[list[int], int], bool]] = {
 
 In every other case, and for every other target, it holds k - 1, the layer whose output the state is.
 """
-
-
-def refusal(base: str | None, algorithm: str) -> str | None:
-    """Return the reason that SGLang can't run such a head for this target; None if it can or the target isn't found."""
-    config = base_config(base)
-    if config is None or config.model_type in TARGETS[algorithm]:
-        return None
-    hook = "eagle3" if algorithm == "eagle3" else "dflash"
-    return f"gives a head no hidden states of {config.model_type} models: no set_{hook}_layers_to_capture"
 
 
 def read_ids(ids: list[int], base: str | None) -> list[int]:

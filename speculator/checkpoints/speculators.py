@@ -8,77 +8,73 @@ own only if `embed_requires_grad` says that it was trained.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import transformers
 from torch import Tensor
 
+from speculator.checkpoints import layers
 from speculator.checkpoints.arctic import base_archs
-from speculator.checkpoints.base_model import base_matrix
-from speculator.checkpoints.eagle3 import (
-    AUX_LAYERS,
-    EMBEDDING,
-    FLAGS,
-    KEPT,
-    SHAPE,
-    draft_vocab_size,
-    from_d2t,
-    from_llama,
-    llama,
-    other_lists,
-    vllm_server,
-    with_d2t,
-)
+from speculator.checkpoints.base_model import base_matrix, needs_embedding
+from speculator.checkpoints.eagle3 import FLAGS, ONE_LAYER, ORIGINAL_HEADS, other_lists, read_one_layer, vllm_server
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.layout import ORIGIN, Layout, Server, origin
+from speculator.checkpoints.layers import AUX_LAYERS, EMBEDDING, from_d2t, with_d2t
+from speculator.checkpoints.layout import ORIGIN, Layout, Server
+from speculator.checkpoints.table import ABSENT, DTYPE, Row, Table, constant, same, within
 from speculator.errors import refuse
-from speculator.files import JsonObject
+from speculator.files import Json
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS
-from speculator.heads.base import SpeculatorConfig
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 
 VERSION = "0.9.0"
 
 
-def fields(config: Eagle3SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json. No field is left out, because readers have different defaults, or none."""
-    layer = llama(config)
-    if config.num_aux_layers != DEFAULT_AUX_LAYERS:
-        layer["num_aux_hidden_states"] = config.num_aux_layers  # vLLM does not count the list in this layout
-    return {
-        "architectures": [SPECULATORS.architecture],
-        "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
-        "dtype": dtype,
-        "transformers_version": transformers.__version__,
-        "draft_vocab_size": config.output_size,
-        **{name: getattr(config, name) for name in FLAGS},
-        "embed_requires_grad": config.own_embedding,
-        "target_hidden_size": None,
-        AUX_LAYERS: config.aux_layers,
-        "speculators_config": method(config, "eagle3"),
-        "transformer_layer_config": layer,
-        **origin(config),
-    }
+def method(algorithm: Callable[[Any], str]) -> tuple[Row, ...]:
+    """Return the rows of `speculators_config`: how to draft, and for which target; `algorithm` is that of a config."""
+
+    def methods(config: Any) -> Json:
+        proposal = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
+        return [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}]
+
+    return within(
+        "speculators_config",
+        (
+            Row(None, "algorithm", algorithm),
+            constant("default_proposal_method", "greedy"),
+            Row("n_predict", "proposal_methods", methods, lambda found, read: found[0]["speculative_tokens"]),
+            Row("base_model_name_or_path", "verifier/name_or_path", lambda c: c.base_model_name_or_path, optional=True),
+            Row(None, "verifier/architectures", lambda config: base_archs(config.base_model_name_or_path)),
+        ),
+    )
 
 
-def method(config: SpeculatorConfig, algorithm: str) -> JsonObject:
-    """Return the field `speculators_config` of config.json: how to draft, and for which target."""
-    proposal: JsonObject = {"proposal_type": "greedy", "speculative_tokens": config.n_predict}
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-        "verifier": {
-            "name_or_path": config.base_model_name_or_path,
-            "architectures": base_archs(config).get("base_model_archs", []),
-        },
-    }
+def _number_of_layers(config: Any) -> Any:
+    """vLLM does not count the list in this layout."""
+    return ABSENT if config.num_aux_layers == DEFAULT_AUX_LAYERS else config.num_aux_layers
 
 
-def translate(read: ForeignConfig, file: Path) -> JsonObject:
-    """Convert the content of config.json to the fields of `Eagle3SpeculatorConfig`; `file`, its path, is for errors."""
+TABLE: Table = (
+    ORIGINAL_HEADS,
+    constant("speculators_model_type", "eagle3", must=True),
+    constant("speculators_version", VERSION),
+    Row(DTYPE, "dtype"),
+    layers.VERSION,
+    layers.VOCABULARY,
+    *same(*FLAGS),
+    Row("own_embedding", "embed_requires_grad", optional=True),
+    constant("target_hidden_size", None),
+    Row("aux_layers", AUX_LAYERS, lambda config: config.aux_layers, optional=True),
+    *method(lambda config: "eagle3"),
+    *within("transformer_layer_config", (*ONE_LAYER, Row(None, "num_aux_hidden_states", _number_of_layers))),
+    *ORIGIN,
+)
+# No key is left out, because readers have different defaults, or none.
+
+
+def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
+    """Return the content of a config.json with the keys that the library leaves out; its path `file` is for errors."""
     kind = read.get("speculators_model_type")
     refuse(
         (kind != "eagle3", f"{file}: speculators_model_type is {kind!r}; must be 'eagle3'"),
@@ -86,22 +82,12 @@ def translate(read: ForeignConfig, file: Path) -> JsonObject:
             "norm_before_residual" not in read,
             f"{file}: norm_before_residual is missing; vLLM assumes true, and speculators false",
         ),
+        *other_lists(read, file),
     )
-    refuse(*other_lists(read, file))
-    layer, about = read["transformer_layer_config"], read["speculators_config"]
-    steps = about["proposal_methods"][0]["speculative_tokens"]
-    base = about["verifier"]["name_or_path"]
-    shape = from_llama({**layer, "target_hidden_size": read.get("target_hidden_size")}, file)
-    return {
-        **shape,
-        **{name: read.get(name, False) for name in FLAGS},
-        "n_predict": steps,
-        "draft_vocab_size": draft_vocab_size(read.get("draft_vocab_size", 32000), shape["vocab_size"]),
-        "aux_layers": read.get(AUX_LAYERS),
-        "own_embedding": read.get("embed_requires_grad", False),
-        **{name: read.get(name) for name in ORIGIN},
-        "base_model_name_or_path": base,
-    }
+    layer = {**read["transformer_layer_config"], "target_hidden_size": read.get("target_hidden_size")}
+    absent = {**dict.fromkeys(FLAGS, False), "draft_vocab_size": 32000}
+    layer = read_one_layer(layer, file, TABLE)
+    return {**absent, **read, "vocab_size": layer["vocab_size"], "transformer_layer_config": layer}
 
 
 def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
@@ -148,13 +134,12 @@ SPECULATORS = Layout(
     name="speculators",
     head=Eagle3Speculator,
     architecture="Eagle3Speculator",
-    fields=fields,
+    table=TABLE,
     servers=servers,
-    translate=translate,
+    canonical=canonical,
     also=("Eagle3DraftModel",),
     mark="speculators_model_type",
-    shape=SHAPE,
-    kept=KEPT,
     pack=pack,
+    needs=needs_embedding,
     unpack=unpack,
 )

@@ -7,13 +7,14 @@ the head's own names, tied ones are stored once.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import transformers
 
 from speculator.checkpoints import commands
-from speculator.checkpoints.base_model import with_own_embedding
-from speculator.checkpoints.layout import KEPT, SHAPE, Layout, Server
-from speculator.files import JsonObject
+from speculator.checkpoints.base_model import needs_embedding, with_own_embedding
+from speculator.checkpoints.layout import ORIGIN, Layout, Server
+from speculator.checkpoints.table import DTYPE, Row, constant, same
 from speculator.heads import MLPSpeculator
 from speculator.heads.base import SpeculatorConfig
 
@@ -29,39 +30,33 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
     return [Server(f"vLLM {VERSION} with this project's plugin", True, how)]
 
 
-def fields(config: SpeculatorConfig, dtype: str) -> JsonObject:
-    """Return the content of config.json: a Llama's and the head's fields.
-
-    vLLM checks the Llama's sizes, but uses only `hidden_size` and `vocab_size`.
-    """
-    heads = math.gcd(config.emb_dim, 64)  # a power of 2, so that GPUs can share the heads
-    llama = {
-        "architectures": [VLLM_PLUGIN.architecture],
-        "model_type": "llama",
-        "dtype": dtype,
-        "transformers_version": transformers.__version__,
-        "hidden_size": config.emb_dim,
-        "intermediate_size": config.inner_dim,
-        "num_hidden_layers": 1,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": config.emb_dim // heads,
-        "max_position_embeddings": _ANY_LENGTH,
-        "tie_word_embeddings": False,
-    }
-    kept = {name: getattr(config, name, None) for name in KEPT}
-    return {
-        **llama,
-        **{name: getattr(config, name) for name in SHAPE},
-        **{name: value for name, value in kept.items() if value is not None},
-    }
+def _heads(config: Any) -> int:
+    """Return a power of 2, so that GPUs can share the heads."""
+    return math.gcd(config.emb_dim, 64)
 
 
 VLLM_PLUGIN = Layout(
     name="vllm-plugin",
     head=MLPSpeculator,
     architecture="EagleMLPSpeculator",
-    fields=fields,
+    # vLLM checks the Llama's sizes, but uses only `hidden_size` and `vocab_size`.
+    table=(
+        constant("model_type", "llama"),
+        Row(DTYPE, "dtype"),
+        constant("transformers_version", transformers.__version__),
+        Row(None, "hidden_size", lambda config: config.emb_dim),
+        Row(None, "intermediate_size", lambda config: config.inner_dim),
+        constant("num_hidden_layers", 1),
+        Row(None, "num_attention_heads", _heads),
+        Row(None, "num_key_value_heads", _heads),
+        Row(None, "head_dim", lambda config: config.emb_dim // _heads(config)),
+        constant("max_position_embeddings", _ANY_LENGTH),
+        constant("tie_word_embeddings", False),
+        *same("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"),
+        *ORIGIN,
+        *same("draft_vocab_size", "top_k_tokens_per_head", "n_candidates", optional=True),
+    ),
     servers=servers,
     adapt=with_own_embedding,
+    needs=needs_embedding,
 )

@@ -30,6 +30,13 @@ def run(arguments: argparse.Namespace) -> None:
     }
     for name, fact in facts.items():
         print(f"{name:16} {fact}")
-    for other in (other for other in layouts() if other.stores(head)):
-        loaders = [server.name for server in other.servers(config, "DIR") if server.loads]
-        print(f"{'exports to':16} {other.name}" + (f": for {'; '.join(loaders)}" if loaders else ""))
+    for other in (other for other in layouts() if other.head is type(head)):
+        if refused := other.refusal(head):
+            print(f"{'no export to':16} {other.name}: {refused}")
+            continue
+        missing, servers = other.needs(config), other.servers(config, "DIR")
+        loaders = [server.name for server in servers if server.loads]
+        about = f", but only with --base_model: {missing}" if missing else f": for {'; '.join(loaders)}" * bool(loaders)
+        print(f"{'exports to':16} {other.name}{about}")
+        for server in (server for server in servers if server.loads is False):
+            print(f"{'':16} {server.verdict} {server.name}: {server.how}")

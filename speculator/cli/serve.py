@@ -116,10 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[..., Any], folder: str) -> Drafter:
-    """Create the drafter that the flags describe, but with the head in another folder.
-
-    Raises a UserError if the head was trained for another target or can't be loaded.
-    """
+    """Create the drafter that the flags describe, but with the head in another folder."""
     trained_for = read_config(Path(folder)).get("base_model_fingerprint")
     if trained_for and not similar_target(trained_for, target.fingerprint):
         raise UserError(f"{folder} was trained for another target than {target.name}")
@@ -208,7 +205,6 @@ def _bind(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def _port_errors(host: str, port: int) -> Iterator[None]:
-    """Turn errors of a socket in the block into a UserError."""
     try:
         yield
     except (OSError, UnicodeError) as error:

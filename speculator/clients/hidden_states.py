@@ -222,10 +222,7 @@ class HiddenStateServers:
                 self._change.notify_all()
 
     def _next_server(self) -> _HiddenStateServer:
-        """Return the server that should be done first, counted as busy; wait until one can be asked.
-
-        Raises a UserError after `close`.
-        """
+        """Return the server that should be done first, counted as busy; wait until one can be asked."""
         with self._change:
             while not self._closing:
                 now = time.monotonic()
@@ -378,7 +375,6 @@ def _sweep(folder: Path) -> None:
 
 
 def _lock_of(path: Path) -> Path:
-    """Return the path of the lock that the server holds while it writes a file."""
     return path.with_name(f"{path.name}.lock")
 
 

@@ -195,7 +195,6 @@ class VLLMServer:
             self.resume()
 
     def _ask(self, method: str, path: str, json: dict | None = None) -> httpx.Response:
-        """Return the server's answer, whatever its status; raise a UserError if there is none."""
         timeout = httpx.Timeout(10, read=_LOAD_SECONDS)
         try:  # a new connection each time: vLLM closes that of a call that failed
             return httpx.request(method, f"{self.base}{path}", headers=self.headers, timeout=timeout, json=json)

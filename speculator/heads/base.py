@@ -89,7 +89,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @property
     def candidates(self) -> int:
-        """Number of tokens of nonzero probability after any token of a draft: the most children that it can have."""
+        """How many different tokens the head can draft after one token: the most children that a tree may give it."""
         return self.output_size
 
     @property

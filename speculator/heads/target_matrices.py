@@ -52,10 +52,7 @@ class HeadOnTargetMatrices(Speculator):
             self._shared = shared
 
     def _of_target(self, index: int) -> Any:
-        """Return the target's embedding [V, D] (index 0) or its output matrix D -> V_d (1), on the head's device.
-
-        Raises a UserError if the head has none.
-        """
+        """Return the target's embedding [V, D] (index 0) or its output matrix D -> V_d (1), on the head's device."""
         if not self._shared:
             raise UserError(
                 "the head has none of its target's embedding and output matrix: call bind(head, target) of "
@@ -85,7 +82,6 @@ class HeadOnTargetMatrices(Speculator):
 
 
 def _linear(weight: Tensor) -> nn.Linear:  # [out, in]
-    """Return a frozen layer without bias around a weight, which is not copied."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
     return made

@@ -36,7 +36,6 @@ def fuse_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def restore_norms(modules: Iterable[nn.Module]) -> None:
-    """Undo `fuse_norms`."""
     for module in modules:
         (module.__class__,) = type(module).__bases__  # of `_fused`
 

@@ -226,7 +226,6 @@ class _Routes:
         }
 
     def _check_model(self, name: str | None) -> None:
-        """Raise an APIError with status 404 for the name of another model; None is this one."""
         if name not in (None, self.name):
             message = f"the model {name!r:.100} does not exist; this server has {self.name!r}"
             raise APIError(message, "model", status=404, code="model_not_found")
@@ -293,10 +292,7 @@ class _Routes:
         prompts: Sequence[Conversation | str | list[int]],
         writer_class: type[CompletionWriter],
     ) -> tuple[list[DecodingRequest], CompletionWriter]:
-        """Tokenize the prompts; return one decoding request per answer, and the writer of the response.
-
-        Raises a UserError for a prompt that can't be decoded.
-        """
+        """Tokenize the prompts; return one decoding request per answer, and the writer of the response."""
         tokenizer = self.target.tokenizer
         ids = [prompt if isinstance(prompt, list) else _tokens(prompt, tokenizer) for prompt in prompts]
         # Answers to one prompt share its tokens.
@@ -391,7 +387,6 @@ class _Routes:
 
 
 def _tokens(prompt: Conversation | str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids of a chat, or of a text to continue."""
     prompt = continued(prompt, where="prompt") if isinstance(prompt, str) else prompt
     return prompt.tokens(tokenizer)
 

@@ -30,7 +30,6 @@ class APIError(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON of the answer."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

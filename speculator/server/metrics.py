@@ -50,7 +50,6 @@ class Metrics:
         registry.register(traffic)
 
     def page(self) -> bytes:
-        """Return the page as UTF-8 text."""
         return generate_latest(self._registry)
 
 

@@ -77,7 +77,6 @@ class CompletionWriter:
 
     @property
     def done(self) -> bool:
-        """Whether every answer has ended."""
         return all(self._finish_reasons)
 
     def add(self, output: StepOutput) -> str:
@@ -191,7 +190,6 @@ class CompletionWriter:
         return self._event({"choices": [choice], **usage, **more})
 
     def _event(self, content: Fields) -> str:
-        """Return a line of server-sent events, the blank line after it included."""
         return f"data: {json.dumps({**self._head, 'object': self.chunk_object, **content})}\n\n"
 
     def _token_text(self, token: int) -> str:
@@ -244,7 +242,6 @@ class ChatWriter(CompletionWriter):
         return {"delta": parsed}
 
     def _of_channels(self, index: int) -> Fields:
-        """Return thought and content so far of an answer in channels; {} before the first one."""
         return self._channels[index].before(len(self.answers[index].held))
 
     def _parsed(self, index: int) -> Fields:
@@ -314,5 +311,4 @@ def _call(function: Function) -> Fields:
 
 
 def _finite(value: float) -> float:
-    """Return a log-probability, or -9999 in place of a lower one."""
     return max(value, _LOWEST_LOGPROB)

@@ -110,7 +110,6 @@ class TrainingTarget(ABC):
 
     @property
     def _configured_ends(self) -> set[int]:
-        """EOS token ids of the generation config."""
         ids = self.generation_config.eos_token_id if self.generation_config else None
         return set() if ids is None else set(ids) if isinstance(ids, list) else {ids}
 

@@ -104,7 +104,6 @@ def _written_value(value: Any) -> Any:
 
 
 def _written(samples: list[int]) -> str:
-    """Return 16-bit numbers as one string, 4 hexadecimal digits each."""
     return "".join(f"{value & 0xFFFF:04x}" for value in samples)
 
 

@@ -225,12 +225,10 @@ def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatch
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return the first name in alphabetical order, and the number of others, for a message."""
     first, *others = sorted(names)
     return f"{first} and {len(others)} more" if others else first
 
 
 def _check_shapes(mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raise a UserError if there is any (name of a weight, shape in its files, shape in the model)."""
     for name, stored, shape in sorted(mismatched):
         raise UserError(f"{name} has shape {list(stored)} in its files, but {list(shape)} by its {CONFIG}")

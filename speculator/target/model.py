@@ -63,7 +63,7 @@ class Target(InProcessTarget):
         return target
 
     def _prepare(self) -> None:
-        """Change the model so that its passes write a `KVCache`; raise a UserError if that can't be exact."""
+        """Change the model so that its passes write a `KVCache`, if that can be exact."""
         model = self.model
         if is_sharded(model):
             raise UserError(f"{self.name} is sharded over processes, for training only: {DECODE_INSTEAD}")

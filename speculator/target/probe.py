@@ -309,7 +309,6 @@ def _window(mask_function: Callable[..., Tensor], length: int) -> int:
 
 
 def _has_window(target: Target) -> bool:
-    """Return whether the config has a sliding window shorter than the context."""
     config = target.config
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     used = getattr(config, "use_sliding_window", True) and (not kinds or "sliding_attention" in kinds)

@@ -78,7 +78,6 @@ class TargetEmbedding(nn.Module):
         self.shared: list[Tensor] = []  # a list, so that it is not one of this module's weights
 
     def forward(self, tokens: Tensor) -> Tensor:  # [...] -> [..., I]
-        """Raises a UserError if `shared` is empty."""
         if not self.shared:
             raise UserError(
                 "the head reads its target's embedding, and was given none: call bind(head, target) of "

@@ -133,7 +133,6 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     # --- what it shares with its target
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Share the target's embedding and output matrix."""
         self.share(embedding, output)
 
     def output(self, index: int) -> nn.Linear:  # D -> V_d
@@ -257,7 +256,6 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         tokens: Tensor,  # [B, S+N-1]
         matrix: Tensor | None = None,  # [V, D] replaces the target's embedding and output matrix
     ) -> Tensor:  # [N, B, S, V]
-        """See `UnrolledHead.logits`."""
         with nullcontext() if matrix is None else self.sharing(matrix, matrix):
             return super().logits(hidden, tokens)
 

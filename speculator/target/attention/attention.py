@@ -141,7 +141,6 @@ def mask(
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:  # [...] bool -> [...]
-    """Return a bias on attention scores: 0 where a position is seen, -inf elsewhere."""
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 

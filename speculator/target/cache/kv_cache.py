@@ -303,11 +303,14 @@ class KVCache(Cache):
         """
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Return what the convolution reads, [R, C, K + T], given its new inputs [R, C, T]."""
+        """Append new inputs [R, C, T] to the last K that the layer kept, and keep the newest K.
+
+        Returns all [R, C, K + T], which the convolution reads.
+        """
         return self.recurrent[layer_idx].convolve(conv_states)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return a copy of the state for a pass of one token, else None; see `RecurrentLayer.single_token_state`."""
+        """Return a copy of the layer's recurrent state if this pass reads one token per row; None for longer passes."""
         return self.recurrent[layer_idx].single_token_state()
 
     def update_recurrent_state(
@@ -442,5 +445,4 @@ def aligned(count: int, device: torch.device) -> int:
 
 
 def _up(count: int, multiple: int) -> int:
-    """Return a number rounded up to a multiple."""
     return -(-count // multiple) * multiple

@@ -17,7 +17,7 @@ from speculator.target.attention.write import current
 
 
 class _SeenError(Exception):
-    """Stops a decoder's pass once its table of positions has been read."""
+    """Raised in a decoder's forward pass to end it once we know which positions it looks up."""
 
 
 def install(decoder: Any, length: int, other_than: int | None) -> None:

@@ -67,7 +67,6 @@ _NO_ENDS = (
 
 
 def is_gguf(name: str) -> bool:
-    """Return whether a target's name is that of a GGUF file."""
     return name.lower().endswith(".gguf")
 
 
@@ -156,7 +155,6 @@ def _settings(name: str) -> Path:
 
 @cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """Return the process's temporary folder in place of a cache."""
     return tempfile.TemporaryDirectory()
 
 

@@ -104,10 +104,7 @@ def _without_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 def _read(
     name: str, revision: str | None, wanted: list[str], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the wanted tensors by name, on the device; `wanted` are names in the text model, missing ones left out.
-
-    Raises a UserError for a quantised tensor.
-    """
+    """Return the wanted tensors by name, on the device; `wanted` are names in the text model, missing ones left out."""
 
     def file(part: str, required: bool = True) -> str | None:
         return cached_file(name, part, revision=revision, _raise_exceptions_for_missing_entries=required)

@@ -161,7 +161,6 @@ class PendingStates:
             future.add_done_callback(self._note)
 
     def _note(self, _: Future) -> None:
-        """Record the time of an answer."""
         self._ended = time.perf_counter()
 
     @property

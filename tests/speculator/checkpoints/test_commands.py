@@ -13,6 +13,7 @@ from transformers import T5Config, ViTConfig
 from speculator import MLPSpeculator, MLPSpeculatorConfig, Target
 from speculator.__main__ import main
 from speculator.checkpoints import layout_of, layouts, save
+from speculator.heads import ARCHITECTURES
 
 
 def head_folder(folder, base, **changes):
@@ -210,12 +211,38 @@ def test_a_draft_vocabulary_is_shown_and_exported_if_the_layout_stores_it(tmp_pa
         "exports to       vllm-plugin: for vLLM 0.32.0 with this project's plugin",
         "exports to       native: for speculator",
     ]
+    assert "no export to     ibm: ibm can't store a draft vocabulary" in shown
     assert "draft vocabulary" in refused(capsys, export(folder, tmp_path / "out"))
     assert export(folder, tmp_path / "out", layout="native") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| draft vocabulary | 75 of 300 tokens |" in card
     assert "loads in vLLM 0.32.0 with this project's plugin" in card
     assert "vLLM 0.5.1" not in card
+
+
+@pytest.mark.parametrize(
+    ("layout", "unserved"),
+    [
+        ("ibm", "DOES NOT LOAD in vLLM 0.33 and later: no longer has this speculator"),
+        ("speculators", "DOES NOT LOAD in llama.cpp 0.5: does not run fc_norm, norm_output"),
+        ("dspark", "DOES NOT LOAD in SGLang 0.5.23: does not run a draft vocabulary"),
+        ("gguf", ""),
+    ],
+)
+def test_inspect_names_what_an_export_lacks_and_who_does_not_load_it(tmp_path, target, capsys, layout, unserved):
+    if layout in ("dspark", "gguf"):
+        head = tiny_block_head(target, aux_layers=[1], draft_tokens=[1, 2] if layout == "dspark" else None)
+    else:
+        config = tiny_head(architecture={"ibm": "mlp", "speculators": "eagle3"}[layout]).config
+        config.own_embedding = False
+        head = ARCHITECTURES["mlp" if layout == "ibm" else "eagle3"](config)
+    head.config.base_model_name_or_path = "org/unknown"
+    save(head, tmp_path / "head", layout_of("native", head))
+    assert main(["inspect", str(tmp_path / "head")]) == 0
+    start, shown = f"exports to       {layout}, but only with --base_model: ", capsys.readouterr().out
+    (reason,) = (line.removeprefix(start) for line in shown.splitlines() if line.startswith(start))
+    assert unserved in shown
+    assert reason in refused(capsys, export(tmp_path / "head", tmp_path / "out", layout=layout))
 
 
 def test_wrong_input_fails_in_one_line(head, tmp_path, capsys):

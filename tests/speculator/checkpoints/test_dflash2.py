@@ -218,7 +218,7 @@ def test_a_folder_with_a_window_and_no_key_for_causal_blocks_has_none(tmp_path):
     [
         ({"dflash_config": {"conv_kernel_size": 3}}, "conv_kernel_size is 3; must be 2"),
         ({"dflash_config": {"conv_kernel_size": None}}, "conv_kernel_size is None; must be 2"),
-        ({"dflash_config": {"selector_rank": None}}, "missing or malformed: 'selector_rank'"),
+        ({"dflash_config": {"selector_rank": None}}, "dflash_config.selector_rank is missing"),
         ({"dflash_config": {"selector_top_k": V + 1}}, f"selector_top_k {V + 1} is more than the vocabulary"),
         ({"dflash_config": {"selector_rank": 5}}, r"predecessor_codebook is \[48, 6\], config.json says \[48, 5\]"),
         ({"dflash_config": {"output_multiplier": 0.2}}, "output_multiplier is 0.2; must be 1"),

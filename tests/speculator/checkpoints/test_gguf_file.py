@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from speculator import Target
 from speculator.__main__ import main
-from speculator.checkpoints import gguf_file, layout_of, llama_cpp, save
+from speculator.checkpoints import gguf_file, layout_of, save
 from speculator.checkpoints.loading import bind
+from speculator.checkpoints.table import to_json
+from speculator.checkpoints.targets import LLAMA_CPP, refusal
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.target.fingerprint import fingerprint, same_target
 from train.command_line import parse
@@ -190,13 +192,11 @@ def test_a_head_that_the_file_does_not_describe_is_not_kept(target, tmp_path, ca
 
 @pytest.mark.parametrize("key", ["attention.head_count_kv", "rope.freq_base", "target_layers", "context_length"])
 def test_a_key_that_is_not_the_heads_is_found(target, tmp_path, monkeypatch, capsys, key):
-    common = gguf_file._common
+    def wrong(table, config, dtype):
+        keys = to_json(table, config, dtype)
+        return {name: value * 2 if name.endswith(f".{key}") else value for name, value in keys.items()}
 
-    def wrong(architecture, *given):
-        keys = common(architecture, *given)
-        return keys | {f"{architecture}.{key}": keys[f"{architecture}.{key}"] * 2}
-
-    monkeypatch.setattr(gguf_file, "_common", wrong)
+    monkeypatch.setattr("speculator.checkpoints.layout.to_json", wrong)
     for kind in ("eagle3", "block"):
         assert exported(target, head_of(target, kind), tmp_path / kind) == 2
         assert "the written head differs in" in capsys.readouterr().err
@@ -272,8 +272,8 @@ def test_a_target_in_safetensors_has_the_architecture_that_the_converter_gives_i
         config = {**json.loads(target.config.to_json_string()), "model_type": model_type}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    assert llama_cpp.refusal(str(tmp_path / "served")) is None
-    assert "qwen2" in llama_cpp.refusal(str(tmp_path / "not"))
+    assert refusal(LLAMA_CPP, str(tmp_path / "served")) is None
+    assert "qwen2" in refusal(LLAMA_CPP, str(tmp_path / "not"))
 
 
 def test_a_server_without_gguf_gets_the_folder_of_dequantised_weights(target):

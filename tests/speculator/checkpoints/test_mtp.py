@@ -471,6 +471,9 @@ def test_only_the_shards_that_a_head_is_read_from_are_downloaded(tmp_path, monke
     with pytest.raises(UserError, match=r"the shard model-1\.safetensors is missing"):  # a model is written whole
         save_head(head, tmp_path / "out", layout_of("mtp", head))
     assert Stored(cache).fingerprint == Stored(folder).fingerprint
+    head.config.base_model_name_or_path = "org/model"
+    save_head(head, tmp_path / "out", layout_of("mtp", head))
+    assert "pytorch_model.bin" not in {file.name for file in (tmp_path / "out").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["../victim/w.safetensors", "..", "a/b.safetensors", "/{victim}"])
