@@ -130,8 +130,8 @@ def tune(parser: OneLineParser) -> None:
 def compare(parser: OneLineParser) -> None:
     """Compare two reports of `speculator eval`: the differences B - A, with 95% intervals.
 
-    The measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores
-    intervals and not the samples behind them. If both decoded the same prompts, the interval is wider than necessary.
+    If both decoded the same prompts, acceptance lengths and whole answers are compared prompt by prompt. Other figures
+    count as independent (MOVER, Zou and Donner 2008), whose intervals are wider.
     """
     parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
     parser.add_argument("b", type=Path, metavar="B", help="second report")

@@ -16,8 +16,9 @@ from typing import Any, TypedDict
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
 from eval.suites import Suite, check_names, first_turns, sampling_of
+from speculator.acceptance import Acceptance
 from speculator.checkpoints import head_folder
-from speculator.clients.vllm_counters import read_counters
+from speculator.clients.counters import read_acceptance
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import make_folder, read_json, write_json
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
                 if before is None:
                     measured = _acceptance_of_answers(counted)
                 else:
-                    measured = _acceptance(_counters(base, server.url), before)
+                    measured = _acceptance(_counters(base, server.url) - before)
                 rows.append({"suite": suite.name, "temperature": temperature, **measured})
                 found = {"server": server.url, "suites": rows, "forecast": forecast}
                 write_json(arguments.output / "served.json", found)  # after each, should the server fail later
@@ -131,8 +132,8 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
     return counted
 
 
-def _counters(base: str, shown: str) -> Counter[str]:
-    """Return vLLM's counters since its start: "drafts", and "accepted_tokens", also by position: "0", "1", ...
+def _counters(base: str, shown: str) -> Acceptance:
+    """Return the steps that vLLM, or our server, has counted since its start.
 
     `base` is the server's URL without /v1. A UserError names the server as `shown` if there is no page or no counters.
     """
@@ -144,21 +145,16 @@ def _counters(base: str, shown: str) -> Counter[str]:
         raise UserError(f"{shown}/metrics: {first_line(error)}") from None
     # Not httpx's own message, which has the URL with its password.
     refuse((not answer.is_success, f"{shown}/metrics: status {answer.status_code}"))
-    found = read_counters(answer.text)
-    refuse((not found, f"{shown}/metrics has no counters of drafts: the server does not draft, or logs no statistics"))
+    found = read_acceptance(answer.text)
+    if found is None:
+        raise UserError(f"{shown}/metrics has no counters of drafts: the server does not draft, or logs no statistics")
     return found
 
 
-def _acceptance(counted: Counter[str], before: Counter[str]) -> Served:
-    """Return "drafts", "accepted_per_position" and "acceptance_length" of the steps between two readings of counters.
-
-    `counted`, the later reading, is changed in place.
-    """
-    counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
-    drafts = counted.pop("drafts", 0)
-    refuse((not drafts, "the server counted no drafts while it answered"))
-    accepted = [counted[str(i)] for i in range(max(map(int, filter(str.isdigit, counted)), default=-1) + 1)]
-    return {"drafts": drafts, "accepted_per_position": accepted, "acceptance_length": 1 + sum(accepted) / drafts}
+def _acceptance(found: Acceptance) -> Served:
+    """Return "drafts", "accepted_per_position" and "acceptance_length" of the steps in which the server answered."""
+    refuse((not found.steps, "the server counted no drafts while it answered"))
+    return {"drafts": found.steps, "accepted_per_position": found.reached[1:], "acceptance_length": found.length}
 
 
 def _acceptance_of_answers(counted: Counter[str]) -> Served:

@@ -49,11 +49,9 @@ def draw_plots(report: Report, folder: Path) -> None:
     for name in plots(report):
         panels: dict[str, list] = groups(report)
         if name == "training":
-            panels = {
-                f"{stage}: {what}": points for stage, c in report["training"].items() for what, points in c.items()
-            }
+            panels = {f"{stage}: {what}": points for stage, c in report.training.items() for what, points in c.items()}
         if name == "categories":
-            panels = {heading: rows for heading, rows in panels.items() if "categories" in rows[0]}
+            panels = {heading: rows for heading, rows in panels.items() if rows[0].categories}
         columns = min(_COLUMNS, len(panels))
         # Rounded up: 5 panels in 2 columns take 3 lines, and the sixth place stays empty.
         lines = -(-len(panels) // columns)
@@ -87,9 +85,9 @@ def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
     numbers = range(1, len(rounds) + 1)
     axis.axhline(0, color=_BASELINE, label="head before the round")
     for loaded, fill, name in ((True, _COLOURS["head"], "new head, in use"), (False, "none", "new head, not in use")):
-        among = [n for n in numbers if (rounds[n - 1]["outcome"] == "in use") is loaded]
-        suites = [rounds[n - 1]["gate"]["suite"] for n in among]
-        gains = [_shares(each["difference"], each["tokens_per_second"][0]) for each in suites]
+        among = [n for n in numbers if (rounds[n - 1].outcome == "in use") is loaded]
+        suites = [rounds[n - 1].gate.suite for n in among]
+        gains = [_shares(each.difference, each.tokens_per_second[0]) for each in suites]
         middle = [value for value, _, _ in gains]
         reach = [[value - low for value, low, _ in gains], [high - value for value, _, high in gains]]
         axis.errorbar(among, middle, reach, fmt="o", color=_COLOURS["head"], markerfacecolor=fill, label=name)
@@ -104,7 +102,7 @@ def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
 
 def _shares(interval: Interval, whole: float) -> tuple[float, float, float]:
     """Return a figure and its bounds as shares of `whole`; without bounds, these are the figure."""
-    value, low, high = interval["value"], interval["low"], interval["high"]
+    value, low, high = interval.value, interval.low, interval.high
     return value / whole, (value if low is None else low) / whole, (value if high is None else high) / whole
 
 
@@ -121,15 +119,15 @@ def _height(name: str, rows: list[ReportRow]) -> float:
     if name == "speed":
         return 1.0 + 0.36 * len(list(decoder_lines(rows)))
     if name == "categories":
-        return 1.0 + 0.14 * len(rows[0]["categories"]) * len(drafter_rows(rows))
+        return 1.0 + 0.14 * len(rows[0].categories) * len(drafter_rows(rows))
     return 3.2
 
 
 def _colour(row: ReportRow, lengths: set[int]) -> str:
     """Return the colour of a drafter's row; draft lengths of one head (`head_lengths`) differ in shade."""
-    if row["drafter"] != "head" or len(lengths) < 2:
-        return _COLOURS[row["drafter"]]
-    return _SHADES[sorted(lengths, reverse=True).index(row["num_speculative_tokens"]) % len(_SHADES)]
+    if row.drafter != "head" or len(lengths) < 2:
+        return _COLOURS[row.drafter]
+    return _SHADES[sorted(lengths, reverse=True).index(row.num_speculative_tokens) % len(_SHADES)]
 
 
 def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
@@ -138,9 +136,9 @@ def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     names = [label(row, lengths) if key == "speculative" else name for row, key, name, _ in lines]
     ratios = [ratio for *_, ratio in lines]
     colours = [_colour(row, lengths) if key == "speculative" else _BASELINE for row, key, *_ in lines]
-    values = [ratio["value"] for ratio in ratios]
+    values = [ratio.value for ratio in ratios]
     bars = axis.barh(range(len(lines)), values, 0.7, xerr=_errors(ratios), capsize=2, color=colours)
-    speeds = [row["tokens_per_second"][key] for row, key, *_ in lines]
+    speeds = [row.tokens_per_second[key] for row, key, *_ in lines]
     texts = [f"{value:.2f}x, {speed:.0f} tokens/s" for value, speed in zip(values, speeds, strict=True)]
     axis.bar_label(bars, texts, fontsize=8, padding=4)
     axis.set_yticks(range(len(names)), names, fontsize=8)
@@ -154,8 +152,8 @@ def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 def _acceptance(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Draw the acceptance rate by draft position of heads and draft models; lookup has other positions."""
     for row in drafter_rows(rows):
-        if row["drafter"] in ("head", "draft_model"):
-            rates = row["acceptance_by_position"][: reached(row)]
+        if row.drafter in ("head", "draft_model"):
+            rates = row.acceptance_by_position[: reached(row)]
             places = range(1, len(rates) + 1)
             axis.plot(places, rates, marker="o", color=_colour(row, lengths), label=label(row, lengths))
             for place, rate in zip(places, rates, strict=True):
@@ -171,7 +169,7 @@ def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     rows = drafter_rows(rows)
     most = max(reached(row) for row in rows)
     for row in rows:
-        shares = [count / max(1, row["steps"]) for count in row["accepted_lengths"][: most + 1]]
+        shares = [count / max(1, row.steps) for count in row.accepted_lengths[: most + 1]]
         axis.plot(range(len(shares)), shares, marker="o", color=_colour(row, lengths), label=label(row, lengths))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylim(bottom=0)
@@ -181,12 +179,12 @@ def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 def _draft_lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Draw the measured and the predicted speedup of the head over plain decoding, by its draft length."""
-    heads = sorted((row for row in rows if row["drafter"] == "head"), key=lambda row: row["num_speculative_tokens"])
-    at = [row["num_speculative_tokens"] for row in heads]
-    ratios = [row["speedup"]["plain"] for row in heads]
-    measured = [ratio["value"] for ratio in ratios]
+    heads = sorted((row for row in rows if row.drafter == "head"), key=lambda row: row.num_speculative_tokens)
+    at = [row.num_speculative_tokens for row in heads]
+    ratios = [row.speedup["plain"] for row in heads]
+    measured = [ratio.value for ratio in ratios]
     axis.errorbar(at, measured, yerr=_errors(ratios), marker="o", capsize=3, color=_SHADES[0], label="measured")
-    predicted = [row["predicted_speedup"] for row in heads]
+    predicted = [row.predicted_speedup for row in heads]
     axis.plot(at, predicted, "s--", color=_COLOURS["ngram"], label="predicted, E / (G c + v)")
     axis.axhline(1, color=_BASELINE, linewidth=1)
     axis.set_xticks(at)
@@ -205,13 +203,13 @@ def _training(axis, points: list[list[float]], lengths: set[int]) -> None:
 def _categories(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Draw the speedup of every drafter over plain decoding by category."""
     rows = drafter_rows(rows)
-    names = [part["name"] for part in rows[0]["categories"]]
+    names = [part.name for part in rows[0].categories]
     height = 0.8 / len(rows)
     for k, row in enumerate(rows):
         # The bars of a category are centred on its integer: with two decoders of height 0.4 at i - 0.2 and i + 0.2.
         places = [i + (k - (len(rows) - 1) / 2) * height for i in range(len(names))]
-        ratios = [part["speedup"]["plain"] for part in row["categories"]]
-        values, colour = [ratio["value"] for ratio in ratios], _colour(row, lengths)
+        ratios = [part.speedup["plain"] for part in row.categories]
+        values, colour = [ratio.value for ratio in ratios], _colour(row, lengths)
         axis.barh(places, values, height, xerr=_errors(ratios), capsize=2, color=colour, label=label(row, lengths))
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.invert_yaxis()
@@ -224,6 +222,6 @@ def _errors(intervals: Sequence[Interval]) -> np.ndarray:
 
     A bound may be on the wrong side of the value by a rounding error, which matplotlib rejects.
     """
-    bounds = [(i["value"], i["low"], i["high"]) if i["low"] is not None else (math.nan,) * 3 for i in intervals]
+    bounds = [(i.value, i.low, i.high) if i.low is not None else (math.nan,) * 3 for i in intervals]
     value, low, high = np.array(bounds).T
     return np.maximum([value - low, high - value], 0)

@@ -74,7 +74,7 @@ def trace_suite(
     for number, prompt in enumerate(suite.prompts[:PROMPTS]):
         seeded = replace(sampling, seed=sampling.seed + number)
         for decoder, row in decoders:
-            if decoder.drafter and decoder.key == row["drafter"]:
+            if decoder.drafter and decoder.key == row.drafter:
                 steps = _trace(target, decoder, prompt, seeded, min(max_new_tokens, TOKENS), suite.chat)
                 traces.append(Trace(row, _text_of(target.tokenizer, prompt), steps))
     return traces

@@ -7,10 +7,10 @@ import sys
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from eval.metrics import acceptance
 from eval.suites import Suite
 from eval.timing import Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate
+from speculator.acceptance import Acceptance
 from speculator.decoding.request import Step
 from speculator.heads import Speculator
 from speculator.terminal import Progress
@@ -56,7 +56,7 @@ def real_acceptance(
                 target, drafter, mine, sampling, max_new_tokens=max_new_tokens, max_batch_size=rows, eos_token_ids=eos
             )
             steps = [step for row in generation.steps for step in row]
-        figures[name] = acceptance(gather_object(steps), drafter.num_speculative_tokens)["acceptance_length"]
+        figures[name] = sum(gather_object([Acceptance.of(steps)]), Acceptance()).length
     head.train(was_training)
     return figures
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 
 from speculator.clients.connection import base_urls, shown
-from speculator.clients.vllm_counters import read_counters
+from speculator.clients.counters import read_acceptance
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import read_json, write_json
 from speculator.terminal import log
@@ -168,10 +168,10 @@ class VLLMServer:
     def counters(self) -> tuple[int, int]:
         """Return the numbers of drafts and of accepted draft tokens since the server's start."""
         answer = self._ask("GET", "/metrics")
-        found = read_counters(answer.text)
-        known = answer.is_success and "vllm:spec_decode_num_drafts" in answer.text
-        refuse((not known, f"--server {self.name}: /metrics has no vLLM counters of drafts"))
-        return found["drafts"], found["accepted_tokens"]
+        found = read_acceptance(answer.text)
+        if found is None:
+            raise UserError(f"--server {self.name}: /metrics has no vLLM counters of drafts")
+        return found.steps, found.accepted
 
     def resume(self) -> None:
         """Let the server decode again, in case a killed run has paused it."""

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from speculator.acceptance import Acceptance
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import MAX_CONTEXT, decode, decode_after, last
@@ -36,12 +37,6 @@ class Step:
     def cut(self) -> bool:
         """True if the completion ended among the accepted tokens, so that the sampled token was dropped."""
         return self.emitted <= self.accepted
-
-
-def acceptance_length(steps: Iterable[Step]) -> float:
-    """Return the mean of accepted + 1 over steps that the completion's end did not cut short; nan without any."""
-    lengths = [step.accepted + 1 for step in steps if not step.cut]
-    return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
 class StopStrings:
@@ -246,8 +241,8 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """Acceptance length over all rows."""
-        return acceptance_length(step for row in self.steps for step in row)
+        """Acceptance length over all rows; 1 without a step."""
+        return Acceptance.of(step for row in self.steps for step in row).length
 
 
 def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
