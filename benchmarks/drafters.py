@@ -101,7 +101,7 @@ def measure(
     timed = [Timed() for _ in table]
     counted: list[list[Acceptance]] = [[] for _ in table]
     engines: Engines = {}
-    stop_at = sorted(target.eos_token_ids) if suite.chat else []
+    stop_at = sorted(target.eos_token_ids)
 
     def decode(decoder: Decoder, batch: list[list[int]], sampling: Sampling, new_tokens: int, out: Timed) -> None:
         time_ours(target, decoder.drafter, batch, sampling, new_tokens, out, engines, decoder.rule, stop_at)

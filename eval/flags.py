@@ -164,7 +164,9 @@ def gate(parser: OneLineParser) -> None:
     parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")
     what = "tokens that the server of --as drafts per step (default: its own, or all that the head can)"
     parser.add_argument("--num_speculative_tokens", type=int, metavar="G", help=what)
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature (default: 1, as in a server's requests)"
+    )
     add_filters(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")

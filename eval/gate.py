@@ -70,7 +70,7 @@ def compare(
 ) -> HeadsCompared:
     """Decode each prompt with both drafters, which take turns in coming first, since a machine may slow down."""
     timed, engines = (Timed(), Timed()), Engines()
-    stop = sorted(target.eos_token_ids) if suite.chat else []
+    stop = sorted(target.eos_token_ids)
     for drafter in drafters:  # the first pass allocates
         time_ours(target, drafter, suite.prompts[:1], sampling, min(8, max_new_tokens), Timed(), engines, stop_at=stop)
     for number, prompt in enumerate(Progress(suite.prompts, title=f"old and new head, {suite.name}", unit="prompts")):
@@ -111,7 +111,6 @@ def compare_on_guard(
     Args:
         share: of the old head's acceptance length that the new one may lose.
     """
-    eos = None if suite.chat else ()
     counts = []
     for head in heads:
         made = generate(
@@ -121,7 +120,6 @@ def compare_on_guard(
             sampling,
             max_new_tokens=max_new_tokens,
             max_batch_size=8,
-            eos_token_ids=eos,
         )
         counts.append([Acceptance.of(row) for row in made.steps])
     samples = [(old, new) for old, new in zip(*counts, strict=True) if old.steps and new.steps]

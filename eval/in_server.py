@@ -116,7 +116,6 @@ def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new
             seed=sampling.seed + number,
             # Also what the model's own defaults would change.
             extra_body={
-                "ignore_eos": not suite.chat,
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,
                 "repetition_penalty": 1.0,

@@ -147,8 +147,7 @@ def markdown(report: Report) -> str:
 def _prompts(row: ReportRow) -> str:
     """Return a sentence about the number of prompts and the length of their answers."""
     turns = f", {row.turns} turns" if row.turns != row.prompts else ""
-    most = f"at most {row.max_new_tokens} new tokens per answer, up to EOS" if row.chat else None
-    return f"{row.prompts} prompts{turns}, {most or str(row.max_new_tokens) + ' new tokens each'}."
+    return f"{row.prompts} prompts{turns}, at most {row.max_new_tokens} new tokens per answer, up to EOS."
 
 
 def _table(rows: list[ReportRow], lengths: set[int]) -> str:

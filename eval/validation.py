@@ -31,7 +31,7 @@ def real_acceptance(
 ) -> dict[str, float]:
     """Return "acceptance_length" (greedy) and "acceptance_length_sampled" (temperature 1) of a head, by decoding.
 
-    Only first turns are decoded. Chat answers end at EOS, as in a report. The processes split the prompts, and all
+    Only first turns are decoded, up to EOS, as in a report. The processes split the prompts, and all
     return the figures of all prompts.
 
     Args:
@@ -40,7 +40,7 @@ def real_acceptance(
     state = PartialState()
     was_training = head.training
     drafter = HeadDrafter(head)  # sets the head to eval mode
-    prompts, eos = suite.prompts, None if suite.chat else ()
+    prompts = suite.prompts
     # Process k of n takes prompts n k // count on: shares differ by at most one, and none is left out.
     start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
     mine = prompts[start:stop]
@@ -52,9 +52,7 @@ def real_acceptance(
         if mine:
             # As many rows as the memory plan allows, by the longest prompt and all of its new tokens.
             rows = max(1, max_positions // (max(map(len, mine)) + max_new_tokens))
-            generation = generate(
-                target, drafter, mine, sampling, max_new_tokens=max_new_tokens, max_batch_size=rows, eos_token_ids=eos
-            )
+            generation = generate(target, drafter, mine, sampling, max_new_tokens=max_new_tokens, max_batch_size=rows)
             steps = [step for row in generation.steps for step in row]
         figures[name] = sum(gather_object([Acceptance.of(steps)]), Acceptance()).length
     head.train(was_training)
@@ -67,7 +65,7 @@ def first_look(target: Target, head: Speculator, suite: Suite) -> str:
     plain, drafted = Timed(), Timed()
     tokens = min(_DRAFTED, head.n_predict)
     ways = ((None, plain), (HeadDrafter(head, tokens), drafted))
-    stop_at = sorted(target.eos_token_ids) if suite.chat else ()
+    stop_at = sorted(target.eos_token_ids)
     prompts = suite.prompts[:_LOOKS]
     for prompt in [prompts[0], *prompts]:  # the first one is decoded twice, because a first decoding is slower
         for drafter, timed in ways:

@@ -147,7 +147,7 @@ class ReportRow(Figures):
         prompts: number of prompts that were decoded.
         digest: hash of the prompts' tokens and the questions after them.
         left_out: number of prompts and turns that did not fit the context.
-        chat: whether answers end at EOS.
+        chat: whether answers have an end, as those of chats; texts continue up to the limit.
         max_new_tokens: limit of an answer.
         tuned_on: number of prompts of the suite that the head was tuned on.
         cut: number of answers of chats that reached it.

@@ -97,7 +97,7 @@ def test_every_decoder_answers_the_second_turn_after_the_answer_of_plain_decodin
 
 
 def test_an_answer_ends_where_the_target_ends_it(tmp_path, figures_only):
-    """Chats stop at EOS in every decoder, and the next turn omits it; continuations of text do not stop."""
+    """Chats and texts stop at EOS in every decoder, and the next turn omits it."""
     plain = talking_target()
     one, two = ([{"role": "user", "content": text}] for text in ("one", "two"))
     talk = Conversation(plain.tokenizer("one")["input_ids"], one, [two])
@@ -118,7 +118,7 @@ def test_an_answer_ends_where_the_target_ends_it(tmp_path, figures_only):
     assert lengths == [len(suite.conversations[0].after(target.tokenizer, cut[:-1]).ids)]
     suite.conversations = [talk]
     again = measure_suite(target, table, suite, Sampling(), 16)
-    assert all(timed.tokens[0] == free for timed in again.timed.values())
+    assert all(timed.tokens[0] == cut for timed in again.timed.values())
 
 
 def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path, figures_only):
@@ -314,7 +314,7 @@ def test_acceptance_equals_that_counted_by_hand():
     assert (Acceptance().length, Acceptance().rates(2)) == (1, [0, 0])
 
 
-def test_answers_of_chats_end_at_eos_and_texts_do_not(target):
+def test_validation_answers_end_at_eos(target):
     head, prompts, count = tiny_head(), [[1, 2, 3, 4], [5, 6, 7, 8]], 24
     texts = generate(target, None, prompts, max_new_tokens=count, eos_token_ids=()).tokens
     end = texts[0][7]
@@ -327,9 +327,7 @@ def test_answers_of_chats_end_at_eos_and_texts_do_not(target):
         return len(steps), made.acceptance_length
 
     assert expected({end})[0] < expected(())[0]
-    for ends, eos in ((True, {end}), (False, ())):
-        figures = real_acceptance(target, head, Suite("s", prompts, ends=ends), 0, count)
-        assert figures["acceptance_length"] == expected(eos)[1]
+    assert real_acceptance(target, head, Suite("s", prompts), 0, count)["acceptance_length"] == expected({end})[1]
 
 
 def test_the_interval_of_a_mean_is_close_to_that_of_its_standard_error():

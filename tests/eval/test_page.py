@@ -27,6 +27,8 @@ EVIL = ["</pre><script>alert(1)</script>", "&lt;b>", "\ud800", "\x00\x1b", '"><i
 class Evil:
     """A tokenizer with hostile texts."""
 
+    eos_token_id = chat_template = None
+
     def decode(self, tokens, **_) -> str:
         return "".join(EVIL[token % len(EVIL)] for token in tokens)
 
