@@ -9,10 +9,11 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from eval import served
 from eval.intervals import difference, length, paired_difference, ratio
 from eval.report import UNFINISHED
 from speculator.errors import UserError, refuse, show
-from speculator.report import Interval, Report, ReportRow, read_report
+from speculator.report import Interval, Report, ReportRow, read_record, read_report
 from speculator.tables import markdown_table, shown
 from speculator.terminal import log
 
@@ -27,7 +28,17 @@ _BOUNDED = ("adaptive", "ngram")
 
 def run(arguments: argparse.Namespace) -> None:
     """Run `speculator eval compare`: print what differs between the reports A and B, and a table of their figures."""
-    show(table(_read(arguments.a), _read(arguments.b)))
+    files = [served.path_of(path) for path in (arguments.a, arguments.b)]
+    if not any(files):
+        return show(table(_read(arguments.a), _read(arguments.b)))
+    refuse((not all(files), f"{arguments.a} and {arguments.b}: one is of a server, and the other is not"))
+    from eval.plots import plot_load
+
+    a, b = (read_record(served.Served, file) for file in files if file)
+    text, speedups = served.compare(a, b)
+    plot = arguments.b.parent / "compared.png" if arguments.b.is_file() else arguments.b / "compared.png"
+    plot_load({f"A, {a.server}": a.suites, f"B, {b.server}": b.suites}, plot, speedups)
+    show(f"{text}\nplot: {plot}")
 
 
 def table(a: Report, b: Report) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eval.report import decoder_lines, drafter_rows, groups, head_lengths, label, plots, reached
+from eval.served import Level, Speedups
 from speculator.files import write_bytes
 
 _COLOURS = {
@@ -225,3 +226,38 @@ def _errors(intervals: Sequence[Interval]) -> np.ndarray:
     bounds = [(i.value, i.low, i.high) if i.low is not None else (math.nan,) * 3 for i in intervals]
     value, low, high = np.array(bounds).T
     return np.maximum([value - low, high - value], 0)
+
+
+def plot_load(curves: Mapping[str, Sequence[Level]], file: Path, speedups: Speedups | None = None) -> None:
+    """Write a .png of throughput against the speed of one user, and of the speedup at each number of clients.
+
+    Args:
+        curves: levels by the name of a server; a point is one number of clients.
+        speedups: of the second server over the first, by suite and temperature; None: one server.
+    """
+    columns = 2 if speedups else 1
+    figure, axes = plt.subplots(1, columns, figsize=(5 * columns, 4), layout="constrained", squeeze=False)
+    axis = axes[0, 0]
+    for name, levels in curves.items():
+        for where in dict.fromkeys((level.suite, level.temperature) for level in levels):
+            shown = [level for level in levels if (level.suite, level.temperature) == where and level.tpot_ms[0]]
+            users, totals = [1e3 / level.tpot_ms[0] for level in shown], [level.tokens_per_second for level in shown]
+            axis.plot(users, totals, "o-", label=f"{name}: {where[0]}, temperature {where[1]:g}")
+            for level, *point in zip(shown, users, totals, strict=True):
+                axis.annotate(str(level.clients), point, textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axis.set(xlabel="tokens/s of one user (median), after the first token", ylabel="tokens/s of all users")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    if speedups:
+        axis = axes[0, 1]
+        for name, found in speedups.items():
+            clients, ratios = [level.clients for level, *_ in found], [ratio for *_, ratio in found]
+            axis.errorbar(clients, [each.value for each in ratios], _errors(ratios), fmt="o-", capsize=2, label=name)
+        axis.axhline(1, color=_BASELINE, linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(clients, map(str, clients))
+        axis.set(xlabel="clients", ylabel="speed of B over A")
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=7)
+    _save(figure, file, dpi=150)

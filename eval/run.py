@@ -54,6 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
     With `--server` only the acceptance in that server is measured, see `eval.in_server`.
     """
     check_flags(arguments)
+    of_server = [name for name in ("clients", "rate", "slo", "price") if getattr(arguments, name) is not None]
+    refuse(
+        (of_server and not arguments.server_url, f"--{(*of_server, '')[0]} needs --server"),
+        (not arguments.speculator and not arguments.server_url, "--speculator is required: the head to measure"),
+    )
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
     others = arguments.draft_model or arguments.baseline
     refuse(

@@ -335,11 +335,13 @@ def check_flags(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     for temperature in given.get("temperature") or [1.0]:
         sampling_of(arguments, temperature)
-    for name in ("batch_size", "num_speculative_tokens", "repeats"):
+    for name in ("rate", "price"):
+        refuse(((given.get(name) or 1.0) <= 0 or given.get(name) == 0, f"--{name} must be above 0"))
+    for name in ("batch_size", "num_speculative_tokens", "repeats", "clients"):
         value = given.get(name)
         least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
         refuse((least < 1, f"--{name} must be at least 1"))
-    for name in ("temperature", "batch_size", "num_speculative_tokens"):
+    for name in ("temperature", "batch_size", "num_speculative_tokens", "clients"):
         value = given.get(name)
         refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: a value is given twice"))
 

@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from speculator.decoding.request import Step
+
+@dataclass
+class Step:
+    """One row's part of one verification step.
+
+    Attributes:
+        drafted: depth of the draft.
+        accepted: accepted draft tokens.
+        emitted: tokens that were appended: accepted + 1, or fewer if the completion ended.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+    @property
+    def cut(self) -> bool:
+        """True if the completion ended among the accepted tokens, so that the sampled token was dropped."""
+        return self.emitted <= self.accepted
 
 
 @dataclass

@@ -58,24 +58,9 @@ class Spread:
 
 @dataclass(kw_only=True)
 class Figures:
-    """Acceptance and speed of one decoder: over a suite, or over one of its categories.
+    """Acceptance and speed of one decoder: over a suite, or over one of its categories, whose name it has.
 
-    Rows of plain decoding have no speedups.
-
-    Attributes:
-        name: of the suite or the category.
-        turns: answers that were decoded.
-        steps: verification steps, summed over rows of batches.
-        acceptance_length: mean tokens per verification step, the bonus token included.
-        accepted_per_step: the same without the bonus token.
-        undrafted_share: share of the steps in which nothing was drafted.
-        acceptance_by_position: acceptance rate of each draft position, given that the position before was accepted.
-        accepted_lengths: number of steps in which 0, 1, ... draft tokens were accepted.
-        tokens_per_second: speed without the prefill.
-        end_to_end_tokens_per_second: speed with the prefill.
-        speedup: ratio of `tokens_per_second` to that of each baseline.
-        end_to_end_speedup: ratio of `end_to_end_tokens_per_second` to that of each baseline.
-        spread: how that ratio to plain decoding differs between conversations; None if no answer has two tokens.
+    docs/reference/report.md explains the fields. Rows of plain decoding have no speedups.
     """
 
     name: str
@@ -144,25 +129,10 @@ class ReportRow(Figures):
     """One decoder on one suite, at one temperature and batch size.
 
     Attributes:
-        prompts: number of prompts that were decoded.
-        digest: hash of the prompts' tokens and the questions after them.
-        left_out: number of prompts and turns that did not fit the context.
-        chat: whether answers have an end, as those of chats; texts continue up to the limit.
-        max_new_tokens: limit of an answer.
-        tuned_on: number of prompts of the suite that the head was tuned on.
-        cut: number of answers of chats that reached it.
         drafter: "none" for plain decoding, or a key of `speculator.tables.DRAFTERS`.
-        num_speculative_tokens: depth of the draft.
-        nodes: tokens of the draft.
-        rule: accept rule; "greedy" at temperature 0.
-        time_to_first_token: median prefill in seconds, by decoder.
-        peak_memory_bytes: allocated on a GPU, else resident memory of the process, by decoder.
         cost: a plain step costs nothing to draft and 1 to verify.
-        rows_busy: mean share of a batch's rows that still decode, over the same share in plain decoding.
-        predicted_speedup: speedup over plain decoding by acceptance and `cost`.
         identical_to_greedy: None above temperature 0, or without transformers' completions.
         server_log: None unless the drafts were another server's.
-        categories: figures of each category of the suite; [] if it has none.
         samples: of each conversation, or batch: tokens and seconds of whole answers, those of plain decoding, accepted
             draft tokens, and steps.
     """
@@ -197,11 +167,6 @@ class Report:
     """The content of report.json.
 
     Attributes:
-        schema: version of the format.
-        fingerprints: of the target, of the head's weights, and of decoding.json if it was used.
-        git_commit: of this project's checkout; None in a wheel.
-        argv: command line.
-        date: time of the report in UTC.
         not_run: reason by baseline that could not run.
         suites: one row per suite, temperature, batch size and decoder.
         training: [step, value] pairs by stage and curve.

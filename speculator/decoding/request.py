@@ -10,33 +10,13 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from speculator.acceptance import Acceptance
+from speculator.acceptance import Acceptance, Step
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import MAX_CONTEXT, decode, decode_after, last
 from speculator.errors import UserError
 from speculator.target.encoder.encoder import Text, source_of
 from speculator.target.model import Target
-
-
-@dataclass
-class Step:
-    """One row's part of one verification step.
-
-    Attributes:
-        drafted: depth of the draft.
-        accepted: accepted draft tokens.
-        emitted: tokens that were appended: accepted + 1, or fewer if the completion ended.
-    """
-
-    drafted: int
-    accepted: int
-    emitted: int
-
-    @property
-    def cut(self) -> bool:
-        """True if the completion ended among the accepted tokens, so that the sampled token was dropped."""
-        return self.emitted <= self.accepted
 
 
 class StopStrings:
