@@ -104,13 +104,13 @@ def figures(
         seconds: in which all answers came; None: every client was busy all the time.
     """
     tokens, first, whole = np.array(answers).T
-    later = tokens > 1
-    per_token = (whole - first)[later] / (tokens - 1)[later] if later.any() else np.zeros(1)
-    found = {"ttft": 1e3 * first, "tpot": np.where(later, 1e3 * (whole - first) / np.maximum(tokens - 1, 1), 0.0)}
-    good = np.all([found[name] <= limit for name, limit in limits.items()] or [np.ones_like(tokens)], axis=0)
+    per_token = (whole - first) / np.maximum(tokens - 1, 1)
+    found = {"ttft": 1e3 * first, "tpot": 1e3 * per_token}
+    good = np.all([tokens > 0, *(found[name] <= limit for name, limit in limits.items())], axis=0)
     # Of N clients that wait all the time each gets the tokens of an answer in its seconds.
     seconds = seconds or whole.sum() / clients
-    quantiles = {"ttft_ms": 1e3 * first, "tpot_ms": 1e3 * per_token, "answer_ms": 1e3 * whole}
+    later = per_token[tokens > 1] if (tokens > 1).any() else np.zeros(1)
+    quantiles = {"ttft_ms": 1e3 * first, "tpot_ms": 1e3 * later, "answer_ms": 1e3 * whole}
     return {
         "tokens_per_second": float(tokens.sum() / seconds),
         **{name: np.quantile(values, _QUANTILES).tolist() for name, values in quantiles.items()},
@@ -139,9 +139,10 @@ def table(found: Served) -> str:
         blank = ("",) * (len(header) - 4)
         cells.append((f"forecast ({found.forecast['how']})", "0", *blank, shares, f"{length:.2f}"))
     lines = [markdown_table(header, cells), "", "Times are at the 50th, 95th and 99th percentile."]
-    for levels in _groups(found.suites).values():
-        cost = _cost(levels, found)
-        lines += [f"{_where(levels[0])}: {cost[1]}"] if cost else []
+    if found.price:
+        for suite in dict.fromkeys(map(_where, found.suites)):
+            _, said = _cost([level for level in found.suites if _where(level) == suite], found.price, found.slo)
+            lines.append(f"{suite}: {said}")
     return "\n".join(lines)
 
 
@@ -154,32 +155,28 @@ def compare(a: Served, b: Served) -> tuple[str, Speedups]:
     pairs: Speedups = {}
     for key in sorted((key for key in ours if key in theirs), key=lambda key: key[2:]):
         x, y = ours[key], theirs[key]
-        samples = [
-            (*own[::2], *other[::2]) for own, other in zip(y.answers, x.answers, strict=True)
-        ]  # (tokens, seconds) of both, on one prompt
+        # Tokens and seconds of both, on one prompt.
+        samples = [(*own[::2], *other[::2]) for own, other in zip(y.answers, x.answers, strict=True)]
         pairs.setdefault(_where(x), []).append((x, y, paired_bootstrap(samples, ratio)))
     if not pairs:
         raise UserError("the two have no prompts, temperature and number of clients in common")
-    header = ["prompts", "clients", "tokens/s, A -> B", "B over A", "first token, ms", "per token, ms"]
+    header = ["prompts", "clients", "B over A", "tokens/s, A -> B", "first token, ms", "per token, ms"]
     header.append("answers/s within limits")
-    cells = [
-        (
-            where,
-            x.clients,
-            _both(x.tokens_per_second, y.tokens_per_second, ".1f"),
-            shown(speedup),
-            _both(x.ttft_ms[1], y.ttft_ms[1], ".0f"),
-            _both(x.tpot_ms[1], y.tpot_ms[1], ".1f"),
-            _both(x.goodput, y.goodput, ".2f"),
-        )
-        for where, found in pairs.items()
-        for x, y, speedup in found
-    ]
+    cells = []
+    for where, found in pairs.items():
+        for x, y, speedup in found:
+            both = [(each.tokens_per_second, each.ttft_ms[1], each.tpot_ms[1], each.goodput) for each in (x, y)]
+            cells.append(
+                (where, x.clients, shown(speedup), *(f"{a:.1f} -> {b:.1f}" for a, b in zip(*both, strict=True)))
+            )
     lines = [f"A: {a.server}, B: {b.server}; times at the 95th percentile", "", markdown_table(header, cells), ""]
     drafts = [max(level.acceptance_length or 1 for level in each.suites) > 1 for each in (a, b)]
     lines += _verdicts(pairs, "drafting" if drafts == [False, True] else "B")
-    for where, found in pairs.items():
-        lines += [f"{where}: {line}" for line in _paid([x for x, _, _ in found], [y for _, y, _ in found], a, b)]
+    if a.price and b.price:
+        for where, found in pairs.items():
+            before = _cost([level for level, _, _ in found], a.price, a.slo)
+            after = _cost([level for _, level, _ in found], b.price, b.slo)
+            lines += [f"{where}: {line}" for line in _paid(before, after, b.price, b.hours)]
     return "\n".join(lines), pairs
 
 
@@ -225,39 +222,35 @@ def stops_at(found: Sequence[tuple[Level, Level, Interval]]) -> float | None:
     return None
 
 
-def _paid(ours: list[Level], theirs: list[Level], a: Served, b: Served) -> Iterator[str]:
-    """Yield sentences on the cost of both servers, and after how many tokens the head's training has paid."""
-    before, after, price = _cost(ours, a), _cost(theirs, b), b.price
-    if not before or not after or price is None:
-        return
+def _paid(before: tuple[float, str], after: tuple[float, str], price: float, hours: float | None) -> Iterator[str]:
+    """Yield sentences on the costs of A and B, `before` and `after`, and when the training of B's head has paid.
+
+    Args:
+        price: of an hour.
+        hours: of the training; None: unknown.
+    """
     yield f"A {before[1]}; B {after[1]}"
     saved = before[0] - after[0]
+    if math.isinf(before[0]) or math.isinf(after[0]):
+        return
     if saved <= 0:
         yield "B costs no less, so a training does not pay"
-    elif b.hours is None:
-        yield f"an hour of training at this price is paid after {price / saved:,.1f} million tokens"
-    else:
-        yield f"{b.hours:.1f} hours of training are paid after {price * b.hours / saved:,.1f} million tokens"
+        return
+    training = f"{hours:.1f} hours of training are" if hours else "each hour of training at this price is"
+    yield f"{training} paid after {price * (hours or 1.0) / saved:,.1f} million tokens"
 
 
-def _cost(levels: list[Level], found: Served) -> tuple[float, str] | None:
-    """Return the least price of a million tokens at a level within the limits, and a clause on it; None: no price."""
-    if found.price is None:
-        return None
-    within = [level for level in levels if level.keeps(found.slo)]
+def _cost(levels: Sequence[Level], price: float, limits: dict[str, float]) -> tuple[float, str]:
+    """Return the least cost of a million tokens at a level within the limits, inf without such a level, and a clause.
+
+    `price` is that of an hour.
+    """
+    within = [level for level in levels if level.keeps(limits)]
     if not within:
         return math.inf, "keeps the limits at no number of clients"
     best = max(within, key=lambda level: level.tokens_per_second)
-    price = found.price / (3600 * best.tokens_per_second) * 1e6
-    return price, f"costs {price:.3g} per million tokens, with {best.clients} client{'s' * (best.clients > 1)}"
-
-
-def _groups(levels: Sequence[Level]) -> dict[str, list[Level]]:
-    """Return the levels of each suite and temperature."""
-    found: dict[str, list[Level]] = {}
-    for level in levels:
-        found.setdefault(_where(level), []).append(level)
-    return found
+    cost = price / (3600 * best.tokens_per_second) * 1e6
+    return cost, f"costs {cost:.3g} per million tokens, with {best.clients} client{'s' * (best.clients > 1)}"
 
 
 def _where(level: Level) -> str:
@@ -268,10 +261,6 @@ def _key(level: Level) -> tuple[str, str, str, float, int]:
     """Return what two levels have in common if they can be compared, and then by what tables sort them."""
     rate = f"{level.max_new_tokens} {level.rate}"
     return level.digest, rate, level.suite, level.temperature, level.clients
-
-
-def _both(a: float, b: float, form: str) -> str:
-    return f"{a:{form}} -> {b:{form}}"
 
 
 def _shares(values: list[float]) -> str:

@@ -9,10 +9,11 @@ from conftest import exit_code
 from hidden_state_server import StandIn
 
 from eval.__main__ import main
+from eval.in_server import training_hours
 from eval.load import Asking
 from eval.served import Level, Served, compare, figures, table
 from speculator import Sampling, Target
-from speculator.files import read_json
+from speculator.files import read_json, write_json
 
 
 class Client:
@@ -96,7 +97,7 @@ def test_the_number_of_clients_at_which_drafting_stops_paying_is_that_of_the_wor
     text, speedups = compare(served(PLAIN), served(drafted, accepted=90))
     assert "verdict: drafting is worth serving up to 4 clients (s, temperature 1); it stops paying at about 10" in text
     assert [round(each.value, 2) for *_, each in speedups["s, temperature 1"]] == [1.5, 1.4, 0.8]
-    assert "| s, temperature 0 | 4 | 142.8 -> 237.9 | 1.67 (1.67 to 1.67) |" in text
+    assert "| s, temperature 0 | 4 | 1.67 (1.67 to 1.67) | 142.8 -> 237.9 |" in text
     text, _ = compare(served(PLAIN), served({0.0: drafted[0.0]}, accepted=90))
     assert "up to 16 clients (s, temperature 0); it is nowhere slower, up to 16" in text
     text, _ = compare(served(PLAIN, accepted=5), served({0.0: {1: 0.9}}, accepted=90))
@@ -113,10 +114,31 @@ def test_a_token_costs_what_the_fastest_level_within_the_limits_costs():
     text, _ = compare(plain, fast)
     assert "A costs 70.1 per million tokens, with 4 clients; B costs 35 per million tokens, with 4 clients" in text
     assert "10.0 hours of training are paid after 10.3 million tokens" in text
-    assert "an hour of training at this price is paid after 1.0 million" in compare(plain, replace(fast, hours=None))[0]
+    text, _ = compare(plain, replace(fast, hours=None))
+    assert "each hour of training at this price is paid after 1.0 million" in text
     assert "a training does not pay" in compare(fast, replace(plain, hours=1.0))[0]
-    none = served({0.0: {1: 0.1}}, price=36.0, slo={"ttft": 1.0})
+    none = served({0.0: PLAIN[0.0]}, price=36.0, slo={"ttft": 1.0})
     assert "keeps the limits at no number of clients" in table(none)
+    text, _ = compare(none, fast)
+    assert "A keeps the limits at no number of clients; B costs 35 per million" in text
+    assert "training" not in text
+
+
+def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
+    """Of 100 steps 80 took 40 seconds, and 20 more take 10; the last entry has none left, and text took 50 seconds."""
+    history = [
+        {"step": 40, "seconds_left": 99.0},
+        {"step": 80, "seconds_left": 10.0},
+        {"step": 100, "seconds_left": 0.0},
+    ]
+    for number, entries in ((80, history[:2]), (100, history)):
+        folder = tmp_path / "stage1" / f"checkpoint-{number}"
+        folder.mkdir(parents=True)
+        write_json(folder / "trainer_state.json", {"max_steps": 100, "log_history": entries})
+    (tmp_path / "generated").mkdir()
+    write_json(tmp_path / "generated" / "manifest.json", {"seconds": 50.0})
+    assert training_hours(tmp_path) == pytest.approx(100 / 3600)
+    assert training_hours(tmp_path / "speculator") is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from serving_here import chat_target, drafter, serving, tiny_head_for
 from data.readers import read
 from speculator.__main__ import build_parser, main
 from speculator.cli import model_flags, serve
-from speculator.clients.vllm_updates import Acceptance, VLLMServer
+from speculator.clients.vllm_updates import MeasuredLength, VLLMServer
 from speculator.errors import UserError
 from speculator.report import Gate, HeadsCompared, Interval, write_record
 from train import adapt
@@ -414,7 +414,7 @@ def test_a_vllm_server_with_the_new_head_is_compared_with_the_old_heads_acceptan
             if len(loaded) == 2:  # while it watches the new head
                 loaded.append("new")
                 raise Killed
-            return Acceptance(lengths[loaded[-1]], 0.01)
+            return MeasuredLength(lengths[loaded[-1]], 0.01)
 
     monkeypatch.setattr(adapt, "VLLMServer", Server)
     loop.verdicts = [True]
