@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from data.mixture import PYTHON_SOURCES
 from eval.flags import add_flags
-from eval.metrics import paired_bootstrap, speedup
+from eval.intervals import paired_bootstrap
+from eval.metrics import speedup
 from eval.suites import Suite, check_flags, check_rows, first_turns
 from eval.timing import Engines, Timed, time_ours
 from speculator import (
@@ -35,15 +36,16 @@ from speculator import (
     Tree,
     load_head,
 )
+from speculator.acceptance import Acceptance
 from speculator.checkpoints import head_folder
 from speculator.cli import model_flags
-from speculator.decoding.request import acceptance_length
 from speculator.device import dtype_name, hardware
 from speculator.drafters.price import LONGEST_PATH
 from speculator.drafters.tuning import adaptive_drafter, read_tuning
 from speculator.errors import OneLineParser, run_command
 from speculator.files import make_folder, write_json, write_text
 from speculator.heads import Speculator
+from speculator.report import Interval
 from speculator.tables import markdown_table, shown
 
 _REFERENCE = "head chain"  # the decoder with which the others are compared
@@ -97,9 +99,9 @@ def measure(
     """Measure acceptance length and decode-only speedup over plain decoding for every decoder."""
     table = [decoder for decoder in table if temperature or not decoder.rule]
     timed = [Timed() for _ in table]
-    lengths: list[list[float]] = [[] for _ in table]
+    counted: list[list[Acceptance]] = [[] for _ in table]
     engines: Engines = {}
-    stop_at = sorted(target.eos_token_ids) if suite.chat else []
+    stop_at = sorted(target.eos_token_ids)
 
     def decode(decoder: Decoder, batch: list[list[int]], sampling: Sampling, new_tokens: int, out: Timed) -> None:
         time_ours(target, decoder.drafter, batch, sampling, new_tokens, out, engines, decoder.rule, stop_at)
@@ -114,22 +116,22 @@ def measure(
             before = len(timed[i].steps)
             prompts, sampling = suite.prompts[start : start + batch_size], Sampling(temperature, seed=start)
             decode(table[i], prompts, sampling, count, timed[i])
-            lengths[i].append(acceptance_length(timed[i].steps[before:]))
+            counted[i].append(Acceptance.of(timed[i].steps[before:]))
     reference = next(i for i, decoder in enumerate(table) if decoder.name == _REFERENCE)
     rows = []
     for i, decoder in enumerate(table):
         rule = "-" if decoder.drafter is None else decoder.rule or decoder.drafter.rules[0]
-        pairs = zip(lengths[i], lengths[reference], strict=True)
-        differences = [a - b for a, b in pairs if a == a and b == b]  # nan: the text ended in its first step
+        pairs = zip(counted[i], counted[reference], strict=True)
+        differences = [a.length - b.length for a, b in pairs if a.steps and b.steps]
         rows.append(
             {
                 "decoder": decoder.name,
                 "rule": "greedy" if temperature == 0 and decoder.drafter else rule,
                 "temperature": temperature,
-                "acceptance_length": acceptance_length(timed[i].steps),
-                "tokens_per_step_over_head_chain": paired_bootstrap(differences, statistics.fmean),
+                "acceptance_length": Acceptance.of(timed[i].steps).length,
+                "tokens_per_step_over_head_chain": vars(paired_bootstrap(differences, statistics.fmean)),
                 "tokens_per_second": timed[i].tokens_per_second,
-                "speedup": speedup(timed[i], timed[0]),
+                "speedup": vars(speedup(timed[i], timed[0])),
                 "identical_to_plain": sum(a == b for a, b in zip(timed[i].tokens, timed[0].tokens, strict=True)),
             }
         )
@@ -145,9 +147,9 @@ def markdown(report: dict) -> str:
             row["decoder"],
             row["rule"],
             f"{row['acceptance_length']:.2f}",
-            shown(row["tokens_per_step_over_head_chain"], "+.2f"),
+            shown(Interval(**row["tokens_per_step_over_head_chain"]), "+.2f"),
             f"{row['tokens_per_second']:.1f}",
-            shown(row["speedup"]),
+            shown(Interval(**row["speedup"])),
             str(row["identical_to_plain"]),
         )
         for row in report["rows"]

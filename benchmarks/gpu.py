@@ -23,6 +23,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -439,23 +440,38 @@ def largest_difference(*folders: Path) -> float:
 
 def serve(session: Session) -> None:
     """The server under 8 and 128 clients."""
+    import httpx
+
     session.drop("target", "head")
-    folder = session.output / "serving"
-    with session.child("serve", _load(session.model, folder)) as process:
-        code = process.wait()
-    if code:
-        session.say("serve", exit_code=code)
-        raise RuntimeError(f"exit code {code}, see serve.log")
-    for row in json.loads((folder / "serving.json").read_text())["servers"]["ours"]:
-        session.say("serve", **{name: value for name, value in row.items() if name != "failures"})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server, clients = _serving(session.model, session.output / "serving", port)
+    with session.child("serve", server) as process:
+        ready = False
+        while not ready:
+            if process.poll() is not None:
+                raise RuntimeError(f"exit code {process.returncode}, see serve.log")
+            time.sleep(0.5)
+            with suppress(httpx.TransportError):
+                ready = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).is_success
+        with session.child("clients", clients) as measuring:
+            if code := measuring.wait():
+                raise RuntimeError(f"exit code {code}, see clients.log")
+    for level in json.loads((session.output / "serving" / "served.json").read_text())["suites"]:
+        session.say("serve", **{name: value for name, value in level.items() if name != "answers"})
 
 
-def _load(model: str, folder: Path) -> list[str]:
-    """Return the command that starts a server and loads it."""
-    words = ["--target", model, "--dtype", "bfloat16"]
-    server = [sys.executable, "-m", "speculator", "serve", *words, "--speculator", _HEAD, "--max_num_seqs", "128"]
-    load = ["--seconds", "20", "--clients", "8", "128", "--server", f"ours={shlex.join(server)} --port {{port}}"]
-    return [sys.executable, "-m", "benchmarks.serving", *words, "--output", str(folder), *load]
+def _serving(model: str, folder: Path, port: int) -> tuple[list[str], list[str]]:
+    """Return the commands that start a server, and load it."""
+    program = [sys.executable, "-m", "speculator"]
+    words, head = ["--target", model, "--dtype", "bfloat16"], ["--speculator", _HEAD]
+    load = ["--clients", "8", "128", "--max_prompts", "128", "--temperature", "0", "--output", str(folder)]
+    server = ["--server", f"http://127.0.0.1:{port}", "--target", model]
+    return (
+        [*program, "serve", *words, *head, "--max_num_seqs", "128", "--port", str(port)],
+        [*program, "eval", *server, *head, *load],
+    )
 
 
 # ---- all of them

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.optimize import brentq
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig
 
@@ -24,14 +25,24 @@ from speculator.target.model import Target
 class Preset:
     """Shapes of a target (arguments of its config class) and its head (arguments of MLPSpeculatorConfig).
 
-    `acceptance_length` is a published figure for projections, with its source.
+    `acceptance_length` is a published figure for projections, with its source, of drafts of `drafted` tokens.
     """
 
     target: dict[str, Any]
     head: dict[str, Any]
     acceptance_length: float
+    drafted: int
     source: str
     config_class: type[PreTrainedConfig] = LlamaConfig
+
+    def length_at(self, drafted: int) -> float:
+        """Return the acceptance length of longer or shorter drafts, if all positions have the same acceptance rate."""
+
+        def length(rate: float, tokens: int) -> float:
+            return sum(rate**i for i in range(tokens + 1))
+
+        rate = brentq(lambda rate: length(rate, self.drafted) - self.acceptance_length, 0, 1)
+        return length(rate, drafted)
 
 
 NO_ENDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -65,19 +76,22 @@ PRESETS = {
         llama(128_256, 4096, 14_336, 32, 32, 8, 8192),
         _untied(3072, 4),
         acceptance_length=2.43,
+        drafted=6,
         source="arXiv 2602.23881: an MLP head that drafts 6 tokens for Llama 3.1 8B, KL loss, temperature 0",
     ),
     "llama-2-13b": Preset(
         llama(32_000, 5120, 13_824, 40, 40, 40, 4096),
         _untied(4096, 3),
         acceptance_length=3.03,
+        drafted=3,
         source="the authors of 2404.19124 in fms-extras #7: LLaMA 7B, 100 tokens in 33 steps, one prompt, greedy",
     ),
-    "smollm2-135m": Preset(_SMOLLM2, _untied(576, 8), acceptance_length=1.31, source=_MEASURED),
+    "smollm2-135m": Preset(_SMOLLM2, _untied(576, 8), acceptance_length=1.31, drafted=3, source=_MEASURED),
     "smollm2-135m-hybrid": Preset(  # linear attention in three of four layers
         target=_SMOLLM2 | _LINEAR_ATTENTION,
         head=_untied(576, 8),
         acceptance_length=1.31,
+        drafted=3,
         source=_MEASURED,
         config_class=Qwen3_5TextConfig,
     ),
@@ -85,6 +99,7 @@ PRESETS = {
         llama(512, 64, 128, 2, 4, 2, 1024),
         _untied(32, 3),
         acceptance_length=2.0,
+        drafted=3,
         source="made up for tests",
     ),
 }

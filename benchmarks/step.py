@@ -57,15 +57,16 @@ def measure_steps(
     }
 
 
-def projected(row: dict, acceptance_length: float) -> float:
-    """Speedup E / (G c + v) at acceptance length E."""
-    return acceptance_length / (row["num_speculative_tokens"] * row["draft_over_decode"] + row["verify_over_decode"])
+def projected(row: dict) -> float:
+    """Speedup E / (G c + v)."""
+    cost = row["num_speculative_tokens"] * row["draft_over_decode"] + row["verify_over_decode"]
+    return row["acceptance_length"] / cost
 
 
 def markdown(report: dict) -> str:
     """Render the measurements and the projection."""
     header = ("batch size", "G", "plain step, ms", "over bound", "verification, ms", "over bound")
-    header += ("c", "c by bytes", "v", "projected speedup")
+    header += ("c", "c by bytes", "v", "E", "projected speedup")
     table = [
         (
             row["batch_size"],
@@ -75,7 +76,8 @@ def markdown(report: dict) -> str:
             f"{1e3 * row['verify_seconds']:.2f}",
             f"{row['verify_over_bound']:.2f}",
             *(f"{row[name]:.3f}" for name in ("draft_over_decode", "draft_over_decode_by_bytes", "verify_over_decode")),
-            f"{row['projected_speedup']:.2f}" if "projected_speedup" in row else "",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['projected_speedup']:.2f}",
         )
         for row in report["rows"]
     ]
@@ -83,7 +85,8 @@ def markdown(report: dict) -> str:
         f"# Steps at the shape of {report['preset']}, random weights\n\n{report['hardware']}, {report['dtype']}, torch "
         f"{report['torch']}, {report['context']} tokens of context; a copy moves "
         f"{report['bytes_per_second'] / 1e9:,.0f} GB/s. The speedup is a projection, not a measurement: acceptance "
-        f"length {report['acceptance_length']:.2f} ({report['source']}).\n\n{markdown_table(header, table)}\n"
+        f"length E by a published {report['acceptance_length']:.2f} ({report['source']}).\n\n"
+        f"{markdown_table(header, table)}\n"
     )
 
 
@@ -120,8 +123,8 @@ def run(arguments: argparse.Namespace) -> None:
         for size, length in tqdm(shapes, desc=arguments.preset, unit="shape")
     ]
     for row in rows:
-        if row["num_speculative_tokens"] == deepest:
-            row["projected_speedup"] = projected(row, preset.acceptance_length)
+        row["acceptance_length"] = preset.length_at(row["num_speculative_tokens"])
+        row["projected_speedup"] = projected(row)
     report = {
         "preset": arguments.preset,
         "hardware": hardware(target.device),

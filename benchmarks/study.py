@@ -31,9 +31,9 @@ from data.mixture import mixture_of
 from data.onpolicy import generate_rows
 from data.prepare import RowRequest, token_rows
 from data.writing import Writing
-from eval.metrics import acceptance
 from eval.suites import Suite, from_text
 from speculator import Chain, HeadDrafter, MLPSpeculator, Sampling, Tree, generate
+from speculator.acceptance import Acceptance
 from speculator.decoding.drafter import Shape
 from speculator.errors import OneLineParser, run_command
 from speculator.files import write_text
@@ -260,7 +260,7 @@ def measure(head: Speculator, target: Target, suite: Suite) -> dict[str, float]:
             target, HeadDrafter(head, shape), suite.prompts, Sampling(temperature), max_new_tokens=NEW_TOKENS
         ).check()
         steps = [step for row in made.steps for step in row]
-        found[column] = acceptance(steps, shape.depth)["acceptance_length"]
+        found[column] = Acceptance.of(steps).length
     return found
 
 

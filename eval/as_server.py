@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from eval.decoders import Decoder, decoder_of
 from eval.timing import Engines, Timed
+from speculator.acceptance import Acceptance
 from speculator.drafters import Chain, HeadDrafter
 from speculator.errors import refuse
 from speculator.heads import Speculator
@@ -51,16 +52,7 @@ def server_decoders(
 
 
 def server_log(timed: Timed, num_speculative_tokens: int) -> ServerLog:
-    """Return what a server logs for these steps: counts of drafts and tokens, and "mean_acceptance_length".
-
-    Unlike `acceptance`, it includes the steps that ended a text. `accepted_per_position[i]` counts the drafts whose
-    token i was accepted.
-    """
-    steps = timed.steps
-    accepted = [sum(step.accepted > i for step in steps) for i in range(num_speculative_tokens)]
-    return {
-        "drafts": len(steps),
-        "drafted_tokens": sum(step.drafted for step in steps),
-        "accepted_per_position": accepted,
-        "mean_acceptance_length": 1 + sum(accepted) / max(1, len(steps)),
-    }
+    """Return what a server logs for these steps; unlike a report's figures it has those that ended a text."""
+    found = Acceptance.of(timed.steps, cut=True)
+    drafted = sum(step.drafted for step in timed.steps)
+    return ServerLog(found.steps, drafted, found.per_position(num_speculative_tokens), found.length)

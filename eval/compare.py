@@ -6,71 +6,72 @@ Rows of other prompts, turns or limits of new tokens, or with and without a chat
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
 
+from eval import served
+from eval.intervals import difference, length, paired_difference, ratio
 from eval.report import UNFINISHED
 from speculator.errors import UserError, refuse, show
-from speculator.files import parse_json, read_text
-from speculator.report import Interval, Report, ReportRow
-from speculator.tables import length_with_interval, markdown_table, shown
+from speculator.report import Interval, Report, ReportRow, read_record, read_report
+from speculator.tables import markdown_table, shown
 from speculator.terminal import log
 
-_KEY: tuple[Literal["name", "temperature", "batch_size", "drafter"], ...]
-_KEY = "name", "temperature", "batch_size", "drafter"
-_NAMES: tuple[Literal["target", "speculator", "hardware"], ...] = ("target", "speculator", "hardware")
+_KEY = ("name", "temperature", "batch_size", "drafter")
+_NAMES = ("target", "speculator", "hardware")
 _CONDITIONS = ("prompts", "turns", "max_new_tokens", "chat")
 _CONTENT = "digest"
 """A condition too, unless the target is another, which has other tokens for the same questions."""
-_LENGTH: Final = "num_speculative_tokens"
 _BOUNDED = ("adaptive", "ngram")
-"""Decoders for which that is a bound, and not the length of each draft."""
+"""Decoders for which `num_speculative_tokens` is a bound, and not the length of each draft."""
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run `speculator eval compare`: print what differs between the reports A and B, and a table of their figures."""
-    a, b = _read(arguments.a), _read(arguments.b)
-    try:
-        show(table(a, b))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{arguments.a} or {arguments.b} is not a complete report.json: {error}") from None
+    files = [served.path_of(path) for path in (arguments.a, arguments.b)]
+    if not any(files):
+        return show(table(_read(arguments.a), _read(arguments.b)))
+    refuse((not all(files), f"{arguments.a} and {arguments.b}: one is of a server, and the other is not"))
+    from eval.plots import plot_load
+
+    a, b = (read_record(served.Served, file) for file in files if file)
+    text, speedups = served.compare(a, b)
+    plot = arguments.b.parent / "compared.png" if arguments.b.is_file() else arguments.b / "compared.png"
+    plot_load({f"A, {a.server}": a.suites, f"B, {b.server}": b.suites}, plot, speedups)
+    show(f"{text}\nplot: {plot}")
 
 
 def table(a: Report, b: Report) -> str:
     """Return as text what differs between two reports, and a table of the figures that both have with an interval.
 
     Raises a UserError if no row of one has a counterpart in the other.
-
-    Args:
-        a, b: contents of report.json.
     """
-    common = list(pairs(a["suites"], b["suites"]))
+    common = list(pairs(a.suites, b.suites))
     if not common:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")
-    lines = _changes({name: a[name] for name in _NAMES}, {name: b[name] for name in _NAMES})
-    lines += _changes(a["versions"], b["versions"]) + _changes(a["settings"], b["settings"])
-    names = _CONDITIONS if a["target"] != b["target"] else (*_CONDITIONS, _CONTENT)
+    lines = _changes(_values(a, _NAMES), _values(b, _NAMES))
+    lines += _changes(a.versions, b.versions) + _changes(a.settings, b.settings)
+    names = _CONDITIONS if a.target != b.target else (*_CONDITIONS, _CONTENT)
     for row, other in common:
-        lines += _changes({f"rule, {row['drafter']}": row["rule"]}, {f"rule, {row['drafter']}": other["rule"]})
+        lines += _changes({f"rule, {row.drafter}": row.rule}, {f"rule, {row.drafter}": other.rule})
         lines += _changes(_conditions(row, names), _conditions(other, names))
     lines = list(dict.fromkeys(lines))
     header = ("suite", "temperature", "decoder", "figure", "A", "B", "B - A", "")
     rows = []
     for row, other in common:
-        batch = f", batch {row['batch_size']}" if row["batch_size"] > 1 else ""
-        where = (f"{row['name']}{batch}", f"{row['temperature']:g}", _decoder(row, other))
-        theirs = _figures(other)
-        for name, figure in _figures(row).items():
-            if name in theirs:
-                gap = difference(figure, theirs[name])
-                low, high = gap["low"], gap["high"]
-                verdict = "" if low is None or high is None else "differs" if low > 0 or high < 0 else "not shown"
-                verdict = verdict if _conditions(row, names) == _conditions(other, names) else "other conditions"
-                rows.append((*where, name, shown(figure), shown(theirs[name]), shown(gap, "+.2f"), verdict))
+        batch = f", batch {row.batch_size}" if row.batch_size > 1 else ""
+        where = (f"{row.name}{batch}", f"{row.temperature:g}", _decoder(row, other))
+        equal = _conditions(row, names) == _conditions(other, names)
+        for name, figure, its, gap in _figures(row, other, paired=equal and row.digest == other.digest):
+            if not equal:
+                verdict = "other conditions"
+            elif gap.low is None or gap.high is None:
+                verdict = ""
+            else:
+                verdict = "differs" if gap.low > 0 or gap.high < 0 else "not shown"
+            rows.append((*where, name, shown(figure), shown(its), shown(gap, "+.2f"), verdict))
     lines += ["", markdown_table(header, rows)]
-    missing = sum(row["drafter"] != "none" for report in (a, b) for row in report["suites"]) - 2 * len(common)
+    missing = sum(row.drafter != "none" for report in (a, b) for row in report.suites) - 2 * len(common)
     if missing:
         lines += ["", f"{missing} rows are in only one of the reports."]
     return "\n".join(lines)
@@ -86,8 +87,12 @@ def _conditions(row: ReportRow, names: Sequence[str]) -> dict[str, object]:
 
     `names` are keys of a row.
     """
-    values: Mapping[str, object] = row
-    return {f"{name} of {row['name']}": values[name] for name in names}
+    return {f"{name} of {row.name}": value for name, value in _values(row, names).items()}
+
+
+def _values(record: Report | ReportRow, names: Sequence[str]) -> dict[str, object]:
+    """Return some fields of a report or a row."""
+    return {name: getattr(record, name) for name in names}
 
 
 def pairs(a: list[ReportRow], b: list[ReportRow]) -> Iterator[tuple[ReportRow, ReportRow]]:
@@ -101,64 +106,52 @@ def pairs(a: list[ReportRow], b: list[ReportRow]) -> Iterator[tuple[ReportRow, R
         if len(ours[key]) == len(theirs[key]) == 1:
             yield ours[key][0], theirs[key][0]
             continue
-        by_length = {row[_LENGTH]: row for row in theirs[key]}
-        yield from ((row, by_length[row[_LENGTH]]) for row in ours[key] if row[_LENGTH] in by_length)
+        by_length = {row.num_speculative_tokens: row for row in theirs[key]}
+        yield from ((row, by_length[n]) for row in ours[key] if (n := row.num_speculative_tokens) in by_length)
 
 
 def _grouped(rows: list[ReportRow]) -> dict[tuple, list[ReportRow]]:
     """Return the rows by their values of `_KEY`, without plain decoding."""
     found: dict[tuple, list[ReportRow]] = {}
     for row in rows:
-        if row["drafter"] != "none":
-            found.setdefault(tuple(row[name] for name in _KEY), []).append(row)
+        if row.drafter != "none":
+            found.setdefault(tuple(_values(row, _KEY).values()), []).append(row)
     return found
 
 
 def _decoder(row: ReportRow, other: ReportRow) -> str:
     """Return the name of both rows' decoder, with the draft lengths where they are fixed."""
-    if row["drafter"] in _BOUNDED:
-        return row["drafter"]
+    if row.drafter in _BOUNDED:
+        return row.drafter
     drafts = dict.fromkeys(map(_draft, (row, other)))
-    return f"{row['drafter']} of {' and '.join(drafts)}"
+    return f"{row.drafter} of {' and '.join(drafts)}"
 
 
 def _draft(row: ReportRow) -> str:
     """Return the draft of a row as a phrase: the length of a chain, or "a tree of 8 tokens, 3 deep"."""
-    depth = row[_LENGTH]
-    nodes = row["nodes"]
+    depth, nodes = row.num_speculative_tokens, row.nodes
     return f"a tree of {nodes} tokens, {depth} deep" if nodes > depth else str(depth)
 
 
-def difference(a: Interval, b: Interval) -> Interval:
-    """Return the difference b - a of two independent figures; all three are {"value", "low", "high"}.
+def _figures(row: ReportRow, other: ReportRow, paired: bool) -> Iterator[tuple[str, Interval, Interval, Interval]]:
+    """Yield (name in the table, figure of `row`, of `other`, difference) of each figure that both rows have.
 
-    Without the bounds of one figure, the difference has None as "low" and "high". Else
-    low = (b - a) - sqrt((b - b_low)^2 + (a_high - a)^2), and high with the other bounds.
+    If `paired`, both decoded the same prompts, and figures that the samples in a report give are compared by prompt.
     """
-    value = b["value"] - a["value"]
-    if a["low"] is None or a["high"] is None or b["low"] is None or b["high"] is None:
-        return {"value": value, "low": None, "high": None}
-    return {
-        "value": value,
-        # Squares of the distances to the bounds add up as variances do; A's upper bound makes the difference small.
-        "low": value - math.hypot(b["value"] - b["low"], a["high"] - a["value"]),
-        "high": value + math.hypot(b["high"] - b["value"], a["value"] - a["low"]),
-    }
-
-
-def _figures(row: ReportRow) -> dict[str, Interval]:
-    """Return a row's figures with an interval, {"value", "low", "high"} each, by their names in the table."""
-    speedups = {f"speedup over {name}": ratio for name, ratio in row["speedup"].items()}
-    whole = row.get("end_to_end_speedup")  # not in reports of older versions
-    answers = {"speedup of whole answers": whole["plain"]} if whole else {}
-    return {"acceptance length": length_with_interval(row), **speedups, **answers}
+    samples = list(zip(row.samples, other.samples, strict=True)) if paired else []
+    with_steps = [(a, b) for a, b in samples if a[-1] and b[-1]]
+    gap = paired_difference(with_steps, length) if with_steps else difference(row.length, other.length)
+    yield "acceptance length", row.length, other.length, gap
+    for name, theirs in other.speedup.items():
+        if ours := row.speedup.get(name):
+            yield f"speedup over {name}", ours, theirs, difference(ours, theirs)
+    ours, theirs = row.end_to_end_speedup["plain"], other.end_to_end_speedup["plain"]
+    gap = paired_difference(samples, ratio) if samples else difference(ours, theirs)
+    yield "speedup of whole answers", ours, theirs, gap
 
 
 def _read(path: Path) -> Report:
-    """Return the content of a report.json, given its path, its folder, or the folder of a run.
-
-    Raises a UserError for another file, or a report of another version.
-    """
+    """Return the content of a report.json, given its path, its folder, or the folder of a run."""
     if path.is_dir():
         places = [path / "report.json", path / "eval" / "report.json"]
         folder, path = path, next((place for place in places if place.is_file()), places[0])
@@ -166,7 +159,4 @@ def _read(path: Path) -> Report:
         refuse((unfinished and not path.is_file(), f"no report.json in {folder}; {unfinished} has what was measured"))
         if unfinished:
             log(f"warning: {unfinished} is of a measurement that is not finished, and {path.name} of one before")
-    report = parse_json(read_text(path), str(path))
-    if (report.get("schema") if isinstance(report, dict) else None) != 2:
-        raise UserError(f'{path} is not a report.json of `speculator eval` with "schema": 2')
-    return report
+    return read_report(path)

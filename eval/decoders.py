@@ -217,11 +217,10 @@ def measure_suite(
 
     Args:
         table: plain decoding first; a transformers baseline that fails is dropped with the reason.
-        suite: chat answers end at EOS; continuations of text all get `max_new_tokens`.
         sampling: its seed is that of the first batch; every batch and turn has another.
         repeats: timings per batch, of which the median counts.
     """
-    stop_at = sorted(target.eos_token_ids) if suite.chat else []
+    stop_at = sorted(target.eos_token_ids)
     parts = batches(suite, batch_size)
     measured = Measured({})
     name = f"{suite.name}, temperature {sampling.temperature:g}" + (f", batch {batch_size}" if batch_size > 1 else "")

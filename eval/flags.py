@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -32,6 +34,15 @@ def add_flags(parser: OneLineParser, max_prompts: int | None) -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128, help="new tokens per prompt and turn (default: 128)")
 
 
+def limits(text: str) -> dict[str, float]:
+    """Return the limits of `--slo` in milliseconds."""
+    with suppress(ValueError):
+        found = {name: float(value) for name, value in (part.split("=") for part in text.split(","))}
+        if found.keys() <= {"ttft", "tpot"} and min(found.values()) > 0:
+            return found
+    raise ArgumentTypeError(f"{text!r} is not of the form ttft=500,tpot=50")
+
+
 def run(parser: OneLineParser) -> None:
     """`speculator eval --target T --speculator S --output DIR` measures acceptance and speed, and writes a report.
 
@@ -42,7 +53,7 @@ def run(parser: OneLineParser) -> None:
     `speculator eval gate OLD NEW` says whether a new head should replace an old one.
     """
     add_flags(parser, max_prompts=32)
-    parser.add_argument("--speculator", required=True, help="hub id or folder of a trained head")
+    parser.add_argument("--speculator", help="hub id or folder of a trained head; required without --server")
     add_revision(parser)
     parser.add_argument(
         "--suite",
@@ -73,7 +84,31 @@ def run(parser: OneLineParser) -> None:
         "--server",
         dest="server_url",
         metavar="URL",
-        help="measure the vLLM or llama-server at this address, which serves the exported head, by its own counters",
+        help="measure the server at this address (ours, vLLM or llama-server): how long clients wait, and what it "
+        "accepts by its own counters",
+    )
+    parser.add_argument(
+        "--clients",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="with --server: numbers of clients to compare, each with --max_prompts other prompts; the server need not "
+        "draft (default: 8, for the acceptance alone)",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="with --server: requests per second, at random times (default: each client sends one after an answer)",
+    )
+    parser.add_argument(
+        "--slo",
+        type=limits,
+        metavar="LIMITS",
+        help="with --server: limits in milliseconds of the first token and of the time per token: ttft=500,tpot=50",
+    )
+    parser.add_argument(
+        "--price", type=float, help="with --server: price of its machine per hour, for the cost of a million tokens"
     )
     parser.add_argument(
         "--rule",
@@ -128,10 +163,13 @@ def tune(parser: OneLineParser) -> None:
 def compare(parser: OneLineParser) -> None:
     """Compare two reports of `speculator eval`: the differences B - A, with 95% intervals.
 
-    The measurements of the two reports count as independent (MOVER, Zou and Donner 2008), since a report stores
-    intervals and not the samples behind them. If both decoded the same prompts, the interval is wider than necessary.
+    Of two measurements in servers (--server) it prints the speed of B over A at each number of clients, and where
+    drafting stops paying, and draws compared.png in B's folder.
+
+    If both decoded the same prompts, acceptance lengths and whole answers are compared prompt by prompt. Other figures
+    count as independent (MOVER, Zou and Donner 2008), whose intervals are wider.
     """
-    parser.add_argument("a", type=Path, metavar="A", help="report.json of the first, its folder, or that of a run")
+    parser.add_argument("a", type=Path, metavar="A", help="file of the first, its folder, or that of a run")
     parser.add_argument("b", type=Path, metavar="B", help="second report")
 
 
@@ -157,7 +195,9 @@ def gate(parser: OneLineParser) -> None:
     parser.add_argument("--as", dest="server", choices=SERVERS, default="ours", help="server whose drafts to compare")
     what = "tokens that the server of --as drafts per step (default: its own, or all that the head can)"
     parser.add_argument("--num_speculative_tokens", type=int, metavar="G", help=what)
-    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature (default: 1, as in a server's requests)"
+    )
     add_filters(parser)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")

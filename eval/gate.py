@@ -9,19 +9,19 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from eval.as_server import default_lengths
-from eval.metrics import paired_bootstrap
+from eval.intervals import paired_bootstrap
 from eval.suites import Suite, check_flags, first_turns, sampling_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
+from speculator.acceptance import Acceptance
 from speculator.checkpoints import head_folder
 from speculator.checkpoints.loading import load_drafter
 from speculator.cli import model_flags
-from speculator.decoding.request import acceptance_length
 from speculator.drafters import Chain
 from speculator.errors import refuse, show
-from speculator.files import check_output_file, write_json
+from speculator.files import check_output_file
 from speculator.heads import Speculator
-from speculator.report import Gate, Guard, HeadsCompared, Interval
+from speculator.report import Gate, Guard, HeadsCompared, Interval, write_record
 from speculator.tables import shown
 from speculator.terminal import Progress
 
@@ -52,27 +52,22 @@ def run(arguments: argparse.Namespace) -> int:
         lengths = [(asked or default_lengths(arguments.server, head, target) or [head.n_predict])[0] for head in heads]
         drafters = [HeadDrafter(*row) for row in zip(heads, (Chain(n, sampled=False) for n in lengths), strict=True)]
     count = arguments.max_new_tokens
-    result: Gate = {"suite": compare(target, drafters, suite, sampling, count), "guard": None}
-    if guard:
-        result["guard"] = compare_on_guard(target, [first, heads[1]], guard, sampling, count, _GUARD_LOSS)
-    result["accepted"] = accepted(result)
-    result["line"] = line(result)
+    compared = compare(target, drafters, suite, sampling, count)
+    guarded = compare_on_guard(target, [first, heads[1]], guard, sampling, count, _GUARD_LOSS) if guard else None
+    verdict = accepted(compared, guarded)
+    result = Gate(compared, guarded, verdict, line(compared, guarded, verdict))
     if arguments.output:
-        write_json(arguments.output, result)
-    show(result["line"])
-    return 0 if result["accepted"] else 1
+        write_record(arguments.output, result)
+    show(result.line)
+    return 0 if verdict else 1
 
 
 def compare(
     target: Target, drafters: Sequence[HeadDrafter], suite: Suite, sampling: Sampling, max_new_tokens: int
 ) -> HeadsCompared:
-    """Decode each prompt with the old and the new drafter, which take turns in coming first: a machine may slow down.
-
-    Returns "tokens_per_second" and "acceptance_length", [old, new] each, "difference", the new speed less the old as
-    {"value", "low", "high"}, "prompts", their number, and "name", the suite's.
-    """
+    """Decode each prompt with both drafters, which take turns in coming first, since a machine may slow down."""
     timed, engines = (Timed(), Timed()), Engines()
-    stop = sorted(target.eos_token_ids) if suite.chat else []
+    stop = sorted(target.eos_token_ids)
     for drafter in drafters:  # the first pass allocates
         time_ours(target, drafter, suite.prompts[:1], sampling, min(8, max_new_tokens), Timed(), engines, stop_at=stop)
     for number, prompt in enumerate(Progress(suite.prompts, title=f"old and new head, {suite.name}", unit="prompts")):
@@ -85,13 +80,13 @@ def compare(
         if old.decoded and new.decoded
     ]
     refuse((not samples, f"{suite.name}: every answer has one token, so there is no decoding to time"))
-    return {
-        "name": suite.name,
-        "prompts": len(samples),
-        "tokens_per_second": [each.tokens_per_second for each in timed],
-        "difference": paired_bootstrap(samples, _difference),
-        "acceptance_length": [acceptance_length(each.steps) for each in timed],
-    }
+    return HeadsCompared(
+        name=suite.name,
+        prompts=len(samples),
+        tokens_per_second=[each.tokens_per_second for each in timed],
+        difference=paired_bootstrap(samples, _difference),
+        acceptance_length=[Acceptance.of(each.steps).length for each in timed],
+    )
 
 
 def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
@@ -113,7 +108,6 @@ def compare_on_guard(
     Args:
         share: of the old head's acceptance length that the new one may lose.
     """
-    eos = None if suite.chat else ()
     counts = []
     for head in heads:
         made = generate(
@@ -123,21 +117,24 @@ def compare_on_guard(
             sampling,
             max_new_tokens=max_new_tokens,
             max_batch_size=8,
-            eos_token_ids=eos,
         ).check()
-        whole = [[step.accepted + 1 for step in row if not step.cut] for row in made.steps]
-        counts.append([(sum(row), len(row)) for row in whole])
-    samples = [(*old, *new) for old, new in zip(*counts, strict=True) if old[1] and new[1]]
+        counts.append([Acceptance.of(row) for row in made.steps])
+    samples = [(old, new) for old, new in zip(*counts, strict=True) if old.steps and new.steps]
     refuse((not samples, f"{suite.name}: every answer ends in its first step, so there is nothing to compare"))
     change = paired_bootstrap(samples, _change)
-    old_length, new_length = (sum(row[i] for row in samples) / sum(row[i + 1] for row in samples) for i in (0, 2))
-    return {"name": suite.name, "old": old_length, "new": new_length, "change": change, "allowed": -share}
+    return Guard(suite.name, *_lengths(samples), change=change, allowed=-share)
 
 
-def _change(samples: Sequence[tuple[int, int, int, int]]) -> float:
-    """Return the change of the acceptance length as a share; a sample is (old tokens, old steps, new tokens, steps)."""
-    old, old_steps, new, new_steps = map(sum, zip(*samples, strict=True))
-    return (new / new_steps) / (old / old_steps) - 1
+def _lengths(samples: Sequence[tuple[Acceptance, Acceptance]]) -> tuple[float, float]:
+    """Return the old and the new head's acceptance lengths; a sample has the old and the new one's steps."""
+    old, new = (sum(column, Acceptance()) for column in zip(*samples, strict=True))
+    return old.length, new.length
+
+
+def _change(samples: Sequence[tuple[Acceptance, Acceptance]]) -> float:
+    """Return the change of the acceptance length as a share."""
+    old, new = _lengths(samples)
+    return new / old - 1
 
 
 def power(difference: Interval, speed: float, gain: float = _GAIN) -> float | None:
@@ -147,37 +144,33 @@ def power(difference: Interval, speed: float, gain: float = _GAIN) -> float | No
         difference: interval of the measured difference, whose width is that of any other head's.
         speed: of the old head, in tokens per second.
     """
-    if difference["high"] is None:
+    if difference.high is None:
         return None
-    reach = difference["high"] - difference["value"]  # about two standard errors, which the estimate must exceed
+    reach = difference.high - difference.value  # about two standard errors, which the estimate must exceed
     return NormalDist().cdf(2 * (gain * speed / reach - 1)) if reach else 1.0
 
 
-def accepted(result: Gate) -> bool:
+def accepted(suite: HeadsCompared, guard: Guard | None) -> bool:
     """Return whether the new head replaces the old one.
 
     It must decode the suite faster (lower bound of the difference above 0), and the acceptance length on the guard
     suite, if there is one, must not fall by more than 5% (lower bound of its change).
-
-    Args:
-        result: "suite": what `compare` returns; "guard": None, or what `compare_on_guard` returns.
     """
-    bounds = [(result["suite"]["difference"]["low"], 0.0)]
-    if guard := result["guard"]:
+    bounds = [(suite.difference.low, 0.0)]
+    if guard:
         # At the least that is allowed the guard accepts: two equal heads differ by exactly 0.
-        bounds.append((guard["change"]["low"], math.nextafter(guard["allowed"], -1)))
+        bounds.append((guard.change.low, math.nextafter(guard.allowed, -1)))
     return all(low is not None and low > least for low, least in bounds)
 
 
-def line(result: Gate) -> str:
-    """Return the line that `run` prints: the verdict, `result["accepted"]`, and the figures that it rests on."""
-    suite, guard = result["suite"], result["guard"]
-    (old, new), lengths = suite["tokens_per_second"], suite["acceptance_length"]
-    words = f"{'accepted' if result['accepted'] else 'rejected'}: {old:.1f} -> {new:.1f} tokens/s on {suite['name']}, "
-    words += f"{shown(suite['difference'], '+.1f')}; acceptance length {lengths[0]:.2f} -> {lengths[1]:.2f}"
+def line(suite: HeadsCompared, guard: Guard | None, verdict: bool) -> str:
+    """Return the line that `run` prints: the verdict, and the figures that it rests on."""
+    (old, new), lengths = suite.tokens_per_second, suite.acceptance_length
+    words = f"{'accepted' if verdict else 'rejected'}: {old:.1f} -> {new:.1f} tokens/s on {suite.name}, "
+    words += f"{shown(suite.difference, '+.1f')}; acceptance length {lengths[0]:.2f} -> {lengths[1]:.2f}"
     if guard:
-        words += f"; on {guard['name']} {guard['old']:.2f} -> {guard['new']:.2f}, {shown(guard['change'], '+.1%')}"
-        words += f" (at least {guard['allowed']:+.1%})"
-    if (chance := power(suite["difference"], old)) is not None:
-        words += f"; {suite['prompts']} prompts show a head that is {_GAIN:.0%} faster in {chance:.0%} of cases"
+        words += f"; on {guard.name} {guard.old:.2f} -> {guard.new:.2f}, {shown(guard.change, '+.1%')}"
+        words += f" (at least {guard.allowed:+.1%})"
+    if (chance := power(suite.difference, old)) is not None:
+        words += f"; {suite.prompts} prompts show a head that is {_GAIN:.0%} faster in {chance:.0%} of cases"
     return words

@@ -1,32 +1,40 @@
-"""`python -m eval --server URL`: acceptance of an exported head in the server that drafts with it, by its own counters.
+"""`speculator eval --server URL`: how long clients of a server wait, and what it accepts by its own counters.
 
-vLLM has counters of all requests: nobody else may use the server meanwhile. llama-server counts in each answer too.
+vLLM and ours count all requests: nobody else may use the server meanwhile. llama-server counts in each answer.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import copy
 import sys
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypedDict
+from typing import Any
 
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
+from eval.load import Answer, Asking
+from eval.served import SERVED, Level, Served, figures, table
 from eval.suites import Suite, check_names, first_turns, sampling_of
+from speculator.acceptance import Acceptance
 from speculator.checkpoints import head_folder
-from speculator.clients.vllm_counters import read_counters
-from speculator.decoding.sampling import Sampling
+from speculator.clients.counters import read_acceptance
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import make_folder, read_json, write_json
-from speculator.tables import markdown_table
+from speculator.files import make_folder, read_json
+from speculator.report import write_record
+from speculator.terminal import Progress
 
 FORECAST_FILE = "forecast.json"
-_REQUESTS = 8  # at a time
-_LLAMA_CPP = ("predicted_n", "draft_n", "draft_n_accepted")
-"""Counts in an answer's `timings`: tokens of the text, drafted and accepted ones; without a draft the last two lack."""
+_CLIENTS = 8
+_WARM_UP = 8  # new tokens
 _OWN_DECODING: dict[str, tuple] = dict.fromkeys(
     ("num_speculative_tokens", "rule", "baseline", "draft_model", "adapter"), (None, False)
 )
@@ -34,105 +42,111 @@ _OWN_DECODING |= {"batch_size": (None, [1]), "repeats": (1,), "report_to": ("non
 """Flags that a measurement in a server has no use for, with the values that change nothing."""
 
 
-class Served(TypedDict, total=False):
-    """A row of served.json. vLLM counts drafts and positions; llama-server steps, and drafted and accepted tokens."""
-
-    suite: str
-    temperature: float
-    acceptance_length: float
-    drafts: int
-    accepted_per_position: list[int]
-    steps: int
-    drafted_tokens: int
-    accepted_tokens: int
-
-
 def run(arguments: argparse.Namespace) -> None:
-    """Run `speculator eval --server`: measure every suite at every temperature, and print and write the acceptance.
+    """Run `speculator eval --server`: ask every suite at every temperature and number of clients; print and write it.
 
-    The table has the forecast of the head's training too, if there is one; the file is served.json in `--output`.
+    The files are served.json and load.png in `--output`. With `--clients`, the server need not draft.
     """
+    import httpx
     import openai
 
+    from eval.plots import plot_load
     from speculator.clients.connection import Connection, base_urls
 
     for flag, idle in _OWN_DECODING.items():
         given = getattr(arguments, flag) not in idle
         refuse((given, f"--server measures the server as it was started: --{flag} is for decoding in this process"))
     (base,) = base_urls([arguments.server_url], "--server")
-    server = Connection(base, "--server", openai.OpenAI)
-    head = head_folder(arguments.speculator, arguments.speculator_revision)
-    refuse((not head.is_dir(), f"--speculator {head}: not a folder"))
-    forecast = read_json(head / FORECAST_FILE) if (head / FORECAST_FILE).is_file() else None
+    server = Connection(base, "--server", openai.AsyncOpenAI, max_retries=0, timeout=600)
+    head = head_folder(arguments.speculator, arguments.speculator_revision) if arguments.speculator else None
+    refuse((head and not head.is_dir(), f"--speculator {head}: not a folder"))
+    forecast = read_json(head / FORECAST_FILE) if head and (head / FORECAST_FILE).is_file() else None
     tokenizer = load_tokenizer(
         arguments.target, arguments.revision, arguments.trust_remote_code, arguments.chat_template_kwargs
     )
     make_folder(arguments.output)
-    with server.client as client:
+    found = Served(
+        server=server.url,
+        target=arguments.target,
+        speculator=arguments.speculator,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        argv=sys.argv,
+        slo=arguments.slo or {},
+        price=arguments.price,
+        hours=training_hours(head.parent) if head else None,
+        forecast=forecast,
+    )
+    try:
+        asyncio.run(_measure(arguments, base, server, tokenizer, found))
+    except (openai.APIError, httpx.HTTPError) as error:
+        raise UserError(server.describe(error)) from None
+    if arguments.clients:
+        plot_load({found.server: found.suites}, arguments.output / "load.png")
+    print(table(found))
+
+
+async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokenizer: Any, found: Served) -> None:
+    """Fill `found` level by level, and write it after each, should the server fail later."""
+    async with server.client as client:
         try:
-            try:
-                model = client.models.list().data[0]
-            except (AttributeError, IndexError, TypeError, ValueError):  # a page, nothing, or no model
-                raise UserError(f"--server {server.url}: not OpenAI's API, or no model is served there") from None
-            llama_cpp = model.owned_by == "llamacpp"
-            context = getattr(model, "max_model_len", None) or sys.maxsize
-            known: Any = SimpleNamespace(
-                tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None
+            model = (await client.models.list()).data[0]
+        except (AttributeError, IndexError, TypeError, ValueError):  # a page, nothing, or no model
+            raise UserError(f"--server {server.url}: not OpenAI's API, or no model is served there") from None
+        llama_cpp = model.owned_by == "llamacpp"
+        context = getattr(model, "max_model_len", None) or sys.maxsize
+        known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None)
+        temperatures, numbers = arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS]
+        # A server may know a prompt, or even its answer, from before: prefix caches and lookup in other texts. So every
+        # load has prompts of its own, the same ones in each server.
+        parts = len(temperatures) * len(numbers) if arguments.clients else 1
+        sizes = copy.copy(arguments)
+        sizes.max_prompts = parts * arguments.max_prompts
+        suites = [first_turns(sizes, source, known, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]
+        check_names(suites)
+        for suite in suites:
+            each = len(suite.prompts) // parts
+            fault = f"--clients {max(numbers)}: {suite.name} has {len(suite.prompts)} prompts, {each} for each load"
+            refuse((arguments.clients and each < max(numbers), f"{fault}; raise --max_prompts, or measure fewer loads"))
+        loads = [(suite, *load) for suite in suites for load in enumerate(product(temperatures, numbers))]
+        for suite, number, (temperature, clients) in Progress(loads, title="loads", unit="loads"):
+            each = len(suite.prompts) // parts
+            part = Suite(suite.name, suite.prompts[number % parts * each :][:each])
+            clients = min(clients, each)
+            asking = Asking(
+                client=client,
+                model=model.id,
+                sampling=sampling_of(arguments, temperature),
+                max_new_tokens=arguments.max_new_tokens,
+                rate=arguments.rate,
             )
-            sources = arguments.suite or [PYTHON_SOURCES]
-            suites = [first_turns(arguments, source, known, arguments.raw) for source in sources]
-            check_names(suites)
-            rows: list[Served] = []
-            for suite, temperature in product(suites, arguments.temperature or [0.0, 1.0]):
-                before = None if llama_cpp else _counters(base, server.url)
-                sampling = sampling_of(arguments, temperature)
-                counted = _generate(client, model.id, suite, sampling, arguments.max_new_tokens)
-                if before is None:
-                    measured = _acceptance_of_answers(counted)
-                else:
-                    measured = _acceptance(_counters(base, server.url), before)
-                rows.append({"suite": suite.name, "temperature": temperature, **measured})
-                found = {"server": server.url, "suites": rows, "forecast": forecast}
-                write_json(arguments.output / "served.json", found)  # after each, should the server fail later
-        except openai.APIError as error:
-            raise UserError(server.describe(error)) from None
-    print(_table(rows, forecast))
+            if arguments.clients and not found.suites:  # compiles and captures; backwards, so that no cache knows them
+                warm = replace(asking, max_new_tokens=min(_WARM_UP, arguments.max_new_tokens), rate=None)
+                await warm.ask([prompt[::-1] for prompt in part.prompts[: max(numbers)]], max(numbers), int)
+            read = partial(_counters, base, server.url, may_lack=llama_cpp or bool(arguments.clients))
+            before, began = read(), time.monotonic()
+            answers, after = await asking.ask(part.prompts, clients, read)
+            seconds = time.monotonic() - began if arguments.rate else None
+            drafts = _of_answers(answers) if llama_cpp else _of_counters(after - before)
+            nothing = "the server drafted nothing while it answered: start it with a drafter"
+            refuse((not drafts["steps"] and not arguments.clients, nothing))
+            rows = [[each.tokens, each.first, each.seconds] for each in answers]
+            level = Level(
+                suite=suite.name,
+                digest=part.digest,
+                temperature=temperature,
+                max_new_tokens=arguments.max_new_tokens,
+                clients=clients,
+                rate=arguments.rate,
+                answers=rows,
+                **figures(rows, clients, seconds, found.slo),
+                **drafts,
+            )
+            found.suites.append(level)
+            write_record(arguments.output / SERVED, found)
 
 
-def _generate(client: Any, model: str, suite: Suite, sampling: Sampling, max_new_tokens: int) -> Counter[str]:
-    """Let the server complete all prompts; return sums over its answers: "texts", and the counts of `_LLAMA_CPP`.
-
-    Servers other than llama-server do not count in their answers, so all sums but "texts" are 0.
-    """
-
-    def complete(number: int) -> dict[str, int]:
-        answer = client.completions.create(
-            model=model,
-            prompt=suite.prompts[number],
-            max_tokens=max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed + number,
-            # Also what the model's own defaults would change.
-            extra_body={
-                "ignore_eos": not suite.chat,
-                "top_k": sampling.top_k or -1,
-                "min_p": sampling.min_p,
-                "repetition_penalty": 1.0,
-            },
-        )
-        timings = getattr(answer, "timings", None) or {}
-        return {"texts": 1, **{name: int(timings.get(name, 0)) for name in _LLAMA_CPP}}
-
-    counted: Counter[str] = Counter()
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        for answer in pool.map(complete, range(len(suite.prompts))):
-            counted.update(answer)
-    return counted
-
-
-def _counters(base: str, shown: str) -> Counter[str]:
-    """Return vLLM's counters since its start: "drafts", and "accepted_tokens", also by position: "0", "1", ...
+def _counters(base: str, shown: str, may_lack: bool) -> Acceptance:
+    """Return the steps that vLLM, or our server, has counted since its start; none if it counts none, and `may_lack`.
 
     `base` is the server's URL without /v1. A UserError names the server as `shown` if there is no page or no counters.
     """
@@ -143,52 +157,39 @@ def _counters(base: str, shown: str) -> Counter[str]:
     except httpx.HTTPError as error:
         raise UserError(f"{shown}/metrics: {first_line(error)}") from None
     # Not httpx's own message, which has the URL with its password.
-    refuse((not answer.is_success, f"{shown}/metrics: status {answer.status_code}"))
-    found = read_counters(answer.text)
-    refuse((not found, f"{shown}/metrics has no counters of drafts: the server does not draft, or logs no statistics"))
-    return found
+    refuse((not answer.is_success and not may_lack, f"{shown}/metrics: status {answer.status_code}"))
+    found = read_acceptance(answer.text)
+    lacks = f"{shown}/metrics has no counters of drafts: the server does not draft, or logs no statistics"
+    refuse((found is None and not may_lack, lacks))
+    return found or Acceptance()
 
 
-def _acceptance(counted: Counter[str], before: Counter[str]) -> Served:
-    """Return "drafts", "accepted_per_position" and "acceptance_length" of the steps between two readings of counters.
-
-    `counted`, the later reading, is changed in place.
-    """
-    counted.subtract(before)  # unlike `-`, this keeps a position that accepts nothing
-    drafts = counted.pop("drafts", 0)
-    refuse((not drafts, "the server counted no drafts while it answered"))
-    accepted = [counted[str(i)] for i in range(max(map(int, filter(str.isdigit, counted)), default=-1) + 1)]
-    return {"drafts": drafts, "accepted_per_position": accepted, "acceptance_length": 1 + sum(accepted) / drafts}
+def _of_counters(counted: Acceptance) -> dict[str, Any]:
+    """Return the fields of a `Level` about drafts, by a server's counters."""
+    found = {"steps": counted.steps, "accepted_tokens": counted.accepted}
+    return {**found, "accepted_per_position": counted.reached[1:], "drafted_tokens": None}
 
 
-def _acceptance_of_answers(counted: Counter[str]) -> Served:
-    """Return "steps", "drafted_tokens", "accepted_tokens" and "acceptance_length" of llama-server's answers.
-
-    They do not count drafts or positions. `counted` is what `_generate` returns.
-    """
-    texts, tokens, drafted, accepted = (counted[name] for name in ("texts", *_LLAMA_CPP))
-    refuse((not drafted, "the server drafted nothing: start llama-server with -md and --spec-type"))
+def _of_answers(answers: list[Answer]) -> dict[str, Any]:
+    """Return the same by the counts in llama-server's answers, which have no positions; without drafts they lack."""
+    drafted = sum(int(each.timings.get("draft_n", 0)) for each in answers)
+    accepted = sum(int(each.timings.get("draft_n_accepted", 0)) for each in answers)
     # The prompt's pass gives a text's first token; each later step its own token, after those that it accepts.
-    steps = tokens - texts - accepted
-    length = (tokens - texts) / max(1, steps)
-    return {"steps": steps, "drafted_tokens": drafted, "accepted_tokens": accepted, "acceptance_length": length}
+    steps = sum(each.tokens - 1 for each in answers) - accepted if drafted else 0
+    return {"steps": steps, "accepted_tokens": accepted, "accepted_per_position": [], "drafted_tokens": drafted or None}
 
 
-def _table(rows: list[Served], forecast: Any) -> str:
-    """Return the rows as a Markdown table, with the content of forecast.json (None: there is none) as the last line."""
-
-    def shares(values: list[float]) -> str:
-        return " ".join(f"{value:.2f}" for value in values)
-
-    cells = []
-    for row in rows:
-        if "drafts" in row:
-            accepted = shares([count / row["drafts"] for count in row["accepted_per_position"]])
-        else:
-            accepted = f"{row['accepted_tokens'] / row['drafted_tokens']:.2f} of all drafted tokens"
-        steps = row.get("drafts", row.get("steps"))
-        cells.append([row["suite"], f"{row['temperature']:g}", steps, accepted, f"{row['acceptance_length']:.2f}"])
-    if forecast:
-        expected = shares(forecast["accepted_per_draft"])
-        cells.append([f"forecast ({forecast['how']})", "0", "", expected, f"{forecast['acceptance_length']:.2f}"])
-    return markdown_table(("prompts", "temperature", "drafts", "accepted by position", "acceptance length"), cells)
+def training_hours(run: Path) -> float | None:
+    """Return the hours that a run's stages took by the rate in their logs, and its text; None if it is no run."""
+    seconds = 0.0
+    for stage in run.glob("stage*"):
+        states = sorted(stage.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
+        with suppress(KeyError, IndexError):
+            state = read_json(states[-1])
+            steps = state["max_steps"]
+            entry = [each for each in state["log_history"] if "seconds_left" in each and each["step"] < steps][-1]
+            seconds += entry["seconds_left"] * steps / (steps - entry["step"])
+    manifest = run / "generated" / "manifest.json"
+    if seconds and manifest.is_file():
+        seconds += read_json(manifest).get("seconds") or 0.0
+    return seconds / 3600 or None

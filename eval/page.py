@@ -24,7 +24,7 @@ from eval.traces import Trace
 from speculator.errors import printable
 from speculator.files import write_text
 from speculator.report import Figures, Interval, Report, ReportRow
-from speculator.tables import BASELINES, DRAFTERS, length_with_interval, shown
+from speculator.tables import BASELINES, DRAFTERS, shown
 from speculator.verdict import headlines
 
 Cell = tuple[str, float | None]
@@ -66,28 +66,26 @@ def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) ->
         pictures: PNG files by the name of their plot, see `report.plots`.
     """
     lengths, captions = head_lengths(report), plots(report)
-    prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row["name"], t.row["temperature"], t.prompt))]
+    prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row.name, t.row.temperature, t.prompt))]
     steps = [step for trace in traces for step in trace.steps]
     sources = {piece.source for step in steps for piece in (*step.accepted, *step.rejected)}
     suites: dict[str, tuple[list[Line], list[Line]]] = {}
     # Every line of a suite has the same columns, also where a baseline could not run.
     ran: dict[str, set[str]] = {}
-    for row in report["suites"]:
-        ran.setdefault(row["name"], set()).update(row["tokens_per_second"])
+    for row in report.suites:
+        ran.setdefault(row.name, set()).update(row.tokens_per_second)
     for rows in groups(report).values():
-        name = rows[0]["name"]
+        name = rows[0].name
         decoders, categories = suites.setdefault(name, ([], []))
         others = [each for each in BASELINES if each in ran[name] - {"plain"}]
         decoders += [_decoder(*line, lengths, others) for line in decoder_lines(rows)]
-        categories += [
-            _category(row, part, lengths) for row in drafter_rows(rows) for part in row.get("categories", ())
-        ]
-    several = len({row["batch_size"] for row in report["suites"]}) > 1
+        categories += [_category(row, part, lengths) for row in drafter_rows(rows) for part in row.categories]
+    several = len({row.batch_size for row in report.suites}) > 1
     return fill_template(
         "page.html",
         headlines=headlines(report),
         facts=facts(report),
-        warnings=report["warnings"],
+        warnings=report.warnings,
         how_to_read=HOW_TO_READ,
         explained=COLUMNS,
         main=(*_MAIN, "batch size") if several else _MAIN,
@@ -117,7 +115,7 @@ def _number(value: float | None, form: str = ".2f") -> Cell:
 
 def _interval(interval: Interval | None) -> Cell:
     """Return the cell of a figure with its interval; an empty one for None."""
-    return (shown(interval), interval["value"]) if interval else ("", None)
+    return (shown(interval), interval.value) if interval else ("", None)
 
 
 def _decoder(
@@ -128,26 +126,24 @@ def _decoder(
     The first four arguments are an item of `decoder_lines`, and `lengths` are those of `head_lengths`. The `others` are
     baselines besides plain decoding, which have a column each.
     """
-    speculative, cost = baseline is None, row.get("cost", {})
-    memory = row["peak_memory_bytes"][key]
+    speculative = baseline is None
+    memory = row.peak_memory_bytes[key]
     return {
         "decoder": (label(row, lengths) if baseline is None else baseline, None),
-        "temperature": _number(row["temperature"], "g"),
-        "speedup": _interval(ratio) if speculative else _number(ratio["value"]),
-        "whole answers": _interval(row["end_to_end_speedup"]["plain"] if speculative else None),
-        "acceptance length": _interval(length_with_interval(row))
-        if speculative
-        else _number(1.0 if key == "plain" else None),
-        "tokens/s": _number(row["tokens_per_second"][key], ".1f"),
-        "predicted": _number(row.get("predicted_speedup")),
-        "batch size": _number(row["batch_size"], "d"),
-        **{f"over {BASELINES[name]}": _interval(row["speedup"].get(name) if speculative else None) for name in others},
-        "rule": (row["rule"] if speculative else "", None),
-        "end-to-end tokens/s": _number(row["end_to_end_tokens_per_second"][key], ".1f"),
-        "first token, ms": _number(1e3 * row["time_to_first_token"][key], ".1f"),
+        "temperature": _number(row.temperature, "g"),
+        "speedup": _interval(ratio) if speculative else _number(ratio.value),
+        "whole answers": _interval(row.end_to_end_speedup["plain"] if speculative else None),
+        "acceptance length": _interval(row.length) if speculative else _number(1.0 if key == "plain" else None),
+        "tokens/s": _number(row.tokens_per_second[key], ".1f"),
+        "predicted": _number(row.predicted_speedup if speculative else None),
+        "batch size": _number(row.batch_size, "d"),
+        **{f"over {BASELINES[name]}": _interval(row.speedup.get(name) if speculative else None) for name in others},
+        "rule": (row.rule if speculative else "", None),
+        "end-to-end tokens/s": _number(row.end_to_end_tokens_per_second[key], ".1f"),
+        "first token, ms": _number(1e3 * row.time_to_first_token[key], ".1f"),
         "peak memory, MB": _number(memory / 1e6 if memory else None, ".0f"),
-        "draft cost c": _number(cost.get("draft"), ".3f"),
-        "verify cost v": _number(cost.get("verify")),
+        "draft cost c": _number(row.cost.draft if speculative else None, ".3f"),
+        "verify cost v": _number(row.cost.verify if speculative else None),
     }
 
 
@@ -157,13 +153,13 @@ def _category(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
     `part` has the category's figures in `row`, the decoder's row of the report. `lengths` are those of `head_lengths`.
     """
     return {
-        "category": (part["name"], None),
+        "category": (part.name, None),
         "decoder": (label(row, lengths), None),
-        "temperature": _number(row["temperature"], "g"),
-        "speedup": _interval(part["speedup"]["plain"]),
-        "whole answers": _interval(part["end_to_end_speedup"]["plain"]),
-        "acceptance length": _interval(length_with_interval(part)),
-        "tokens/s": _number(part["tokens_per_second"]["speculative"], ".1f"),
-        "batch size": _number(row["batch_size"], "d"),
-        "turns": _number(part["turns"], "d"),
+        "temperature": _number(row.temperature, "g"),
+        "speedup": _interval(part.speedup["plain"]),
+        "whole answers": _interval(part.end_to_end_speedup["plain"]),
+        "acceptance length": _interval(part.length),
+        "tokens/s": _number(part.tokens_per_second["speculative"], ".1f"),
+        "batch size": _number(row.batch_size, "d"),
+        "turns": _number(part.turns, "d"),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from eval.report import decoder_lines, drafter_rows, groups, head_lengths, label, plots, reached
+from eval.served import Level, Speedups
 from speculator.files import write_bytes
 
 _COLOURS = {
@@ -49,11 +50,9 @@ def draw_plots(report: Report, folder: Path) -> None:
     for name in plots(report):
         panels: dict[str, list] = groups(report)
         if name == "training":
-            panels = {
-                f"{stage}: {what}": points for stage, c in report["training"].items() for what, points in c.items()
-            }
+            panels = {f"{stage}: {what}": points for stage, c in report.training.items() for what, points in c.items()}
         if name == "categories":
-            panels = {heading: rows for heading, rows in panels.items() if "categories" in rows[0]}
+            panels = {heading: rows for heading, rows in panels.items() if rows[0].categories}
         columns = min(_COLUMNS, len(panels))
         # Rounded up: 5 panels in 2 columns take 3 lines, and the sixth place stays empty.
         lines = -(-len(panels) // columns)
@@ -87,9 +86,9 @@ def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
     numbers = range(1, len(rounds) + 1)
     axis.axhline(0, color=_BASELINE, label="head before the round")
     for loaded, fill, name in ((True, _COLOURS["head"], "new head, in use"), (False, "none", "new head, not in use")):
-        among = [n for n in numbers if (rounds[n - 1]["outcome"] == "in use") is loaded]
-        suites = [rounds[n - 1]["gate"]["suite"] for n in among]
-        gains = [_shares(each["difference"], each["tokens_per_second"][0]) for each in suites]
+        among = [n for n in numbers if (rounds[n - 1].outcome == "in use") is loaded]
+        suites = [rounds[n - 1].gate.suite for n in among]
+        gains = [_shares(each.difference, each.tokens_per_second[0]) for each in suites]
         middle = [value for value, _, _ in gains]
         reach = [[value - low for value, low, _ in gains], [high - value for value, _, high in gains]]
         axis.errorbar(among, middle, reach, fmt="o", color=_COLOURS["head"], markerfacecolor=fill, label=name)
@@ -104,7 +103,7 @@ def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
 
 def _shares(interval: Interval, whole: float) -> tuple[float, float, float]:
     """Return a figure and its bounds as shares of `whole`; without bounds, these are the figure."""
-    value, low, high = interval["value"], interval["low"], interval["high"]
+    value, low, high = interval.value, interval.low, interval.high
     return value / whole, (value if low is None else low) / whole, (value if high is None else high) / whole
 
 
@@ -121,15 +120,15 @@ def _height(name: str, rows: list[ReportRow]) -> float:
     if name == "speed":
         return 1.0 + 0.36 * len(list(decoder_lines(rows)))
     if name == "categories":
-        return 1.0 + 0.14 * len(rows[0]["categories"]) * len(drafter_rows(rows))
+        return 1.0 + 0.14 * len(rows[0].categories) * len(drafter_rows(rows))
     return 3.2
 
 
 def _colour(row: ReportRow, lengths: set[int]) -> str:
     """Return the colour of a drafter's row; draft lengths of one head (`head_lengths`) differ in shade."""
-    if row["drafter"] != "head" or len(lengths) < 2:
-        return _COLOURS[row["drafter"]]
-    return _SHADES[sorted(lengths, reverse=True).index(row["num_speculative_tokens"]) % len(_SHADES)]
+    if row.drafter != "head" or len(lengths) < 2:
+        return _COLOURS[row.drafter]
+    return _SHADES[sorted(lengths, reverse=True).index(row.num_speculative_tokens) % len(_SHADES)]
 
 
 def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
@@ -138,9 +137,9 @@ def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     names = [label(row, lengths) if key == "speculative" else name for row, key, name, _ in lines]
     ratios = [ratio for *_, ratio in lines]
     colours = [_colour(row, lengths) if key == "speculative" else _BASELINE for row, key, *_ in lines]
-    values = [ratio["value"] for ratio in ratios]
+    values = [ratio.value for ratio in ratios]
     bars = axis.barh(range(len(lines)), values, 0.7, xerr=_errors(ratios), capsize=2, color=colours)
-    speeds = [row["tokens_per_second"][key] for row, key, *_ in lines]
+    speeds = [row.tokens_per_second[key] for row, key, *_ in lines]
     texts = [f"{value:.2f}x, {speed:.0f} tokens/s" for value, speed in zip(values, speeds, strict=True)]
     axis.bar_label(bars, texts, fontsize=8, padding=4)
     axis.set_yticks(range(len(names)), names, fontsize=8)
@@ -154,8 +153,8 @@ def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 def _acceptance(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Draw the acceptance rate by draft position of heads and draft models; lookup has other positions."""
     for row in drafter_rows(rows):
-        if row["drafter"] in ("head", "draft_model"):
-            rates = row["acceptance_by_position"][: reached(row)]
+        if row.drafter in ("head", "draft_model"):
+            rates = row.acceptance_by_position[: reached(row)]
             places = range(1, len(rates) + 1)
             axis.plot(places, rates, marker="o", color=_colour(row, lengths), label=label(row, lengths))
             for place, rate in zip(places, rates, strict=True):
@@ -171,7 +170,7 @@ def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     rows = drafter_rows(rows)
     most = max(reached(row) for row in rows)
     for row in rows:
-        shares = [count / max(1, row["steps"]) for count in row["accepted_lengths"][: most + 1]]
+        shares = [count / max(1, row.steps) for count in row.accepted_lengths[: most + 1]]
         axis.plot(range(len(shares)), shares, marker="o", color=_colour(row, lengths), label=label(row, lengths))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylim(bottom=0)
@@ -181,12 +180,12 @@ def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 def _draft_lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Draw the measured and the predicted speedup of the head over plain decoding, by its draft length."""
-    heads = sorted((row for row in rows if row["drafter"] == "head"), key=lambda row: row["num_speculative_tokens"])
-    at = [row["num_speculative_tokens"] for row in heads]
-    ratios = [row["speedup"]["plain"] for row in heads]
-    measured = [ratio["value"] for ratio in ratios]
+    heads = sorted((row for row in rows if row.drafter == "head"), key=lambda row: row.num_speculative_tokens)
+    at = [row.num_speculative_tokens for row in heads]
+    ratios = [row.speedup["plain"] for row in heads]
+    measured = [ratio.value for ratio in ratios]
     axis.errorbar(at, measured, yerr=_errors(ratios), marker="o", capsize=3, color=_SHADES[0], label="measured")
-    predicted = [row["predicted_speedup"] for row in heads]
+    predicted = [row.predicted_speedup for row in heads]
     axis.plot(at, predicted, "s--", color=_COLOURS["ngram"], label="predicted, E / (G c + v)")
     axis.axhline(1, color=_BASELINE, linewidth=1)
     axis.set_xticks(at)
@@ -205,13 +204,13 @@ def _training(axis, points: list[list[float]], lengths: set[int]) -> None:
 def _categories(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     """Draw the speedup of every drafter over plain decoding by category."""
     rows = drafter_rows(rows)
-    names = [part["name"] for part in rows[0]["categories"]]
+    names = [part.name for part in rows[0].categories]
     height = 0.8 / len(rows)
     for k, row in enumerate(rows):
         # The bars of a category are centred on its integer: with two decoders of height 0.4 at i - 0.2 and i + 0.2.
         places = [i + (k - (len(rows) - 1) / 2) * height for i in range(len(names))]
-        ratios = [part["speedup"]["plain"] for part in row["categories"]]
-        values, colour = [ratio["value"] for ratio in ratios], _colour(row, lengths)
+        ratios = [part.speedup["plain"] for part in row.categories]
+        values, colour = [ratio.value for ratio in ratios], _colour(row, lengths)
         axis.barh(places, values, height, xerr=_errors(ratios), capsize=2, color=colour, label=label(row, lengths))
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.invert_yaxis()
@@ -224,6 +223,41 @@ def _errors(intervals: Sequence[Interval]) -> np.ndarray:
 
     A bound may be on the wrong side of the value by a rounding error, which matplotlib rejects.
     """
-    bounds = [(i["value"], i["low"], i["high"]) if i["low"] is not None else (math.nan,) * 3 for i in intervals]
+    bounds = [(i.value, i.low, i.high) if i.low is not None else (math.nan,) * 3 for i in intervals]
     value, low, high = np.array(bounds).T
     return np.maximum([value - low, high - value], 0)
+
+
+def plot_load(curves: Mapping[str, Sequence[Level]], file: Path, speedups: Speedups | None = None) -> None:
+    """Write a .png of throughput against the speed of one user, and of the speedup at each number of clients.
+
+    Args:
+        curves: levels by the name of a server; a point is one number of clients.
+        speedups: of the second server over the first, by suite and temperature; None: one server.
+    """
+    columns = 2 if speedups else 1
+    figure, axes = plt.subplots(1, columns, figsize=(5 * columns, 4), layout="constrained", squeeze=False)
+    axis = axes[0, 0]
+    for name, levels in curves.items():
+        for where in dict.fromkeys((level.suite, level.temperature) for level in levels):
+            shown = [level for level in levels if (level.suite, level.temperature) == where and level.tpot_ms[0]]
+            users, totals = [1e3 / level.tpot_ms[0] for level in shown], [level.tokens_per_second for level in shown]
+            axis.plot(users, totals, "o-", label=f"{name}: {where[0]}, temperature {where[1]:g}")
+            for level, *point in zip(shown, users, totals, strict=True):
+                axis.annotate(str(level.clients), point, textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axis.set(xlabel="tokens/s of one user (median), after the first token", ylabel="tokens/s of all users")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+    if speedups:
+        axis = axes[0, 1]
+        for name, found in speedups.items():
+            clients, ratios = [level.clients for level, *_ in found], [ratio for *_, ratio in found]
+            axis.errorbar(clients, [each.value for each in ratios], _errors(ratios), fmt="o-", capsize=2, label=name)
+        axis.axhline(1, color=_BASELINE, linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(clients, map(str, clients))
+        axis.set(xlabel="clients", ylabel="speed of B over A")
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=7)
+    _save(figure, file, dpi=150)

@@ -14,6 +14,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,9 +37,9 @@ from speculator.device import dtype_name, hardware
 from speculator.drafters.price import fastest_shape
 from speculator.drafters.tuning import TUNED, adaptive_drafter, choices_of, read_tuning, tuned_prompts
 from speculator.errors import refuse
-from speculator.files import check_output_folder, locked, make_folder, write_json, write_text
+from speculator.files import check_output_folder, locked, make_folder, write_text
 from speculator.heads import Speculator
-from speculator.report import Report, ReportRow
+from speculator.report import SCHEMA, Report, ReportRow, write_record
 from speculator.tables import BASELINES
 from speculator.target.fingerprint import digest_of_weights
 from speculator.terminal import log
@@ -53,6 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
     With `--server` only the acceptance in that server is measured, see `eval.in_server`.
     """
     check_flags(arguments)
+    of_server = [name for name in ("clients", "rate", "slo", "price") if getattr(arguments, name) is not None]
+    refuse(
+        (of_server and not arguments.server_url, f"--{(*of_server, '')[0]} needs --server"),
+        (not arguments.speculator and not arguments.server_url, "--speculator is required: the head to measure"),
+    )
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)
     others = arguments.draft_model or arguments.baseline
     refuse(
@@ -211,22 +217,20 @@ def evaluate(
             not_run |= measured.not_run
             trained = head.config.trained_length
             ours = [decoder for decoder in table if decoder.ours]
-            made = [row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained) for d in ours]
-            made[0]["tuned_on"] = len(tuned_on.intersection(suite.prompt_hashes))
+            seen = len(tuned_on.intersection(suite.prompt_hashes))
+            made = [row(target, d, suite, sampling, measured, max_new_tokens, batch_size, trained, seen) for d in ours]
             if server != "ours":
                 for decoder, own in zip(ours[1:], made[1:], strict=True):
-                    own["server_log"] = server_log(measured.timed[decoder.key], own["num_speculative_tokens"])
+                    own.server_log = server_log(measured.timed[decoder.key], own.num_speculative_tokens)
             rows += made
-            write_json(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
+            write_record(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
         engines.clear()  # their caches and graphs would stay while the next batch size is measured
-    report = content(rows, not_run)
-    if training:
-        report["training"] = training
-    write_json(output / "report.json", report)  # first: hours of measurement must not depend on a plot
+    report = replace(content(rows, not_run), training=training or {})
+    write_record(output / "report.json", report)  # first: hours of measurement must not depend on a plot
     render(report, traces, output)
-    for line in report["warnings"]:
+    for line in report.warnings:
         log(f"warning: {line}")
     return report
 
@@ -237,7 +241,7 @@ def _content(
     measuring: Measuring,
     compared: Compared,
     speculator_name: str,
-    origin: Report,
+    origin: dict[str, Any],
     rows: list[ReportRow],
     not_run: dict[str, str],
 ) -> Report:
@@ -248,14 +252,14 @@ def _content(
     batch_sizes, draft_model = measuring.batch_sizes, compared.draft_model
     assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
     versions = {"speculator": version_of(DISTRIBUTION), **{name: version(name) for name in ("torch", "transformers")}}
-    return {
-        "schema": 2,
-        "target": target.name,
-        "speculator": speculator_name,
+    return Report(
+        schema=SCHEMA,
+        target=target.name,
+        speculator=speculator_name,
         **origin,
-        "hardware": hardware(target.device),
-        "versions": versions | {"python": platform.python_version()},
-        "settings": {
+        hardware=hardware(target.device),
+        versions=versions | {"python": platform.python_version()},
+        settings={
             "batch_size": batch_sizes[0] if len(batch_sizes) == 1 else list(batch_sizes),
             "dtype": dtype_name(target.dtype),
             "threads": torch.get_num_threads(),
@@ -270,13 +274,13 @@ def _content(
             "trained_length": head.config.trained_length,
             "peak_memory": memory_kind(target.device),
         },
-        "not_run": {BASELINES[name]: reason for name, reason in not_run.items()},
-        "warnings": warnings(rows),
-        "suites": rows,
-    }
+        not_run={BASELINES[name]: reason for name, reason in not_run.items()},
+        warnings=warnings(rows),
+        suites=rows,
+    )
 
 
-def _origin(target: Target, head: Speculator, folder: str | Path | None) -> Report:
+def _origin(target: Target, head: Speculator, folder: str | Path | None) -> dict[str, Any]:
     """Return by what a report can be made again, and what it is of; `folder` has the decoding.json that is used."""
     fingerprints = {"target": target.fingerprint, "speculator": digest_of_weights(head)}
     if folder and (tuning := Path(folder, TUNED)).is_file():

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ from speculator.prompts import KEYS, Conversation, log_first_turns, prompt_of, u
 from speculator.target.model import Target
 
 FILTERS = ("top_k", "top_p", "min_p")
+_SHUFFLED = 10_000  # first rows of a source, out of which a suite takes some
 _SUFFIXES = (".jsonl", ".txt", ".md", ".rst", ".py", ".gz")
 
 
@@ -38,7 +40,7 @@ class Suite:
         prompts: token ids, of a conversation those of the first turn.
         conversations: one per prompt; empty if the prompts are cut from text.
         left_out: number of prompts that do not fit the target's context together with their answer.
-        ends: answers end at EOS although there are no conversations.
+        ends: answers have an end although there are no conversations.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Suite:
 
     @property
     def chat(self) -> bool:
-        """True if answers end at EOS, as after a chat template; a continuation of text has no end."""
+        """True if answers have an end, as after a chat template; a text goes on, so its continuation is cut."""
         return self.ends or any(conversation.chat for conversation in self.conversations)
 
     def first(self, count: int) -> Suite:
@@ -88,8 +90,8 @@ def load_suite(
     Args:
         source: rows of `turns`, `messages`, `prompt` or `question` are prompts; text files, python-sources and rows
             of `text` are cut into prompts of `prompt_tokens`.
-        max_prompts: limit of the suite; its categories take turns, each in its own order, but those of MT-bench share
-            one turn if all eight are there.
+        max_prompts: limit of the suite. Of more rows it takes some at random, always the same ones. Categories take
+            turns, but those of MT-bench share one turn if all eight are there.
         max_new_tokens: room in the context for an answer.
         raw: never apply the chat template.
         split: what to read of a source that has splits.
@@ -126,8 +128,12 @@ def load_suite(
     refuse((not first, f"--suite {source}: no rows in it"))
     if _is_text(first[-1][1]):
         return of_documents()
+    rows = chain(first, rows)
+    some = list(islice(rows, _SHUFFLED))
+    if len(some) > max_prompts:  # a file may be sorted
+        Random(0).shuffle(some)
     chat, tally = tokenizer.chat_template is not None, Tally(max_share=1.0)
-    wanted = _wanted(chain(first, rows), tokenizer, chat, max_prompts, limits, tally)
+    wanted = _wanted(chain(some, rows), tokenizer, chat, max_prompts, limits, tally)
     taken, left_out = limits.take(source, _interleave(wanted), max_prompts)
     tally.take(len(taken), left_out, "--max_prompts")
     refuse((not taken, f"--suite {source}: no usable row in it; the first fault is {[*tally.first, 'none'][0]}"))
@@ -329,11 +335,13 @@ def check_flags(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     for temperature in given.get("temperature") or [1.0]:
         sampling_of(arguments, temperature)
-    for name in ("batch_size", "num_speculative_tokens", "repeats"):
+    for name in ("rate", "price"):
+        refuse(((given.get(name) or 1.0) <= 0 or given.get(name) == 0, f"--{name} must be above 0"))
+    for name in ("batch_size", "num_speculative_tokens", "repeats", "clients"):
         value = given.get(name)
         least = min(value, default=1) if isinstance(value, list) else 1 if value is None else value
         refuse((least < 1, f"--{name} must be at least 1"))
-    for name in ("temperature", "batch_size", "num_speculative_tokens"):
+    for name in ("temperature", "batch_size", "num_speculative_tokens", "clients"):
         value = given.get(name)
         refuse((isinstance(value, list) and len(set(value)) < len(value), f"--{name}: a value is given twice"))
 

@@ -74,16 +74,14 @@ def trace_suite(
     for number, prompt in enumerate(suite.prompts[:PROMPTS]):
         seeded = replace(sampling, seed=sampling.seed + number)
         for decoder, row in decoders:
-            if decoder.drafter and decoder.key == row["drafter"]:
-                steps = _trace(target, decoder, prompt, seeded, min(max_new_tokens, TOKENS), suite.chat)
+            if decoder.drafter and decoder.key == row.drafter:
+                steps = _trace(target, decoder, prompt, seeded, min(max_new_tokens, TOKENS))
                 traces.append(Trace(row, _text_of(target.tokenizer, prompt), steps))
     return traces
 
 
-def _trace(
-    target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int, stops: bool
-) -> list[TracedStep]:
-    """Decode at most `limit` new tokens after a prompt, with `stops` up to EOS, and return the steps."""
+def _trace(target: Target, decoder: Decoder, prompt: list[int], sampling: Sampling, limit: int) -> list[TracedStep]:
+    """Decode at most `limit` new tokens after a prompt, and return the steps."""
     engine = RecordingEngine(target, decoder.drafter, decoder.rule)
     sequence, steps = list(target.text(prompt)), []
 
@@ -107,8 +105,7 @@ def _trace(
             sequence.append(token)
         steps.append(step)
 
-    eos = sorted(target.eos_token_ids) if stops else []
-    engine.decode(prompt, sampling, max_new_tokens=limit, eos_token_ids=eos, on_step=on_step)
+    engine.decode(prompt, sampling, max_new_tokens=limit, on_step=on_step)
     return steps
 
 

@@ -105,20 +105,20 @@ def log(report: Report, folder: Path) -> None:
 
 def figures(report: Report) -> dict[str, float]:
     """Return a report's figures by name, such as "eval/SUITE T=0/head 4/acceptance_length"."""
-    return {f"eval/{name}": value for row in report["suites"] for name, value in _figures(row).items()}
+    return {f"eval/{name}": value for row in report.suites for name, value in _figures(row).items()}
 
 
 def _figures(row: ReportRow) -> dict[str, float]:
     """Return a row's figures by name, without "eval/"; {} for plain decoding."""
-    if row["drafter"] == "none":
+    if row.drafter == "none":
         return {}
-    batch = f" batch {row['batch_size']}" if row["batch_size"] > 1 else ""
-    where = f"{row['name']} T={row['temperature']:g}{batch}/{row['drafter']} {row['num_speculative_tokens']}"
+    batch = f" batch {row.batch_size}" if row.batch_size > 1 else ""
+    where = f"{row.name} T={row.temperature:g}{batch}/{row.drafter} {row.num_speculative_tokens}"
     figures = {
-        "acceptance_length": row["acceptance_length"],
-        "tokens_per_second": row["tokens_per_second"]["speculative"],
-        "predicted_speedup": row["predicted_speedup"],
-        **{f"speedup over {name}": ratio["value"] for name, ratio in row["speedup"].items()},
-        **{f"acceptance {i + 1}": value for i, value in enumerate(row["acceptance_by_position"])},
+        "acceptance_length": row.acceptance_length,
+        "tokens_per_second": row.tokens_per_second["speculative"],
+        "predicted_speedup": row.predicted_speedup,
+        **{f"speedup over {name}": ratio.value for name, ratio in row.speedup.items()},
+        **{f"acceptance {i + 1}": value for i, value in enumerate(row.acceptance_by_position)},
     }
     return {f"{where}/{name}": value for name, value in figures.items()}

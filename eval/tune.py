@@ -72,8 +72,7 @@ def write_tuning(
     A prediction is a dict with "temperature", "draft" (in words), "tokens" per step, "cost" in plain steps, "speedup",
     and "best", whether it is the draft to use.
     """
-    eos = target.eos_token_ids if suite.chat else set()
-    prompts = suite.prompts
+    eos, prompts = target.eos_token_ids, suite.prompts
     settings = {kind: replace(sampled, temperature=temperature) for kind, temperature in _KINDS.items()}
     ranks: dict[str, Ranks] = {
         kind: rank_acceptance(target, head, prompts, sampling, eos=eos) for kind, sampling in settings.items()

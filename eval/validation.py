@@ -7,10 +7,10 @@ import sys
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from eval.metrics import acceptance
 from eval.suites import Suite
 from eval.timing import Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate
+from speculator.acceptance import Acceptance
 from speculator.decoding.request import Step
 from speculator.heads import Speculator
 from speculator.terminal import Progress
@@ -31,7 +31,7 @@ def real_acceptance(
 ) -> dict[str, float]:
     """Return "acceptance_length" (greedy) and "acceptance_length_sampled" (temperature 1) of a head, by decoding.
 
-    Only first turns are decoded. Chat answers end at EOS, as in a report. The processes split the prompts, and all
+    Only first turns are decoded, up to EOS, as in a report. The processes split the prompts, and all
     return the figures of all prompts.
 
     Args:
@@ -40,7 +40,7 @@ def real_acceptance(
     state = PartialState()
     was_training = head.training
     drafter = HeadDrafter(head)  # sets the head to eval mode
-    prompts, eos = suite.prompts, None if suite.chat else ()
+    prompts = suite.prompts
     # Process k of n takes prompts n k // count on: shares differ by at most one, and none is left out.
     start, stop = (len(prompts) * k // state.num_processes for k in (state.process_index, state.process_index + 1))
     mine = prompts[start:stop]
@@ -53,10 +53,10 @@ def real_acceptance(
             # As many rows as the memory plan allows, by the longest prompt and all of its new tokens.
             rows = max(1, max_positions // (max(map(len, mine)) + max_new_tokens))
             generation = generate(
-                target, drafter, mine, sampling, max_new_tokens=max_new_tokens, max_batch_size=rows, eos_token_ids=eos
+                target, drafter, mine, sampling, max_new_tokens=max_new_tokens, max_batch_size=rows
             ).check()
             steps = [step for row in generation.steps for step in row]
-        figures[name] = acceptance(gather_object(steps), drafter.num_speculative_tokens)["acceptance_length"]
+        figures[name] = sum(gather_object([Acceptance.of(steps)]), Acceptance()).length
     head.train(was_training)
     return figures
 
@@ -67,7 +67,7 @@ def first_look(target: Target, head: Speculator, suite: Suite) -> str:
     plain, drafted = Timed(), Timed()
     tokens = min(_DRAFTED, head.n_predict)
     ways = ((None, plain), (HeadDrafter(head, tokens), drafted))
-    stop_at = sorted(target.eos_token_ids) if suite.chat else ()
+    stop_at = sorted(target.eos_token_ids)
     prompts = suite.prompts[:_LOOKS]
     for prompt in [prompts[0], *prompts]:  # the first one is decoded twice, because a first decoding is slower
         for drafter, timed in ways:

@@ -1,10 +1,20 @@
-"""The values of a run's config.yaml and report.json (see docs/reference/report.md), and of `eval gate` and `adapt`."""
+"""The values of a run's config.yaml and of its report.json (see docs/reference/report.md), `eval gate` and `adapt`."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-from speculator.files import Json
+from speculator.errors import UserError
+from speculator.files import read_json, write_json
+
+Record = TypeVar("Record")
+SCHEMA = 3
+"""Version of report.json."""
+ByDecoder = dict[str, Any]
+"""A figure of the row's drafter, as "speculative", and of the baselines by name; in rows of plain decoding the first is
+None."""
 
 
 class RunRecord(TypedDict, total=False):
@@ -19,22 +29,25 @@ class RunRecord(TypedDict, total=False):
     fingerprints: dict[str, str]
 
 
-class Interval(TypedDict):
+@dataclass
+class Interval:
     """A figure with its 95% interval; a single sample has no bounds."""
 
     value: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
 
-class Bounds(TypedDict):
+@dataclass
+class Bounds:
     """The 95% interval of a figure that has a key of its own."""
 
     low: float | None
     high: float | None
 
 
-class Spread(TypedDict):
+@dataclass
+class Spread:
     """Quantiles over conversations of the whole answers' speedup, and the share of them that got slower."""
 
     p5: float
@@ -43,26 +56,11 @@ class Spread(TypedDict):
     slower: float
 
 
-class Figures(TypedDict, total=False):
-    """Acceptance and speed of one decoder: over a suite, or over one of its categories.
+@dataclass(kw_only=True)
+class Figures:
+    """Acceptance and speed of one decoder: over a suite, or over one of its categories, whose name it has.
 
-    A dict of speeds has the row's drafter as "speculative" and the baselines by name. Rows of plain decoding have no
-    drafter, and None at that key.
-
-    Attributes:
-        name: of the suite or the category.
-        turns: answers that were decoded.
-        steps: verification steps, summed over rows of batches.
-        acceptance_length: mean tokens per verification step, the bonus token included.
-        accepted_per_step: the same without the bonus token.
-        undrafted_share: share of the steps in which nothing was drafted.
-        acceptance_by_position: acceptance rate of each draft position, given that the position before was accepted.
-        accepted_lengths: number of steps in which 0, 1, ... draft tokens were accepted.
-        tokens_per_second: speed without the prefill.
-        end_to_end_tokens_per_second: speed with the prefill.
-        speedup: ratio of `tokens_per_second` to that of each baseline.
-        end_to_end_speedup: ratio of `end_to_end_tokens_per_second` to that of each baseline.
-        spread: how that ratio to plain decoding differs between conversations; None if no answer has two tokens.
+    docs/reference/report.md explains the fields. Rows of plain decoding have no speedups.
     """
 
     name: str
@@ -74,28 +72,41 @@ class Figures(TypedDict, total=False):
     undrafted_share: float
     acceptance_by_position: list[float]
     accepted_lengths: list[int]
-    tokens_per_second: dict[str, float]
-    end_to_end_tokens_per_second: dict[str, float]
+    tokens_per_second: ByDecoder
+    end_to_end_tokens_per_second: ByDecoder
     speedup: dict[str, Interval]
     end_to_end_speedup: dict[str, Interval]
     spread: Spread | None
 
+    @property
+    def length(self) -> Interval:
+        """The acceptance length with its interval."""
+        return Interval(
+            self.acceptance_length, self.acceptance_length_interval.low, self.acceptance_length_interval.high
+        )
 
-class Cost(TypedDict):
+
+@dataclass
+class Cost:
     """Cost of a drafted position and of a verification, in plain decoding steps."""
 
     draft: float
     verify: float
 
 
-Bucket = TypedDict(
-    "Bucket",
-    {"from": int, "below": int, "steps": int, "acceptance_length": float, "beyond_trained_length": bool},
-)
-"""Acceptance length of the steps that began at context lengths of `from` tokens or more, but fewer than `below`."""
+@dataclass(kw_only=True)
+class Bucket:
+    """Acceptance length of the steps that began at context lengths of `from` tokens or more, but fewer than `below`."""
+
+    from_: int
+    below: int
+    steps: int
+    acceptance_length: float
+    beyond_trained_length: bool
 
 
-class Identical(TypedDict):
+@dataclass
+class Identical:
     """How many completions are identical to transformers' greedy ones, out of how many, and the target's dtype."""
 
     identical: int
@@ -103,7 +114,8 @@ class Identical(TypedDict):
     dtype: str
 
 
-class ServerLog(TypedDict):
+@dataclass
+class ServerLog:
     """What a server would log about its drafts, see `eval.as_server.server_log`."""
 
     drafts: int
@@ -112,26 +124,17 @@ class ServerLog(TypedDict):
     mean_acceptance_length: float
 
 
-class ReportRow(Figures, total=False):
+@dataclass(kw_only=True)
+class ReportRow(Figures):
     """One decoder on one suite, at one temperature and batch size.
 
     Attributes:
-        prompts: number of prompts that were decoded.
-        digest: hash of the prompts' tokens and the questions after them.
-        left_out: number of prompts and turns that did not fit the context.
-        chat: whether answers end at EOS.
-        max_new_tokens: limit of an answer.
-        tuned_on: number of prompts of the suite that the head was tuned on, in the row of plain decoding.
-        cut: number of answers of chats that reached it.
         drafter: "none" for plain decoding, or a key of `speculator.tables.DRAFTERS`.
-        num_speculative_tokens: depth of the draft.
-        nodes: tokens of the draft.
-        rule: accept rule; "greedy" at temperature 0.
-        time_to_first_token: median prefill in seconds, by decoder.
-        peak_memory_bytes: allocated on a GPU, else resident memory of the process, by decoder.
-        rows_busy: mean share of a batch's rows that still decode, over the same share in plain decoding.
-        predicted_speedup: speedup over plain decoding by acceptance and `cost`.
-        categories: figures of each category of the suite.
+        cost: a plain step costs nothing to draft and 1 to verify.
+        identical_to_greedy: None above temperature 0, or without transformers' completions.
+        server_log: None unless the drafts were another server's.
+        samples: of each conversation, or batch: tokens and seconds of whole answers, those of plain decoding, accepted
+            draft tokens, and steps.
     """
 
     prompts: int
@@ -149,24 +152,21 @@ class ReportRow(Figures, total=False):
     rule: str
     cost: Cost
     acceptance_by_context: list[Bucket]
-    time_to_first_token: dict[str, float]
-    peak_memory_bytes: dict[str, int | None]
-    identical_to_greedy: Identical
-    server_log: ServerLog
+    time_to_first_token: ByDecoder
+    peak_memory_bytes: ByDecoder
+    identical_to_greedy: Identical | None
+    server_log: ServerLog | None
     rows_busy: float
     predicted_speedup: float
     categories: list[Figures]
+    samples: list[list[float]]
 
 
-class Report(TypedDict, total=False):
+@dataclass(kw_only=True)
+class Report:
     """The content of report.json.
 
     Attributes:
-        schema: version of the format.
-        fingerprints: of the target, of the head's weights, and of decoding.json if it was used.
-        git_commit: of this project's checkout; None in a wheel.
-        argv: command line.
-        date: time of the report in UTC.
         not_run: reason by baseline that could not run.
         suites: one row per suite, temperature, batch size and decoder.
         training: [step, value] pairs by stage and curve.
@@ -181,14 +181,15 @@ class Report(TypedDict, total=False):
     date: str
     hardware: str
     versions: dict[str, str]
-    settings: dict[str, Json]
+    settings: dict[str, Any]
     not_run: dict[str, str]
     warnings: list[str]
     suites: list[ReportRow]
-    training: dict[str, dict[str, list[list[float]]]]
+    training: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
 
 
-class HeadsCompared(TypedDict):
+@dataclass
+class HeadsCompared:
     """An old and a new head on the same prompts: figures as [old, new], and the difference of tokens per second."""
 
     name: str
@@ -198,7 +199,8 @@ class HeadsCompared(TypedDict):
     acceptance_length: list[float]
 
 
-class Guard(TypedDict):
+@dataclass
+class Guard:
     """Acceptance lengths on the guard suite, and the change and the least allowed one as shares of the old length.
 
     The old head is that of `--guard_head`: in `adapt` the one that the rounds began with.
@@ -211,7 +213,8 @@ class Guard(TypedDict):
     allowed: float
 
 
-class Gate(TypedDict, total=False):
+@dataclass
+class Gate:
     """What `eval gate` measures and decides.
 
     Attributes:
@@ -227,7 +230,8 @@ class Gate(TypedDict, total=False):
     line: str
 
 
-class Round(TypedDict):
+@dataclass
+class Round:
     """The content of round.json: what one round of `adapt` trained on, measured and decided.
 
     Attributes:
@@ -248,3 +252,52 @@ class Round(TypedDict):
     gate: Gate
     outcome: str
     finished: float
+
+
+def read_report(file: Path) -> Report:
+    """Read a report.json; a UserError says so if it is something else, or of another version."""
+    if read_json(file).get("schema") != SCHEMA:
+        raise UserError(f'{file} is not a report.json of `speculator eval` with "schema": {SCHEMA}')
+    return read_record(Report, file)
+
+
+def write_record(file: Path, record: Any) -> None:
+    """Write a dataclass of this module as JSON; `read_record` undoes it."""
+    write_json(file, as_json(record))
+
+
+def as_json(record: Any) -> Any:
+    """Return a dataclass as an object of JSON. A name that is a keyword of Python has a "_" at its end only there."""
+    return asdict(record, dict_factory=lambda pairs: {name.rstrip("_"): value for name, value in pairs})
+
+
+def read_record(kind: type[Record], file: Path) -> Record:
+    """Read a file that `write_record` wrote; a UserError names what it lacks."""
+    try:
+        return from_json(kind, read_json(file))
+    except KeyError as error:
+        raise UserError(f"{file}: no {error} in it") from None
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not complete: {error}") from None
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as the type `kind` of a dataclass's field, or as a dataclass.
+
+    Raises:
+        KeyError: an object lacks a field.
+        TypeError, AttributeError: a value is of another type.
+    """
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{each.name: from_json(types[each.name], value[each.name.rstrip("_")]) for each in fields(kind)})
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list:
+        return [from_json(inner[0], each) for each in value]
+    if origin is dict:
+        return {name: from_json(inner[1], each) for name, each in value.items()}
+    if type(None) in inner:  # X | None
+        return None if value is None else from_json(inner[0], value)
+    if kind in (bool, int, float, str) and not isinstance(value, (int, float) if kind is float else kind):
+        raise TypeError(f"{value!r:.40} is not of type {kind.__name__}")
+    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from speculator.report import Figures, Interval
+from speculator.report import Interval
 
 DRAFTERS = {
     "head": "draft head",
@@ -29,15 +29,9 @@ OPTIONAL = tuple(BASELINES)[2:]
 
 def shown(interval: Interval, form: str = ".2f") -> str:
     """Format a figure with its interval: "1.32 (1.28 to 1.36)", or "1.32 (one sample)" if it has no bounds."""
-    if interval["low"] is None:
-        return f"{interval['value']:{form}} (one sample)"
-    return f"{interval['value']:{form}} ({interval['low']:{form}} to {interval['high']:{form}})"
-
-
-def length_with_interval(part: Figures) -> Interval:
-    """Return the acceptance length of a report's row or category as {"value", "low", "high"}; a bound may be None."""
-    bounds = part.get("acceptance_length_interval", {"low": None, "high": None})
-    return {"value": part["acceptance_length"], "low": bounds["low"], "high": bounds["high"]}
+    if interval.low is None:
+        return f"{interval.value:{form}} (one sample)"
+    return f"{interval.value:{form}} ({interval.low:{form}} to {interval.high:{form}})"
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -463,7 +463,7 @@ def tiny_tokenizer(vocab_size: int = 300) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def quick(monkeypatch) -> None:
     """Whole reports of evaluation, whose intervals and costs are less precise."""
-    monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
+    monkeypatch.setattr("eval.intervals._RESAMPLES", 100)
     monkeypatch.setattr("eval.decoders._COST_STEPS", 8)
     monkeypatch.setattr("speculator.drafters.measure._ROUNDS", 1)
 
@@ -483,12 +483,14 @@ def shorten_validation(patch: pytest.MonkeyPatch) -> None:
 
 
 def measured(target, head, suites, folder, *, temperatures=(0.0,), max_new_tokens=16, speculator_name="test", **other):
-    """Evaluate a head; `other` are fields of `Measuring` and `Compared`."""
+    """Evaluate a head and return the content of report.json; `other` are fields of `Measuring` and `Compared`."""
     from eval.run import Compared, Measuring, evaluate
+    from speculator.report import as_json
 
     sizes = {name: other.pop(name) for name in ("sampled", "batch_sizes", "repeats") if name in other}
     measuring = Measuring(temperatures=temperatures, max_new_tokens=max_new_tokens, **sizes)
-    return evaluate(target, head, suites, folder, measuring, Compared(**other), speculator_name=speculator_name)
+    made = evaluate(target, head, suites, folder, measuring, Compared(**other), speculator_name=speculator_name)
+    return as_json(made)
 
 
 def settled(config, target=None, place=None):

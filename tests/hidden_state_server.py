@@ -126,6 +126,8 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "text": "", "token_ids": made, "logprobs": {"token_logprobs": chances}}
         choice["finish_reason"] = "length" if len(made) == body["max_tokens"] else "stop"
         answer = {"id": "x", "object": "text_completion", "created": 0, "model": "served", "choices": [choice]}
+        if body.get("stream"):
+            return self.stream(answer, len(made), server.fault == "llama.cpp")
         if server.fault == "llama.cpp":
             return self.reply({**answer, "timings": {"predicted_n": len(made), **server.drafted}})
         if server.fault == "connector":
@@ -147,6 +149,21 @@ class Handler(BaseHTTPRequestHandler):
         if server.fault == "cut":
             path.write_bytes(path.read_bytes()[:-7])
         os.close(lock)
+
+    def stream(self, answer: dict, count: int, llama_cpp: bool) -> None:
+        """Send the first token, then the others, then the usage, or llama-server's counts."""
+        counts = {"timings": {"predicted_n": count, **self.server.drafted}}
+        usage = {"prompt_tokens": 1, "completion_tokens": count, "total_tokens": 1 + count}
+        last = {**answer, "choices": [], **(counts if llama_cpp else {"usage": usage})}
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for event in (answer, answer, last):
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
 
     def text(self, body: dict, tokens: list[int]) -> tuple[list[int], list[float]]:
         target = self.server.target

@@ -45,8 +45,8 @@ from speculator.clients.connection import base_urls, shown
 from speculator.clients.vllm_updates import VLLMServer
 from speculator.drafters.tuning import TUNED
 from speculator.errors import UserError, first_line, read_secret, refuse
-from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_json, write_text
-from speculator.report import Round
+from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_text
+from speculator.report import Gate, Round, read_record, write_record
 from speculator.terminal import log
 from train.command_line import parse
 from train.flags import target_flags
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
                 _copy_shards(arguments, folder / "traffic")
             last = _round(arguments, folder, head, key, lock)
             rounds, head = _settle(arguments.output, first)
-            log(f"round {len(rounds)}: {last['gate']['line']}; {last['outcome']}")
+            log(f"round {len(rounds)}: {last.gate.line}; {last.outcome}")
 
 
 @contextmanager
@@ -144,14 +144,11 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
     """
     rounds, head = list[Round](), first
     for file in sorted(output.glob("round-*/round.json")):
-        finished: Any = read_json(file)
-        rounds.append(finished)
-        refuse(
-            (rounds[0]["old"] != first, f"{output} began with {rounds[0]['old']}; choose another --output for {first}")
-        )
-        head = rounds[-1]["new"] if rounds[-1]["outcome"] == "in use" else head
+        rounds.append(read_record(Round, file))
+        refuse((rounds[0].old != first, f"{output} began with {rounds[0].old}; choose another --output for {first}"))
+        head = rounds[-1].new if rounds[-1].outcome == "in use" else head
         made = ["traffic", "run/stage1", "run/generated", "run/stage2", "exported"]
-        if rounds[-1]["outcome"] == "rejected":  # others passed the gate, and may be of use
+        if rounds[-1].outcome == "rejected":  # others passed the gate, and may be of use
             made.append("run/speculator")
         for name in made:
             shutil.rmtree(file.parent / name, ignore_errors=True)
@@ -204,7 +201,7 @@ def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}{hint}")
     newest, read, since = "", 0, time.time()
     if last is not None:
-        newest, read, since = last["newest"], last["newest_tokens"], last["finished"]
+        newest, read, since = last.newest, last.newest_tokens, last.finished
     different, few = set[bytes](), False
     said, again = 0, 0.0
     while True:
@@ -291,29 +288,29 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
         loading = target_flags(parse(flags).target)
         gating = ["-m", "speculator", "eval", "gate", old, new, *loading, "--suite", traffic]
         _call([*gating, "--output", gate, *arguments.gate_flags], lock, accepted=(0, 1))
-    figures: Any = read_json(gate)
-    fault = None if figures["accepted"] else "rejected"
-    if figures["accepted"] and arguments.layout:
+    figures = read_record(Gate, gate)
+    fault = None if figures.accepted else "rejected"
+    if figures.accepted and arguments.layout:
         exports = [str((folder / "exported" / name).resolve()) for name in ("new", "old")]
         for head, output in zip((new, old), exports, strict=True):
             if not Path(output).exists():
                 exporting = ["--speculator", head, "--format", arguments.layout, "--output", output]
                 _call(["-m", "speculator", "export", *exporting], lock)
         fault = VLLMServer(arguments.server, key).try_head(exports[0], exports[1], folder / "before.json")
-    elif figures["accepted"] and arguments.server:
+    elif figures.accepted and arguments.server:
         fault = _ask(arguments.server, key, {"path": new})
     shards = _shards(traffic)
-    outcome: Round = {
-        "old": old,
-        "new": new,
-        "answer_tokens": sum(map(_answer_tokens, shards)),
-        "newest": shards[-1].name,
-        "newest_tokens": _answer_tokens(shards[-1]),
-        "gate": figures,
-        "outcome": fault or "in use",
-        "finished": time.time(),
-    }
-    write_json(folder / "round.json", outcome)
+    outcome = Round(
+        old=old,
+        new=new,
+        answer_tokens=sum(map(_answer_tokens, shards)),
+        newest=shards[-1].name,
+        newest_tokens=_answer_tokens(shards[-1]),
+        gate=figures,
+        outcome=fault or "in use",
+        finished=time.time(),
+    )
+    write_record(folder / "round.json", outcome)
     return outcome
 
 
@@ -372,7 +369,7 @@ def write_page(output: Path, rounds: Sequence[Round]) -> None:
 
     lines = [("round", "finished", "answer tokens", "gate", "outcome")]
     for number, each in enumerate(rounds, start=1):
-        finished = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(each["finished"]))
-        lines.append((str(number), finished, f"{each['answer_tokens']:,}", each["gate"]["line"], each["outcome"]))
+        finished = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(each.finished))
+        lines.append((str(number), finished, f"{each.answer_tokens:,}", each.gate.line, each.outcome))
     plot_rounds(rounds, output / "rounds.svg")
     write_text(output / "rounds.html", fill_template("rounds.html", lines=lines))

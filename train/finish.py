@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.loading import load_head
 from speculator.decoding.sampling import Sampling
 from speculator.drafters.tuning import TUNED
+from speculator.report import read_report
 from speculator.target.model import Target
 from speculator.verdict import headlines
 from train.config import RunConfig
@@ -41,7 +41,7 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
         suite = dataclasses.replace(suites["validation"].first(config.eval.tune_prompts), name="validation")
         write_tuning(target, head, suite, head_folder / TUNED, config.eval.max_new_tokens, sampled)
     if (report / "report.json").exists():  # the run was killed between report.json and report.md
-        render(json.loads((report / "report.json").read_text()), [], report)
+        render(read_report(report / "report.json"), [], report)
         return
     evaluate(
         target,
@@ -63,8 +63,8 @@ def summary(config: RunConfig) -> str:
         served = dataclasses.replace(target, adapter=None, dtype="auto")  # which the server decides
         return "\n".join(commands_for_server(folder / "speculator", shlex.join(target_flags(served))))
     how = shlex.join([*target_flags(target), "--speculator", str(folder / "speculator")])
-    report = json.loads((folder / "eval" / "report.json").read_text())
-    chat = any(row["chat"] for row in report["suites"]) and report["settings"]["chat_template"]
+    report = read_report(folder / "eval" / "report.json")
+    chat = any(row.chat for row in report.suites) and report.settings["chat_template"]
     trial = "--chat" if chat else '--prompt "..."'
     lines = [
         *headlines(report),

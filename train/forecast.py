@@ -20,12 +20,12 @@ def forecast(evaluation: dict[str, float]) -> JsonObject:
     Args:
         evaluation: an evaluation's entry in the training log, figures by name ("eval_...").
     """
-    depth = sum(name.startswith("eval_position") and name.endswith("/prefix_accuracy") for name in evaluation)
-    return {
-        "how": "teacher-forced, greedy, on all positions of validation rows; less if the text is uneven",
-        "acceptance_length": evaluation["eval_teacher_forced_acceptance_length"],
-        "accepted_per_draft": [evaluation[f"eval_position{i}/prefix_accuracy"] for i in range(depth)],
-    }
+    name, at = "walked", "the steps of decoding validation rows"
+    if "eval_position0/walked" not in evaluation:  # the head trains on some positions only, and can't walk a row
+        name, at = "prefix_accuracy", "positions of validation rows; less if the text is uneven"
+    depth = sum(key.startswith("eval_position") and key.endswith(f"/{name}") for key in evaluation)
+    rates = [evaluation[f"eval_position{i}/{name}"] for i in range(depth)]
+    return {"how": f"teacher-forced, greedy, at {at}", "acceptance_length": 1 + sum(rates), "accepted_per_draft": rates}
 
 
 def commands_for_server(folder: Path, target: str) -> list[str]:

@@ -503,9 +503,10 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
     D-PACE.
 
     `teacher_forced_acceptance_length` is 1 + the sum of the prefix accuracies: what greedy decoding would accept if the
-    text were the target's own. `forecast_acceptance_length_sampled` is 1 + the sum of the prefix overlaps: the same at
-    temperature 1. `forecast_acceptance_length` is the mean of both, and `forecast_error` its standard error. Real
-    decoding measures `acceptance_length`.
+    text were the target's own, averaged over positions. `walked_acceptance_length` averages over the steps of decoding,
+    for heads that train on every position. `forecast_acceptance_length_sampled` is 1 + the sum of the prefix overlaps:
+    the first one at temperature 1. `forecast_acceptance_length` is the mean of both, and `forecast_error` its standard
+    error. Real decoding measures `acceptance_length`.
     """
     figures: dict[str, float] = {}
     for name, (total, count) in sums.items():
@@ -522,6 +523,8 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
             figures["plain_loss"] = len(means) * (total.sum() / count.sum().clamp_min(1)).item()
         if name == "prefix_accuracy":
             figures["teacher_forced_acceptance_length"] = 1 + sum(means)
+        if name == "walked":
+            figures["walked_acceptance_length"] = 1 + sum(means)
         if name == "prefix_overlap":
             figures["forecast_acceptance_length_sampled"] = 1 + sum(means)
     both = [

@@ -13,7 +13,6 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -29,6 +28,7 @@ from speculator.device import is_out_of_memory
 from speculator.errors import UserError, line_of, run_command
 from speculator.files import make_cache_folder, read_json
 from speculator.heads import Speculator
+from speculator.report import read_report
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
@@ -211,8 +211,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
     if isinstance(target, Target):
         measure(config, target, inputs.suites)
         if config.report_to != "wandb":  # its run is open and has got the report
-            report: Any = read_json(folder / "eval" / "report.json")
-            tracking.send(report, folder / "eval", config.report_to)
+            tracking.send(read_report(folder / "eval" / "report.json"), folder / "eval", config.report_to)
     else:
         log(f"{target.name} only trains, so the head is not tuned and not measured")
     tracking.stop()

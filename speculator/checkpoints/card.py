@@ -17,9 +17,9 @@ from speculator.checkpoints.hub import is_hub_id
 from speculator.checkpoints.layout import Layout
 from speculator.device import dtype_name
 from speculator.errors import UserError
-from speculator.files import read_json, read_text, write_text
+from speculator.files import read_text, write_text
 from speculator.heads.base import Speculator
-from speculator.report import Interval, Report, ReportRow, RunRecord
+from speculator.report import Interval, Report, ReportRow, RunRecord, read_report
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
 from speculator.verdict import headlines
 
@@ -30,7 +30,7 @@ _LOCAL_FILE = re.compile(r"\.(jsonl?|txt|parquet|gz|gguf)(@[\d.]+)?$")
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
-def write_card(folder: str | Path, run: tuple[RunRecord, Report] | None = None) -> Path:
+def write_card(folder: str | Path, run: tuple[RunRecord, Report | None] | None = None) -> Path:
     """Write README.md into a head's folder and return its path.
 
     Args:
@@ -84,14 +84,14 @@ def _rename_target(text: str, old: str, new: str) -> str:
     return re.sub(rf"((?:{place})'?){re.escape(stem)}(?:\.gguf)?(?![\w/-]|\.\w)", replaced, text)
 
 
-def card_of(folder: Path, run: tuple[RunRecord, Report] | None = None) -> str:
+def card_of(folder: Path, run: tuple[RunRecord, Report | None] | None = None) -> str:
     """Return the model card of the head in a folder; `run` is from `read_run`, by default on the parent folder."""
     config, report = run or read_run(folder.resolve().parent)
     return model_card(load_any(folder), config, report)
 
 
-def read_run(run: Path) -> tuple[RunRecord, Report]:
-    """Read a run's config.yaml and eval/report.json; a missing report is empty, and so are both if it is not a run."""
+def read_run(run: Path) -> tuple[RunRecord, Report | None]:
+    """Read a run's config.yaml and eval/report.json; a missing report is None; {} and None if it is not a run."""
     config_file, report_file = run / "config.yaml", run / "eval" / "report.json"
     try:
         config: Any = yaml.safe_load(read_text(config_file)) if config_file.is_file() else {}
@@ -99,21 +99,20 @@ def read_run(run: Path) -> tuple[RunRecord, Report]:
         raise UserError(f"{config_file}: not YAML: {error}") from None
     settings = config.get("settings") if isinstance(config, dict) else None
     if "stage1" not in (settings or {}):
-        return {}, {}
-    report: Any = read_json(report_file) if report_file.is_file() else {}
-    return config, report
+        return {}, None
+    return config, read_report(report_file) if report_file.is_file() else None
 
 
-def model_card(head: Speculator, run: RunRecord, report: Report) -> str:
+def model_card(head: Speculator, run: RunRecord, report: Report | None) -> str:
     """Return the model card of a head, as Markdown with a YAML header.
 
     Args:
         head: the head.
         run: content of the run's config.yaml (settings, versions, processes); empty if unknown.
-        report: content of the run's eval/report.json; empty if nothing was measured.
+        report: content of the run's eval/report.json; None if nothing was measured.
     """
     config: Any = copy.copy(head.config)
-    settings, rows = run.get("settings") or {}, report.get("suites") or []
+    settings, rows = run.get("settings") or {}, report.suites if report else []
     recorded, adapter = config.base_model_name_or_path, public_name(config.base_model_adapter)
     base = config.base_model_name_or_path = public_name(recorded)
     target = f"{base} --adapter {adapter}" if adapter else base
@@ -125,7 +124,7 @@ def model_card(head: Speculator, run: RunRecord, report: Report) -> str:
     )
     for name, value in _license(recorded).items():
         data[name] = value
-    versions: dict[str, str | None] = {**(run.get("versions") or {}), **(report.get("versions") or {})}
+    versions: dict[str, str | None] = {**(run.get("versions") or {}), **(report.versions if report else {})}
     if "git_commit" in run:
         versions["commit"] = run["git_commit"]
     card = ModelCard.from_template(
@@ -143,10 +142,10 @@ def model_card(head: Speculator, run: RunRecord, report: Report) -> str:
         losses=_listed({name: f"{weight:g}" for name, weight in (settings.get("loss") or {}).items() if weight}),
         processes=run.get("processes", 1),
         report=report,
-        settings=_listed(report.get("settings", {})),
-        headlines=headlines(report) if rows else [],
+        settings=_listed(report.settings if report else {}),
+        headlines=headlines(report) if report else [],
         results=_results(rows),
-        greedy=[row for row in rows if row["drafter"] == "head" and "identical_to_greedy" in row],
+        greedy=[row for row in rows if row.drafter == "head" and row.identical_to_greedy],
         layouts=[(layout.name, _servers(layout, head)) for layout in layouts() if layout.stores(head)],
         versions=_listed(versions),
     )
@@ -192,48 +191,48 @@ def _results(rows: list[ReportRow]) -> str:
     """Return a Markdown table of each row's acceptance and speed; "" without rows."""
     if not rows:
         return ""
-    baselines = [name for name in BASELINES if any(name in row.get("speedup", {}) for row in rows)]
-    whole = ["speedup of whole answers"] * any("end_to_end_speedup" in row for row in rows)  # not in older reports
+    baselines = [name for name in BASELINES if any(name in row.speedup for row in rows)]
     header = ["prompts", "temperature", "drafter", "acceptance length", "acceptance by position", "tokens/s"]
     cells = []
     for row in rows:
-        plain = row["drafter"] == "none"
-        speed = row["tokens_per_second"]["plain" if plain else "speculative"]
+        plain = row.drafter == "none"
+        speed = row.tokens_per_second["plain" if plain else "speculative"]
         cells.append(
             [
-                f"{row['prompts']} of {row['name']}",
-                f"{row['temperature']:g}",
+                f"{row.prompts} of {row.name}",
+                f"{row.temperature:g}",
                 _drafter(row),
-                f"{row['acceptance_length']:.2f}",
-                "" if plain else " ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"]),
+                f"{row.acceptance_length:.2f}",
+                "" if plain else " ".join(f"{rate:.2f}" for rate in row.acceptance_by_position),
                 f"{speed:.1f}" if speed else "",
-                *(_with_interval(row.get("speedup", {}).get(name)) for name in baselines),
-                *[_with_interval(row.get("end_to_end_speedup", {}).get("plain"))] * len(whole),
+                *(_with_interval(row.speedup.get(name)) for name in baselines),
+                _with_interval(row.end_to_end_speedup.get("plain")),
             ]
         )
-    return markdown_table([*header, *(f"speedup over {BASELINES[name]}" for name in baselines), *whole], cells)
+    header += [*(f"speedup over {BASELINES[name]}" for name in baselines), "speedup of whole answers"]
+    return markdown_table(header, cells)
 
 
 def _drafter(row: ReportRow) -> str:
     """Return the drafter of a row, with the size of its tree and its accept rule, as the table names it."""
-    if row["drafter"] == "none":
+    if row.drafter == "none":
         return "plain decoding"
-    name = DRAFTERS[row["drafter"]]
-    if row["drafter"] == "adaptive":  # picks shape and rule before each step
+    name = DRAFTERS[row.drafter]
+    if row.drafter == "adaptive":  # picks shape and rule before each step
         return name
-    if row.get("nodes", 0) > row.get("num_speculative_tokens", 0):
-        name += f", tree of {row['nodes']}"
-    elif row["drafter"] == "head":
-        name += f", chain of {row['num_speculative_tokens']}"
-    return name if row.get("rule") in (None, "greedy") else f"{name}, rule {row['rule']}"
+    if row.nodes > row.num_speculative_tokens:
+        name += f", tree of {row.nodes}"
+    elif row.drafter == "head":
+        name += f", chain of {row.num_speculative_tokens}"
+    return name if row.rule == "greedy" else f"{name}, rule {row.rule}"
 
 
 def _with_interval(ratio: Interval | None) -> str:
     """Format a speedup with its interval, such as "1.32 (1.28-1.36)"; "" for None."""
     if not ratio:
         return ""
-    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f}-{ratio['high']:.2f})"  # None: a single prompt
-    return f"{ratio['value']:.2f}{interval}"
+    interval = "" if ratio.low is None else f" ({ratio.low:.2f}-{ratio.high:.2f})"  # None: a single prompt
+    return f"{ratio.value:.2f}{interval}"
 
 
 def _listed(values: Mapping[str, object]) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from speculator.acceptance import Acceptance
 from speculator.cli import model_flags
 from speculator.decoding.engine import Engine
-from speculator.decoding.request import Request, acceptance_length, check_prompts
+from speculator.decoding.request import Request, check_prompts
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import TextStream, decode
 from speculator.drafters.ngram import MEMORY
@@ -132,9 +132,9 @@ def _row(row: dict, request: Request, text: str) -> dict:
 
     A text that failed has "error", its finish reason.
     """
-    mean = acceptance_length(request.steps)
+    steps = Acceptance.of(request.steps)
     failed = {"error": request.finish_reason} if request.failure else {}
-    made = {"text": text, "tokens": request.tokens, "acceptance_length": None if math.isnan(mean) else mean}
+    made = {"text": text, "tokens": request.tokens, "acceptance_length": steps.length if steps.steps else None}
     return {name: value for name, value in row.items() if name != "error"} | made | failed
 
 
@@ -191,8 +191,8 @@ def _summary(requests: list[Request], engine: Engine) -> str:
     tokens = sum(len(request.tokens) for request in requests)
     if not tokens:
         return "no tokens"
-    mean = acceptance_length(step for request in requests for step in request.steps)
-    acceptance = "" if math.isnan(mean) else f"acceptance length {mean:.2f}, "
+    steps = Acceptance.of(step for request in requests for step in request.steps)
+    acceptance = f"acceptance length {steps.length:.2f}, " if steps.steps else ""
     seconds = engine.prefill_seconds + engine.decode_seconds
     summary = f"{acceptance}{tokens / seconds:.1f} tokens/s with prefill"
     cut = sum(request.finish_reason == "context" for request in requests)

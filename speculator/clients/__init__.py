@@ -3,7 +3,7 @@
 All code that knows such a server, from the imported to the importing:
 
     speculator/clients/connection.py       addresses, API keys, and errors in one line
-    speculator/clients/vllm_counters.py    drafts and accepted tokens on a vLLM server's page /metrics
+    speculator/clients/counters.py         verification steps on a server's page /metrics
     speculator/clients/vllm_updates.py     replaces the draft head of a running vLLM server
     speculator/clients/hidden_states.py    hidden states from vLLM servers, for training
     speculator/target/remote/              the target of such a training: `ServerTarget`

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 
 from speculator.clients.connection import base_urls, shown
-from speculator.clients.vllm_counters import read_counters
+from speculator.clients.counters import read_acceptance
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import read_json, write_json
 from speculator.terminal import log
@@ -34,14 +34,14 @@ The first one is the least on which anything is said."""
 _GROUPS, _SURE = 20, 2.86  # t of 19 degrees of freedom: each interval has 99%
 
 
-class Acceptance(NamedTuple):
+class MeasuredLength(NamedTuple):
     """A measured acceptance length and its standard error."""
 
     length: float
     error: float
 
 
-def acceptance_of(looks: Sequence[tuple[int, int]]) -> Acceptance:
+def acceptance_of(looks: Sequence[tuple[int, int]]) -> MeasuredLength:
     """Return the acceptance length over looks at the counters, at least one in each group.
 
     Drafts of one request are alike, and requests last for several looks. So the variance is that of groups of looks
@@ -56,10 +56,10 @@ def acceptance_of(looks: Sequence[tuple[int, int]]) -> Acceptance:
     rate = accepted / drafts
     # The error of a ratio of sums: residuals against the common rate.
     residuals = sum((own - rate * count) ** 2 for count, own in groups)
-    return Acceptance(1 + rate, math.sqrt(residuals * _GROUPS / (_GROUPS - 1)) / drafts)
+    return MeasuredLength(1 + rate, math.sqrt(residuals * _GROUPS / (_GROUPS - 1)) / drafts)
 
 
-def ratio(before: Acceptance, after: Acceptance) -> tuple[float, float]:
+def ratio(before: MeasuredLength, after: MeasuredLength) -> tuple[float, float]:
     """Return the bounds of the new acceptance length over the old one."""
     value = after.length / before.length
     reach = _SURE * value * math.hypot(before.error / before.length, after.error / after.length)
@@ -106,7 +106,7 @@ class VLLMServer:
             log(f"--server {self.name}: too little traffic to compare the heads by; the new one stays")
             return None
 
-        def decided(found: Acceptance) -> bool:
+        def decided(found: MeasuredLength) -> bool:
             low, high = ratio(before, found)
             return low > 1 - _FALL or high < 1
 
@@ -124,16 +124,16 @@ class VLLMServer:
         refuse((fault, f"--server {self.name}: the new head accepts less, and the old one was not loaded: {fault}"))
         return f"swapped back: {found}"
 
-    def _watch_once(self, enough: Callable[[Acceptance], bool], measured: Path | None) -> Acceptance | None:
+    def _watch_once(self, enough: Callable[[MeasuredLength], bool], measured: Path | None) -> MeasuredLength | None:
         """Return the result of `watch`, which is kept in the file `measured` and read from there if it exists."""
         if measured is not None and measured.exists():
-            return Acceptance(**read_json(measured))
+            return MeasuredLength(**read_json(measured))
         found = self.watch(enough)
         if measured is not None and found is not None:
             write_json(measured, found._asdict())
         return found
 
-    def watch(self, enough: Callable[[Acceptance], bool], least: int = 0) -> Acceptance | None:
+    def watch(self, enough: Callable[[MeasuredLength], bool], least: int = 0) -> MeasuredLength | None:
         """Look at the counters until the acceptance length is known well enough, but at most for half an hour.
 
         None: there were too few drafts. Raises a UserError if the server does not answer at the end of that time, or
@@ -168,10 +168,10 @@ class VLLMServer:
     def counters(self) -> tuple[int, int]:
         """Return the numbers of drafts and of accepted draft tokens since the server's start."""
         answer = self._ask("GET", "/metrics")
-        found = read_counters(answer.text)
-        known = answer.is_success and "vllm:spec_decode_num_drafts" in answer.text
-        refuse((not known, f"--server {self.name}: /metrics has no vLLM counters of drafts"))
-        return found["drafts"], found["accepted_tokens"]
+        found = read_acceptance(answer.text)
+        if found is None:
+            raise UserError(f"--server {self.name}: /metrics has no vLLM counters of drafts")
+        return found.steps, found.accepted
 
     def resume(self) -> None:
         """Let the server decode again, in case a killed run has paused it."""

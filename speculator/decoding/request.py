@@ -12,38 +12,13 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from speculator.acceptance import Acceptance, Step
 from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import MAX_CONTEXT, decode, decode_after, last
 from speculator.errors import UserError
 from speculator.target.encoder.encoder import Text, source_of
 from speculator.target.model import Target
-
-
-@dataclass
-class Step:
-    """One row's part of one verification step.
-
-    Attributes:
-        drafted: depth of the draft.
-        accepted: accepted draft tokens.
-        emitted: tokens that were appended: accepted + 1, or fewer if the completion ended.
-    """
-
-    drafted: int
-    accepted: int
-    emitted: int
-
-    @property
-    def cut(self) -> bool:
-        """True if the completion ended among the accepted tokens, so that the sampled token was dropped."""
-        return self.emitted <= self.accepted
-
-
-def acceptance_length(steps: Iterable[Step]) -> float:
-    """Return the mean of accepted + 1 over steps that the completion's end did not cut short; nan without any."""
-    lengths = [step.accepted + 1 for step in steps if not step.cut]
-    return sum(lengths) / len(lengths) if lengths else float("nan")
 
 
 class StopStrings:
@@ -249,8 +224,8 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """Acceptance length over all rows."""
-        return acceptance_length(step for row in self.steps for step in row)
+        """Acceptance length over all rows; 1 without a step."""
+        return Acceptance.of(step for row in self.steps for step in row).length
 
     def check(self) -> Generation:
         """Return these completions if all are whole; raise a UserError, the first failure, if a row has failed."""

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from speculator.acceptance import Acceptance
+
 IGNORE = -100
 """The label where there is nothing to predict."""
 Metric = tuple[Tensor, Tensor]
@@ -84,6 +86,27 @@ def step_metrics(
     a, n = by_row(accepted).double(), by_row(drafts.to(accepted)).double()
     sums = torch.stack([(a * a).sum(), (a * n).sum(), (n * n).sum(), a.sum(), n.sum(), (n > 0).sum()])
     return metrics | {"rows": (sums, torch.ones_like(sums))}
+
+
+def walked(
+    hits: Tensor,  # [N, B, S] 1 where the likeliest token is the label
+    labels: Tensor,  # [B, N, S]
+) -> Metric:  # [N], [N]
+    """Return the steps of greedy decoding that accept the token at each position, and all steps, if the target wrote x.
+
+    A mean over positions is higher: an easy stretch has many positions, and decoding passes it in few steps.
+    """
+    found, depth = Acceptance(), len(hits)
+    accepted = hits.cumprod(0).sum(0).int().tolist()
+    known = (labels != IGNORE).int().cumprod(1).sum(1).tolist()
+    for row, limits in zip(accepted, known, strict=True):
+        t = 0
+        while t < len(row):
+            # The text ends in an accepted draft: decoding would leave the step out, too.
+            if limits[t] and not row[t] == limits[t] < depth:
+                found.count(row[t])
+            t += row[t] + 1  # the accepted tokens, and the target's own
+    return hits.new_tensor(found.per_position(depth)), hits.new_full((depth,), found.steps)
 
 
 def forecast_error(sums: Sequence[float]) -> float | None:

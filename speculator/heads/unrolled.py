@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from speculator.device import send
 from speculator.heads.base import Speculator, SpeculatorConfig
-from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, TrainingBatch, step_metrics
+from speculator.heads.training import IGNORE, Drafts, Metric, TokenLoss, TrainingBatch, step_metrics, walked
 
 
 @dataclass
@@ -150,12 +150,13 @@ class UnrolledHead(Speculator):
             return torch.stack([nn.functional.pad(row, (-i, i)) for i, row in enumerate(rows)])
 
         count = (labels != IGNORE).sum(1)
-        overlap = None if measured.overlap is None else by_t(measured.overlap)
+        overlap, hits = None if measured.overlap is None else by_t(measured.overlap), by_t(measured.hits)
         return {
             "objective": (measured.objective, count.sum()),
+            **({} if self.training else {"walked": walked(hits, batch.labels)}),  # on the CPU: not in each step
             **step_metrics(
                 measured.loss,
-                by_t(measured.hits),
+                hits,
                 overlap,
                 count,
                 batch.labels[:, 0] != IGNORE,

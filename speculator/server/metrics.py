@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from speculator.acceptance import Acceptance
 from speculator.decoding.request import Request
 from speculator.server.errors import APIError
 
@@ -60,13 +61,12 @@ class Traffic(Collector):
     Attributes:
         answers: finished answers.
         tokens: new tokens, those of prefills included.
-        lengths: verification steps, one per request and step of the engine, by their acceptance length. Steps that an
-            answer's end has cut short are left out.
+        acceptance: of verification steps, one per request and step of the engine.
     """
 
     answers: int = 0
     tokens: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
     def count(self, request: Request, new: int) -> None:
         """Count a step in which a request got `new` tokens."""
@@ -74,29 +74,26 @@ class Traffic(Collector):
         self.tokens += new
         # The prefill's token is no step.
         if new and request.steps and not (step := request.steps[-1]).cut:
-            length = step.accepted + 1
-            self.lengths[length] = self.lengths.get(length, 0) + 1
+            self.acceptance.count(step.accepted)
 
     def since(self, before: Traffic) -> Traffic:
         """Return the traffic after `before`, as a copy that does not change."""
-        lengths = {length: count - before.lengths.get(length, 0) for length, count in dict(self.lengths).items()}
-        return Traffic(self.answers - before.answers, self.tokens - before.tokens, lengths)
+        acceptance = self.acceptance - before.acceptance
+        return Traffic(self.answers - before.answers, self.tokens - before.tokens, acceptance)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics for a registry of Prometheus."""
         now = self.since(Traffic())
+        reached, steps = now.acceptance.reached, now.acceptance.steps
         yield CounterMetricFamily("speculator_new_tokens", "Generated tokens", value=now.tokens)
         yield HistogramMetricFamily(
             "speculator_acceptance_length",
             "Tokens per verification step, the bonus token included; the mean is sum over count",
             buckets=[
-                *(
-                    (f"{most}.0", sum(n for length, n in now.lengths.items() if length <= most))
-                    for most in range(1, 18)
-                ),
-                ("+Inf", sum(now.lengths.values())),
+                *((f"{most}.0", steps - sum(reached[most : most + 1])) for most in range(1, 18)),
+                ("+Inf", steps),
             ],
-            sum_value=sum(length * n for length, n in now.lengths.items()),
+            sum_value=sum(reached),
         )
         accepted = CounterMetricFamily(
             "speculator_accepted",
@@ -104,9 +101,8 @@ class Traffic(Collector):
             "at position 0, for the acceptance rate",
             labels=["position"],
         )
-        for position in range(max(now.lengths, default=1) - 1):
-            steps = sum(n for length, n in now.lengths.items() if length > position + 1)
-            accepted.add_metric([str(position)], steps)
+        for position, count in enumerate(reached[1:]):
+            accepted.add_metric([str(position)], count)
         yield accepted
 
     def line(self, seconds: float, decoding: int, waiting: int) -> str:
@@ -119,11 +115,10 @@ class Traffic(Collector):
         """
         if not self.tokens and not decoding:
             return ""
-        steps, accepted = sum(self.lengths.values()), sum(length * n for length, n in self.lengths.items())
         parts = [
             f"{decoding} requests decoding, {waiting} waiting, {self.answers} answered",
             f"{self.tokens / seconds:,.1f} tokens/s",
-            *([f"acceptance length {accepted / steps:.2f}"] if steps else []),
+            *([f"acceptance length {self.acceptance.length:.2f}"] if self.acceptance.steps else []),
         ]
         return ", ".join(parts)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from bad_inputs.cases import Case, write
 from conftest import exit_code, tiny_tokenizer
+from reports import report, report_row
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import data.__main__
@@ -22,6 +23,7 @@ import speculator.__main__
 import train.command_line
 import train.run
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
+from speculator.report import write_record
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -72,8 +74,7 @@ def inputs(tmp_path_factory, text_file) -> dict[str, Path]:
     shutil.copyfile(text_file, paths["TEXT"])
     paths["PLAIN"] = ROOT / "tests" / "plain.yaml"
     paths["REPORT"] = root / "report.json"
-    report = json.loads((ROOT / "docs" / "lab" / "qwen2.5_coder" / "humaneval-t0" / "report.json").read_text())
-    paths["REPORT"].write_text(json.dumps({**report, "versions": {}}))  # which the kept report lacks
+    write_record(paths["REPORT"], report(report_row()))
     return paths
 
 

@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 from bad_inputs.cases import NOT_TEXT, Case, bad_files, flags, table
+from reports import report as made_up
+from reports import report_row
 
 from eval.__main__ import main
+from speculator.report import as_json
 
 COMMON = "--target TARGET --speculator MLP --max_new_tokens 8 --prompt_tokens 8"
 EVAL = f"eval {COMMON} --output out"
@@ -53,31 +56,19 @@ SUITES = [
     *(Case(f"{EVAL} --suite bad.jsonl", "bad.jsonl", {"bad.jsonl": json.dumps(row) + "\n"}) for row in ROWS),
 ]
 
-_ROW: dict[str, Any] = {
-    "name": "s",
-    **{"digest": "d", "prompts": 1, "turns": 1, "chat": False, "max_new_tokens": 1, "nodes": 1},
-    "temperature": 0.0,
-    "batch_size": 1,
-    "drafter": "head",
-    "rule": "block",
-    "num_speculative_tokens": 1,
-    "acceptance_length": 2.0,
-    "acceptance_by_position": [0.5],
-    "speedup": {"plain": {"value": 1.0, "low": 0.9, "high": 1.1}},
-}
+ROW = as_json(report_row())
 
 
-def report(row: dict[str, Any] = _ROW, **changes: Any) -> str:
-    whole = {"schema": 2, "target": "t", "speculator": "s", "hardware": "h", "versions": {}, "settings": {}}
-    return json.dumps(whole | {"suites": [row]} | changes)
+def report(row: dict[str, Any] = ROW, **changes: Any) -> str:
+    return json.dumps(as_json(made_up()) | {"suites": [row]} | changes)
 
 
 COMPARE = "eval compare bad.json REPORT"
 COMPARES = [
     *bad_files(COMPARE, "bad.json", {**NOT_TEXT, "no keys": "{}", "suites": report(suites=7)}),
-    Case("eval compare bad.json bad.json", "bad.json", {"bad.json": report({**_ROW, "acceptance_length": "x"})}),
-    Case("eval compare bad.json bad.json", "bad.json", {"bad.json": report({**_ROW, "speedup": [1]})}),
-    Case(COMPARE, "in common", {"bad.json": report({**_ROW, "name": "another"})}),
+    Case("eval compare bad.json bad.json", "bad.json", {"bad.json": report({**ROW, "acceptance_length": "x"})}),
+    Case("eval compare bad.json bad.json", "bad.json", {"bad.json": report({**ROW, "speedup": [1]})}),
+    Case(COMPARE, "in common", {"bad.json": report({**ROW, "name": "another"})}),
     Case("eval compare REPORT", "required"),
 ]
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +19,8 @@ from conftest import tiny_head
 from make_believe_gpu import gpu as make_believe
 from torch.nn import functional
 
-from benchmarks import gpu, recipe, serving, shapes, variants
+from benchmarks import gpu, recipe, shapes, variants
+from eval import in_server
 from speculator.__main__ import main as speculator
 from speculator.cli import serve
 from speculator.kernels import cuda_graphs
@@ -176,12 +176,11 @@ def test_make_gpu_installs_nothing_and_its_commands_are_valid(tmp_path):
 
 def test_the_command_of_the_server_part_and_its_server_are_valid(tmp_path, monkeypatch):
     loads, servers = [], []
-    monkeypatch.setattr(serving, "run", loads.append)
+    monkeypatch.setattr(in_server, "run", loads.append)
     monkeypatch.setattr(serve, "run", servers.append)
-    assert serving.main(gpu._load("M", tmp_path)[3:]) == 0
-    assert loads[0].clients == [8, 128]
-    (server,) = loads[0].server
-    assert speculator(shlex.split(server.partition("=")[2].format(port=8000))[3:]) == 0
+    for command in gpu._serving("M", tmp_path, 8000):
+        assert speculator(command[3:]) == 0
+    assert (loads[0].clients, loads[0].server_url) == ([8, 128], "http://127.0.0.1:8000")
     assert (servers[0].port, servers[0].max_num_seqs) == (8000, 128)
 
 

@@ -7,20 +7,20 @@ import pytest
 from conftest import exit_code, tiny_head
 from scipy import stats
 
-from eval import gate, metrics, timing
+from eval import gate, intervals, timing
 from eval.__main__ import main
-from eval.metrics import paired_bootstrap
+from eval.intervals import paired_bootstrap
 from eval.suites import Suite
 from speculator import Generation, Sampling, Step, UserError
+from speculator.report import Guard, HeadsCompared, Interval
 
-SUITE = {"name": "s", "prompts": 9, "tokens_per_second": [10.0, 12.0], "acceptance_length": [2.0, 2.5]}
+
+def suite_of(low, high=3.0):
+    return HeadsCompared("s", 9, [10.0, 12.0], Interval(2.0, low, high), [2.0, 2.5])
 
 
-def result(low, change=None):
-    guard = None if change is None else {"name": "g", "old": 2.0, "new": 2.0, "change": change, "allowed": -0.05}
-    if guard:
-        guard["change"] = {"value": change + 0.01, "low": change, "high": change + 0.02}
-    return {"suite": {**SUITE, "difference": {"value": 2.0, "low": low, "high": 3.0}}, "guard": guard}
+def guard_of(change):
+    return None if change is None else Guard("g", 2.0, 2.0, Interval(change + 0.01, change, change + 0.02), -0.05)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def result(low, change=None):
     [(0.1, None, True), (-0.1, None, False), (None, None, False), (0.1, -0.04, True), (0.1, -0.06, False)],
 )
 def test_the_verdict_needs_a_clear_gain_and_no_loss_on_the_guard(low, change, verdict):
-    assert gate.accepted(result(low, change)) is verdict
+    assert gate.accepted(suite_of(low), guard_of(change)) is verdict
 
 
 def test_the_guard_has_the_interval_of_paired_prompts(target, monkeypatch):
@@ -41,21 +41,21 @@ def test_the_guard_has_the_interval_of_paired_prompts(target, monkeypatch):
     monkeypatch.setattr(gate, "HeadDrafter", lambda head: head)
     monkeypatch.setattr(gate, "generate", lambda *_, **__: Generation([], next(made)))
     found = gate.compare_on_guard(target, ["old", "new"], Suite("g", [[1]] * 10), Sampling(), 8, 0.05)
-    assert (found["old"], found["new"], found["change"]["value"]) == (2, 2, 0)
-    assert -0.45 < found["change"]["low"] < -0.3, "half of 0.5 / sqrt(10) twice, and t of 9 degrees is 2.26"
-    assert not gate.accepted({"suite": result(0.1)["suite"], "guard": found}), "the point alone would pass"
+    assert (found.old, found.new, found.change.value) == (2, 2, 0)
+    assert -0.45 < found.change.low < -0.3, "half of 0.5 / sqrt(10) twice, and t of 9 degrees is 2.26"
+    assert not gate.accepted(suite_of(0.1), found), "the point alone would pass"
 
 
 @pytest.mark.parametrize("gain", [0.02, 0.12])
 def test_the_power_that_the_gate_prints_is_that_of_its_interval(gain, monkeypatch):
-    monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
+    monkeypatch.setattr("eval.intervals._RESAMPLES", 100)
     draw, shown, chances = np.random.default_rng(0), 0, []
     for _ in range(200):
         samples = [(*row[:3], row[3] / (1 + gain)) for row in equal_heads(draw, 16)]
         difference = paired_bootstrap(samples, gate._difference)
         speed = sum(row[0] for row in samples) / sum(row[1] for row in samples)
         chances.append(gate.power(difference, speed, gain))
-        shown += difference["low"] > 0
+        shown += difference.low > 0
     assert np.mean(chances) == pytest.approx(shown / 200, abs=0.09)
 
 
@@ -84,9 +84,9 @@ def equal_heads(draw, count):
 def percentile_bootstrap(samples, statistic):
     """The percentiles of the resamples, which are too narrow for few samples."""
     places = (np.arange(len(samples)),)
-    how = {"n_resamples": metrics._RESAMPLES, "vectorized": False, "method": "percentile", "rng": 0}
+    how = {"n_resamples": intervals._RESAMPLES, "vectorized": False, "method": "percentile", "rng": 0}
     found = stats.bootstrap(places, lambda chosen: statistic([samples[i] for i in chosen]), **how)
-    return {"low": found.confidence_interval.low}
+    return Interval(statistic(samples), *found.confidence_interval)
 
 
 def false_acceptances(interval, count, draws):
@@ -94,20 +94,20 @@ def false_acceptances(interval, count, draws):
     draw, taken = np.random.default_rng(count), 0
     for _ in range(draws):
         difference = interval(equal_heads(draw, count), gate._difference)
-        taken += gate.accepted({"suite": {"difference": difference}, "guard": None})
+        taken += gate.accepted(HeadsCompared("s", count, [], difference, []), None)
     return taken
 
 
 @pytest.mark.parametrize("count", [2, 10, 64, *(pytest.param(count, marks=pytest.mark.soak) for count in (5, 16))])
 def test_the_gate_accepts_an_equal_head_as_seldom_as_its_interval_says(count, monkeypatch):
     """2.5% of 400 draws are 10; 22 or more have a probability below 0.1%."""
-    monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
+    monkeypatch.setattr("eval.intervals._RESAMPLES", 100)
     assert 1 <= false_acceptances(paired_bootstrap, count, 400) < 22
 
 
 def test_percentiles_of_two_prompts_accept_an_equal_head_far_too_often(monkeypatch):
     """2.5% of 100 draws are 2 or 3; 10 or more have a probability below 0.1%. Percentiles accept a quarter."""
-    monkeypatch.setattr("eval.metrics._RESAMPLES", 100)
+    monkeypatch.setattr("eval.intervals._RESAMPLES", 100)
     assert false_acceptances(percentile_bootstrap, 2, 100) >= 10
 
 

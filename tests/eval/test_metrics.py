@@ -1,6 +1,7 @@
 """Figures of a report: categories, contexts, batches, conversations, intervals and warnings."""
 
 import json
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -8,16 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import VOCAB, measured, tiny_head, tiny_model, tiny_tokenizer
+from reports import report_row
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eval.decoders import assisted_settings, decoders, measure_suite
-from eval.metrics import acceptance, by_context, paired_bootstrap
+from eval.intervals import paired_bootstrap
+from eval.metrics import by_context
 from eval.report import warnings
 from eval.suites import Suite, load_suite
 from eval.timing import Timed, time_transformers
 from eval.validation import real_acceptance
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, Step, Target, generate
+from speculator.acceptance import Acceptance
 from speculator.prompts import Conversation
+from speculator.report import Interval
 
 
 def talking_target(eos: int | None = None) -> Target:
@@ -92,7 +97,7 @@ def test_every_decoder_answers_the_second_turn_after_the_answer_of_plain_decodin
 
 
 def test_an_answer_ends_where_the_target_ends_it(tmp_path, figures_only):
-    """Chats stop at EOS in every decoder, and the next turn omits it; continuations of text do not stop."""
+    """Chats and texts stop at EOS in every decoder, and the next turn omits it."""
     plain = talking_target()
     one, two = ([{"role": "user", "content": text}] for text in ("one", "two"))
     talk = Conversation(plain.tokenizer("one")["input_ids"], one, [two])
@@ -113,7 +118,7 @@ def test_an_answer_ends_where_the_target_ends_it(tmp_path, figures_only):
     assert lengths == [len(suite.conversations[0].after(target.tokenizer, cut[:-1]).ids)]
     suite.conversations = [talk]
     again = measure_suite(target, table, suite, Sampling(), 16)
-    assert all(timed.tokens[0] == free for timed in again.timed.values())
+    assert all(timed.tokens[0] == cut for timed in again.timed.values())
 
 
 def test_a_conversation_that_outgrows_the_context_ends_there(tmp_path, figures_only):
@@ -145,12 +150,12 @@ def test_batches_give_every_prompt_its_own_text(tmp_path, figures_only):
 def test_acceptance_by_context_equals_a_count_by_hand():
     """With a prompt of 62 and the prefill's token, the steps begin at 63, 65 and 66."""
     steps = [Step(3, 1, 2), Step(3, 0, 1), Step(3, 3, 4)]
-    assert by_context([(62, steps)], None) == [
-        {"from": 0, "below": 64, "steps": 1, "acceptance_length": 2.0, "beyond_trained_length": False},
-        {"from": 64, "below": 128, "steps": 2, "acceptance_length": 2.5, "beyond_trained_length": False},
+    assert [tuple(vars(bucket).values()) for bucket in by_context([(62, steps)], None)] == [
+        (0, 64, 1, 2.0, False),
+        (64, 128, 2, 2.5, False),
     ]
     beyond = by_context([(62, steps)], 66)
-    assert [(b["from"], b["below"], b["beyond_trained_length"]) for b in beyond] == [
+    assert [(b.from_, b.below, b.beyond_trained_length) for b in beyond] == [
         (0, 64, False),
         (64, 66, False),
         (66, 128, True),
@@ -170,15 +175,13 @@ def test_steps_beyond_the_trained_length_warn(tmp_path, figures_only):
 
 @pytest.mark.parametrize(("predicted", "count"), [(1.2, 1), (1.14, 0), (0.84, 1)])
 def test_a_prediction_that_is_off_by_more_than_15_percent_warns(predicted, count):
-    row = {"name": "s", "temperature": 0.0, "batch_size": 1, "drafter": "head", "num_speculative_tokens": 3}
-    row |= {"acceptance_by_context": [], "predicted_speedup": predicted, "speedup": {"plain": {"value": 1.0}}}
+    row = report_row("head", predicted_speedup=predicted, speedup={"plain": Interval(1.0)})
     assert len(warnings([row])) == count
 
 
 @pytest.mark.parametrize(("cut", "count"), [(0, 0), (1, 0), (2, 1), (10, 1)])
 def test_more_than_a_tenth_of_cut_answers_warns(cut, count):
-    row = {"name": "s", "temperature": 0.0, "batch_size": 1, "drafter": "none", "num_speculative_tokens": 0}
-    row |= {"acceptance_by_context": [], "left_out": {}, "cut": cut, "turns": 10, "max_new_tokens": 9}
+    row = report_row("none", cut=cut, turns=10, max_new_tokens=9)
     assert len([line for line in warnings([row]) if f"{cut} of 10 answers reached max_new_tokens 9" in line]) == count
 
 
@@ -300,13 +303,18 @@ STEPS = [Step(3, 3, 4), Step(3, 1, 2), Step(3, 0, 1), Step(2, 2, 3), Step(3, 3, 
 
 def test_acceptance_equals_that_counted_by_hand():
     """The last step was cut, so four count: they accept 3, 1, 0 and 2 tokens."""
-    figures = acceptance(STEPS, 3)
-    assert figures["steps"] == 4
-    assert figures["acceptance_length"] == 1 + 6 / 4
-    assert figures["acceptance_by_position"] == [3 / 4, 2 / 3, 1 / 2]
+    found = Acceptance.of(STEPS)
+    assert (found.steps, found.accepted, found.length) == (4, 6, 1 + 6 / 4)
+    rates = found.rates(4)
+    assert rates == [3 / 4, 2 / 3, 1 / 2, 0]
+    assert 1 + sum(math.prod(rates[: i + 1]) for i in range(4)) == found.length
+    assert (found.per_position(2), found.by_length(4)) == ([3, 2], [1, 1, 1, 1, 0])
+    assert Acceptance.of(STEPS, cut=True) - found == Acceptance.of(STEPS[-1:], cut=True)
+    assert sum((Acceptance.of([step]) for step in STEPS), Acceptance()) == found
+    assert (Acceptance().length, Acceptance().rates(2)) == (1, [0, 0])
 
 
-def test_answers_of_chats_end_at_eos_and_texts_do_not(target):
+def test_validation_answers_end_at_eos(target):
     head, prompts, count = tiny_head(), [[1, 2, 3, 4], [5, 6, 7, 8]], 24
     texts = generate(target, None, prompts, max_new_tokens=count, eos_token_ids=()).tokens
     end = texts[0][7]
@@ -316,12 +324,10 @@ def test_answers_of_chats_end_at_eos_and_texts_do_not(target):
         drafter = HeadDrafter(head)
         made = generate(target, drafter, prompts, Sampling(), max_new_tokens=count, eos_token_ids=eos)
         steps = [step for row in made.steps for step in row]
-        return len(steps), acceptance(steps, drafter.num_speculative_tokens)["acceptance_length"]
+        return len(steps), made.acceptance_length
 
     assert expected({end})[0] < expected(())[0]
-    for ends, eos in ((True, {end}), (False, ())):
-        figures = real_acceptance(target, head, Suite("s", prompts, ends=ends), 0, count)
-        assert figures["acceptance_length"] == expected(eos)[1]
+    assert real_acceptance(target, head, Suite("s", prompts), 0, count)["acceptance_length"] == expected({end})[1]
 
 
 def test_the_interval_of_a_mean_is_close_to_that_of_its_standard_error():
@@ -330,16 +336,16 @@ def test_the_interval_of_a_mean_is_close_to_that_of_its_standard_error():
     samples = [generator.gauss(5, 2) for _ in range(400)]
     error = 1.96 * statistics.stdev(samples) / 20
     interval = paired_bootstrap(samples, statistics.fmean)
-    assert interval["value"] == statistics.fmean(samples)
-    assert interval["low"] == pytest.approx(interval["value"] - error, abs=0.1 * error)
-    assert interval["high"] == pytest.approx(interval["value"] + error, abs=0.1 * error)
+    assert interval.value == statistics.fmean(samples)
+    assert interval.low == pytest.approx(interval.value - error, abs=0.1 * error)
+    assert interval.high == pytest.approx(interval.value + error, abs=0.1 * error)
 
 
 def test_a_bootstrap_draws_both_figures_of_a_prompt_together():
     """The prompts differ a hundredfold, the two decoders always by a factor of 2, so the interval has no width."""
     samples = [(2.0 * 10**k, 10.0**k) for k in (0, 1, 2) for _ in range(5)]
     interval = paired_bootstrap(samples, lambda pairs: sum(a for a, _ in pairs) / sum(b for _, b in pairs))
-    assert interval == {"value": 2.0, "low": 2.0, "high": 2.0}
+    assert interval == Interval(2.0, 2.0, 2.0)
 
 
 def test_costs_are_measured_on_full_batches(monkeypatch):

@@ -1,9 +1,11 @@
 """report.html shows which drafter wrote which token, is one file, and escapes every text."""
 
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from conftest import measured, tiny_head, tiny_model
+from reports import report_row
 
 from eval.decoders import Decoder
 from eval.page import page
@@ -13,6 +15,7 @@ from speculator import HeadDrafter, NgramDrafter, Sampling, Target, generate
 from speculator.drafters.adaptive import PathOrDraft
 from speculator.drafters.shapes import Chain, Tree
 from speculator.drafters.tuning import adaptive_drafter
+from speculator.report import read_report
 from speculator.tables import shown
 from speculator.verdict import fastest, headlines
 
@@ -23,6 +26,8 @@ EVIL = ["</pre><script>alert(1)</script>", "&lt;b>", "\ud800", "\x00\x1b", '"><i
 
 class Evil:
     """A tokenizer with hostile texts."""
+
+    eos_token_id = chat_template = None
 
     def decode(self, tokens, **_) -> str:
         return "".join(EVIL[token % len(EVIL)] for token in tokens)
@@ -51,8 +56,8 @@ class Page(HTMLParser):
 
 def made(drafter, target, temperature=0.0, rule=None):
     decoder = Decoder(drafter.name, print, drafter, rule=rule)
-    row = {"name": "test text", "temperature": temperature, "drafter": drafter.name, "nodes": drafter.nodes}
-    row |= {"num_speculative_tokens": drafter.num_speculative_tokens}
+    drafts = {"num_speculative_tokens": drafter.num_speculative_tokens, "nodes": drafter.nodes}
+    row = report_row(drafter.name, name="test text", temperature=temperature, **drafts)
     return trace_suite(target, [(decoder, row)], SUITE, Sampling(temperature, seed=3), 24)
 
 
@@ -131,7 +136,8 @@ def report(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     target = Target(tiny_model(), tokenizer=None)
     options = {"temperatures": [0.0], "max_new_tokens": 8, "speculator_name": "head"}
-    return measured(target, tiny_head(), [SUITE], folder, **options), (folder / "report.html").read_text()
+    measured(target, tiny_head(), [SUITE], folder, **options)
+    return read_report(folder / "report.json"), (folder / "report.html").read_text()
 
 
 def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
@@ -143,7 +149,7 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     assert all(link.startswith("data:image/png;base64,") for link in asked)
     assert "http" not in text.replace("http-equiv", "")
     sorted_by = [float(attrs["data-v"]) for tag, attrs in found.tags if tag == "td" and "data-v" in attrs]
-    assert report["suites"][1]["acceptance_length"] in sorted_by
+    assert report.suites[1].acceptance_length in sorted_by
     classes = {attrs.get("class", "").split(" ")[0] for tag, attrs in found.tags if tag in ("span", "s")}
     assert classes <= {"target", "head", "ngram", ""}, "of adaptive drafts, too, each token has its own drafter"
     assert classes >= {"target", "head", ""}
@@ -162,7 +168,7 @@ def test_the_page_shows_seven_columns_the_others_on_demand_and_explains_each(rep
 def test_the_page_and_the_summary_begin_with_the_speedup(report):
     report, text = report
     alone, verdict = headlines(report)
-    assert shown(fastest(report["suites"], "head")[0]["speedup"]["plain"]) in alone
+    assert shown(fastest(report.suites, "head")[0].speedup["plain"]) in alone
     assert Page(text).texts["p"][:2] == [f"{alone}.", f"{verdict}."]
 
 
@@ -171,9 +177,9 @@ def test_hostile_texts_are_shown_and_never_run(report):
     target = Target(tiny_model(), tokenizer=None)
     target.tokenizer = Evil()
     names = {"target": EVIL[0], "speculator": EVIL[2], "warnings": EVIL, "not_run": {EVIL[4]: EVIL[0]}}
-    rows = [row | {"name": EVIL[0]} for row in report["suites"]]
+    rows = [replace(row, name=EVIL[0]) for row in report.suites]
     samples = made(HeadDrafter(tiny_head()), target)
-    found = Page(page(report | names | {"suites": rows}, samples, {}))
+    found = Page(page(replace(report, **names, suites=rows), samples, {}))
     assert not found.open or found.open == ["html"]
     assert [tag for tag, _ in found.tags].count("script") == 1
     assert not any(tag == "img" or name.startswith("on") for tag, attrs in found.tags for name in attrs)

@@ -22,6 +22,7 @@ from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling
 from speculator.checkpoints import card
 from speculator.decoding.request import Step
 from speculator.drafters.tuning import PROMPT_HASHES
+from speculator.report import SCHEMA, Interval, ServerLog, as_json, read_report
 from speculator.tables import shown
 from speculator.verdict import headlines
 
@@ -41,8 +42,10 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
     for label in ("draft head", "n-gram lookup", "plain decoding", "transformers generate"):
         assert f"| {label} |" in text
     assert (tmp_path / "acceptance.png").stat().st_size > 10_000
-    assert markdown(report) == text
-    assert report["schema"] == 2
+    made = read_report(tmp_path / "report.json")
+    assert as_json(made) == report
+    assert markdown(made) == text
+    assert report["schema"] == SCHEMA
     row = next(row for row in report["suites"] if row["drafter"] == "head" and row["temperature"] == 0)
     assert row["cost"].keys() == {"draft", "verify"}
     assert row["speedup"].keys() == {"plain", "hf_generate"}
@@ -51,10 +54,14 @@ def test_report_files_agree_and_rows_have_the_keys_that_scripts_read(tmp_path, q
     assert {name: each["value"] for name, each in whole.items()} == pytest.approx(
         {name: speed["speculative"] / speed[name] for name in ("plain", "hf_generate")}
     )
-    assert f"| {shown(whole['plain'])} |" in text
-    assert f"| {card._with_interval(whole['plain'])} |" in card._results(report["suites"])
-    assert f"{shown(whole['plain'])} with the prefill" in headlines(report)[0]
-    assert shown(whole["plain"]) in (tmp_path / "report.html").read_text()
+    plain = Interval(**whole["plain"])
+    assert f"| {shown(plain)} |" in text
+    assert f"| {card._with_interval(plain)} |" in card._results(made.suites)
+    assert f"{shown(plain)} with the prefill" in headlines(made)[0]
+    assert shown(plain) in (tmp_path / "report.html").read_text()
+    totals = [sum(column) for column in zip(*row["samples"], strict=True)]
+    assert whole["plain"]["value"] == pytest.approx(totals[0] / totals[1] / (totals[2] / totals[3]))
+    assert (row["accepted_per_step"], row["steps"]) == (pytest.approx(totals[4] / totals[5]), totals[5])
     assert row["identical_to_greedy"] == {"identical": 3, "of": 3, "dtype": "float32"}
     assert report["fingerprints"].keys() == {"target", "speculator"}
     assert report["argv"] == sys.argv
@@ -147,12 +154,7 @@ def test_the_counters_of_a_server_include_the_steps_in_which_texts_end(tmp_path,
     texts = [[Step(2, 2, 3), Step(2, 0, 1)], [Step(2, 1, 2), Step(2, 2, 1)]]  # the last step had room for one token
     assert server_log(
         Timed([Decoded(tokens=[[], []], prefill_tokens=2, prefill_seconds=0.0, decode_seconds=1.0, steps=texts)]), 2
-    ) == {
-        "drafts": 4,
-        "drafted_tokens": 8,
-        "accepted_per_position": [3, 2],
-        "mean_acceptance_length": 2.25,
-    }
+    ) == ServerLog(drafts=4, drafted_tokens=8, accepted_per_position=[3, 2], mean_acceptance_length=2.25)
     rows = report_of(tmp_path, temperatures=[0.0], server="vllm")["suites"]
     assert [row["drafter"] for row in rows] == ["none", "head"]
     assert rows[1]["server_log"]["drafts"] >= rows[1]["steps"]
@@ -297,17 +299,17 @@ def test_speedup_is_the_ratio_of_totals_with_its_interval():
         for seconds in ([1.0, 1.0], [2.0, 4.0])
     )
     ratio = speedup(ours, baseline)
-    assert ratio["value"] == pytest.approx(3.0)
+    assert ratio.value == pytest.approx(3.0)
     # Resampled, the ratio is 2, 3, 3 or 4: a standard error of 0.71. With one degree of freedom t is 12.7.
     reach = 12.7 * 0.5**0.5 * 2**0.5
-    assert ratio["low"] == pytest.approx(3 - reach, rel=0.05)
-    assert ratio["high"] == pytest.approx(3 + reach, rel=0.05)
+    assert ratio.low == pytest.approx(3 - reach, rel=0.05)
+    assert ratio.high == pytest.approx(3 + reach, rel=0.05)
     whole = speedup(ours, baseline, whole=True)
-    assert whole["value"] == pytest.approx((22 / 3) / (22 / 7))
-    assert whole["low"] < whole["value"] < whole["high"]
+    assert whole.value == pytest.approx((22 / 3) / (22 / 7))
+    assert whole.low < whole.value < whole.high
     slow = Decoded([[0] * 2], prefill_tokens=1, prefill_seconds=0.5, decode_seconds=9.5)
     found = spread(Timed([*ours.batches, slow]), Timed([*baseline.batches, *ours.batches[:1]]), [0, 1, 2])
-    assert found == pytest.approx(
+    assert vars(found) == pytest.approx(
         {"p5": 0.9 * 0.3 / 11 + 0.1 * 5 / 3, "p50": 5 / 3, "p95": 0.1 * 5 / 3 + 0.9 * 3, "slower": 1 / 3}
     )
 
@@ -319,8 +321,8 @@ def test_the_measurements_outlive_a_plot_that_fails(tmp_path, monkeypatch, quick
     monkeypatch.setattr("eval.run.draw_plots", fail)
     with pytest.raises(OSError, match="space"):
         report_of(tmp_path, temperatures=[0.0])
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert len(report["suites"]) == 3
+    report = read_report(tmp_path / "report.json")
+    assert len(report.suites) == 3
     monkeypatch.undo()
     render(report, [], tmp_path)
     assert (tmp_path / "report.md").exists()

@@ -14,6 +14,7 @@ from conftest import measured, tiny_head, tiny_model
 from eval import tracking
 from eval.suites import Suite
 from speculator import Target, UserError
+from speculator.report import read_report
 
 wandb = pytest.importorskip("wandb")
 Run = pytest.importorskip("wandb.sdk.wandb_run").Run  # older releases have no `wandb.Run`
@@ -40,7 +41,7 @@ def test_an_offline_run_holds_figures_and_plots(made, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     assert not (tmp_path / "wandb").exists()
     monkeypatch.setattr(Run, "log", lambda run, values: (logged.update(values), log(run, values)))
-    tracking.send(report, tmp_path, "wandb")
+    tracking.send(read_report(tmp_path / "report.json"), tmp_path, "wandb")
     assert wandb.run is None
     row = next(row for row in report["suites"] if row["drafter"] == "head")
     assert logged["eval/text T=0/head 3/acceptance_length"] == row["acceptance_length"]
@@ -65,7 +66,7 @@ def test_other_trackers_write_the_figures_to_local_files(made, tmp_path, monkeyp
         monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, stub)
     report, folder = made
     shutil.copytree(folder, tmp_path / "report")
-    tracking.send(report, tmp_path / "report", name)
+    tracking.send(read_report(folder / "report.json"), tmp_path / "report", name)
     if not find_spec(name):
         assert [call[0] for call in stub.return_value.method_calls] == ["start", "log", "finish"]
     elif name == "tensorboard":

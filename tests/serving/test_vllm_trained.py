@@ -6,7 +6,7 @@ from itertools import pairwise
 from serving.shared import TARGET, equal_tokens, our_steps, own_steps, per_position, vllm_runs
 
 from data.mixture import PYTHON_SOURCES
-from eval.metrics import paired_bootstrap
+from eval.intervals import paired_bootstrap
 from eval.suites import held_out
 from speculator import Target, generate, load_head
 from speculator.__main__ import main

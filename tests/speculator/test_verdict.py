@@ -1,37 +1,34 @@
 """What a report says first: the head alone, adaptive drafting, and what to do next."""
 
-import json
-from pathlib import Path
-
 import pytest
+from reports import report, report_row
 
+from speculator.report import Interval
 from speculator.verdict import headlines
 
-ONE_PROMPT = {"value": 1.9, "low": None, "high": None}
-LAB = Path(__file__).parents[2] / "docs" / "lab"
+ONE_PROMPT = {"plain": Interval(1.9)}
 
 
-def row(drafter: str, speedup: float, length: float = 2.0, **changes) -> dict:
-    ratio = {"value": speedup, "low": speedup - 0.05, "high": speedup + 0.05}
-    shape = {"name": "chats", "batch_size": 1, "temperature": 0.0, "num_speculative_tokens": 3, "undrafted_share": 0.0}
-    shape["nodes"] = changes.get("num_speculative_tokens", 3)
-    interval = {"low": length - 0.1, "high": length + 0.1}
-    figures = {"acceptance_length": length, "acceptance_length_interval": interval, "speedup": {"plain": ratio}}
-    return {"drafter": drafter, **shape, **figures, "cost": {"draft": 0.3, "verify": 1.1}, **changes}
+def row(drafter, *figures, **changes):
+    return report_row(drafter, *figures, **{"name": "chats", **changes})
 
 
-def lines(*rows: dict) -> list[str]:
-    return headlines({"suites": [{**row("none", 1.0), "acceptance_length": 1.0}, *rows]})
+def lines(*rows) -> list[str]:
+    return headlines(report(row("none", 1.0, 1.0), *rows))
 
 
 def test_the_verdict_begins_with_the_head_and_then_adaptive_drafting():
     warm = row("head", 1.2, 1.5, temperature=1.0)
     alone, adaptive, _ = lines(row("head", 1.4, 2.26), warm, row("ngram", 1.3), row("adaptive", 1.62))
     assert alone == (
-        "the head alone: acceptance length 2.26 (2.16 to 2.36), 1.40 (1.35 to 1.45) times as fast as plain decoding at "
-        "temperature 0; acceptance length 1.50 (1.40 to 1.60), 1.20 (1.15 to 1.25) at temperature 1"
+        "the head alone: acceptance length 2.26 (2.16 to 2.36), 1.40 (1.35 to 1.45) times as fast as plain decoding, "
+        "1.40 (1.35 to 1.45) with the prefill, at temperature 0; acceptance length 1.50 (1.40 to 1.60), 1.20 (1.15 to "
+        "1.25), 1.20 (1.15 to 1.25) with the prefill, at temperature 1"
     )
-    assert adaptive == "adaptive drafting is 1.62 (1.57 to 1.67) times as fast as plain decoding at temperature 0"
+    speedup = "1.62 (1.57 to 1.67)"
+    assert adaptive == (
+        f"adaptive drafting is {speedup} times as fast as plain decoding, {speedup} with the prefill, at temperature 0"
+    )
 
 
 def test_the_verdict_says_where_adaptive_drafting_is_off():
@@ -53,7 +50,7 @@ def test_the_verdict_says_where_adaptive_drafting_is_off():
         ),
         ([row("head", 0.9, 1.8)], "the head costs more than it gains here: a drafted token costs 0.30"),
         ([row("head", 1.03, 1.8)], "may be worth serving for one user at a time: its interval includes 1"),
-        ([{**row("head", 1.9), "speedup": {"plain": ONE_PROMPT}}], "one prompt has no interval, so measure more"),
+        ([row("head", 1.9, end_to_end_speedup=ONE_PROMPT)], "one prompt has no interval, so measure more"),
         (
             [row("head", 0.8), row("head", 1.5, temperature=1.0)],
             "the head costs more than it gains here at temperature 0: a drafted",
@@ -63,7 +60,7 @@ def test_the_verdict_says_where_adaptive_drafting_is_off():
             "may be worth serving for one user at a time: its interval at temperature 1 includes 1",
         ),
         (
-            [row("head", 1.5, end_to_end_speedup={"plain": {"value": 1.2, "low": 0.9, "high": 1.5}})],
+            [row("head", 1.5, end_to_end_speedup={"plain": Interval(1.2, 0.9, 1.5)})],
             "its interval includes 1",
         ),
         ([row("head", 1.5)], "worth serving for one user at a time: 3 tokens per draft"),
@@ -82,12 +79,8 @@ def test_a_verdict_names_the_next_step(rows, verdict):
 
 def test_without_a_head_the_fastest_drafter_of_each_suite_is_named():
     assert lines(row("ngram", 1.3)) == [
-        "n-gram lookup is 1.30 (1.25 to 1.35) times as fast as plain decoding at temperature 0"
+        "n-gram lookup is 1.30 (1.25 to 1.35) times as fast as plain decoding, 1.30 (1.25 to 1.35) with the prefill, "
+        "at temperature 0"
     ]
     several = lines(row("head", 1.5), row("head", 1.5, name="code"))
     assert [line.partition(":")[0] for line in several] == ["chats, batch size 1"] * 2 + ["code, batch size 1"] * 2
-
-
-@pytest.mark.parametrize("report", sorted(LAB.glob("qwen2.5_coder/*/report.json")), ids=lambda path: path.parent.name)
-def test_the_reports_in_docs_lab_have_a_verdict(report):
-    assert any("verdict: " in line for line in headlines(json.loads(report.read_text())))

@@ -16,8 +16,9 @@ from serving_here import chat_target, drafter, serving, tiny_head_for
 from data.readers import read
 from speculator.__main__ import build_parser, main
 from speculator.cli import model_flags, serve
-from speculator.clients.vllm_updates import Acceptance, VLLMServer
+from speculator.clients.vllm_updates import MeasuredLength, VLLMServer
 from speculator.errors import UserError
+from speculator.report import Gate, HeadsCompared, Interval, write_record
 from train import adapt
 
 __all__ = ["chat_target", "drafter"]
@@ -57,10 +58,8 @@ class Loop:
             self.calls.append(("gate", argv[4]))
             self.gated = argv[6 : argv.index("--suite")]
             self.guarded = value("--guard_head") if "--guard_head" in argv else None
-            difference = {"value": 2.0, "low": 1.0, "high": 3.0}
-            suite = {"acceptance_length": [2.0, 2.5], "tokens_per_second": [10.0, 12.0], "difference": difference}
-            verdict = {"accepted": self.verdicts.pop(0), "suite": suite, "line": "<faster>"}
-            Path(value("--output")).write_text(json.dumps(verdict))
+            suite = HeadsCompared("s", 9, [10.0, 12.0], Interval(2.0, 1.0, 3.0), [2.0, 2.5])
+            write_record(Path(value("--output")), Gate(suite, None, self.verdicts.pop(0), "<faster>"))
         else:
             self.calls.append(("train", value("--speculator.warm_start")))
             made, cache = Path(value("--output_dir")) / "speculator", Path(variables["SPECULATOR_CACHE"])
@@ -218,7 +217,7 @@ def test_a_layout_that_cannot_store_the_head_is_refused_before_the_first_round(
     assert not (tmp_path / "out").exists()
 
 
-MOMENTS = ("_copy_shards", "train", "_ask", "write_json", "write_page")
+MOMENTS = ("_copy_shards", "train", "_ask", "write_record", "write_page")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,7 @@ def test_a_round_that_was_killed_is_resumed(loop, monkeypatch, moment, after):
     assert loop.round(1)["outcome"] == "in use"
     begun = moment != "_copy_shards" or after
     assert loop.round(1)["newest"] == ("00000000.jsonl.gz" if begun else "00000001.jsonl.gz")
-    assert (loop.worker.engine.drafter.head is old) == (moment == "write_page" or (moment == "write_json" and after))
+    assert (loop.worker.engine.drafter.head is old) == (moment == "write_page" or (moment == "write_record" and after))
     assert loop.verdicts == []
 
 
@@ -434,7 +433,7 @@ def test_a_vllm_server_with_the_new_head_is_compared_with_the_old_heads_acceptan
             if len(loaded) == 2:  # while it watches the new head
                 loaded.append("new")
                 raise Killed
-            return Acceptance(lengths[loaded[-1]], 0.01)
+            return MeasuredLength(lengths[loaded[-1]], 0.01)
 
     monkeypatch.setattr(adapt, "VLLMServer", Server)
     loop.verdicts = [True]

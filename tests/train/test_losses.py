@@ -44,7 +44,7 @@ def test_labels_are_inside_the_loss_mask_from_the_first_token_read():
 
 def measured(loss, labels, features, outputs, hidden, draft_tokens=None) -> dict:
     """Metrics' sums of a head with these features, the objective, and the number of labels."""
-    head = SimpleNamespace(output=outputs.__getitem__, draft_tokens=draft_tokens)
+    head = SimpleNamespace(output=outputs.__getitem__, draft_tokens=draft_tokens, training=True)
     batch = TrainingBatch(
         input_ids=None,
         document_ids=labels,

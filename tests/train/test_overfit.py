@@ -6,13 +6,14 @@ from conftest import RECURRENT_RUNS, VOCAB, tiny_model
 from multimodal_targets import save_multimodal
 
 from speculator import HeadDrafter, Target, generate
+from speculator.acceptance import Acceptance
 from speculator.checkpoints.loading import bind
 from speculator.decoding.drafter import Shape
 from speculator.drafters.shapes import Tree
 from speculator.heads import ARCHITECTURES
 from speculator.heads.training import TrainingBatch
 from train.config import LossConfig
-from train.losses import ChunkedLoss
+from train.losses import ChunkedLoss, summarise
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -67,6 +68,41 @@ def overfit(
     made = generate(target, HeadDrafter(head, shape), [PROMPT], max_new_tokens=40)
     assert made.tokens[0] == text[len(PROMPT) :]
     return made.acceptance_length
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3"])
+def test_the_forecast_walks_a_row_as_decoding_does(architecture):
+    """On the target's own text each step of decoding is a step of the walk; a mean over positions differs."""
+    target = Target(tiny_model(), tokenizer=None)
+    text = PROMPT + generate(target, None, [PROMPT], max_new_tokens=60, eos_token_ids=()).tokens[0]
+    row, mask = torch.tensor([text]), (torch.arange(len(text)) >= len(PROMPT)).int()[None]
+    torch.manual_seed(0)
+    kind = ARCHITECTURES[architecture].config_class
+    own = {"aux_layers": [0, 1]} if hasattr(kind, "aux_layers") else {}
+    config = kind.for_target(target.config, inner_dim=64, n_predict=3, **own)
+    head = bind(ARCHITECTURES[architecture](config), target)
+    documents = torch.zeros_like(row)
+    with target.aux_layers.recorded(head.aux_layers) as states:
+        hidden = target.hidden(row)
+    loss = ChunkedLoss(target.logits, LossConfig(cross_entropy=1.0, kl=0.0), target.vocab_size)
+    targets = config.training_targets(row, documents, mask, [0])
+    batch = TrainingBatch(input_ids=row, document_ids=documents, hidden=hidden, states=states(hidden), targets=targets)
+    optimiser = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(6):
+        optimiser.zero_grad()
+        metrics = head(batch, loss)
+        assert "walked" not in metrics, "training does not wait for the CPU"
+        metrics["objective"][0].backward()
+        optimiser.step()
+    with torch.no_grad():
+        metrics = head.eval()(batch, loss)
+    made = generate(target, HeadDrafter(head), [PROMPT], max_new_tokens=60, eos_token_ids=())
+    decoded = Acceptance.of(made.steps[0])
+    assert [x.tolist() for x in metrics["walked"]] == [decoded.per_position(3), [decoded.steps] * 3]
+    assert 0 < decoded.accepted < 3 * decoded.steps
+    found = summarise(metrics)
+    assert found["walked_acceptance_length"] == pytest.approx(decoded.length)
+    assert found["teacher_forced_acceptance_length"] != pytest.approx(decoded.length, abs=0.01)
 
 
 def quick(*names: str) -> list:

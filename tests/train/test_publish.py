@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from conftest import tiny_head
 
 from eval.in_server import FORECAST_FILE
@@ -21,7 +22,9 @@ def test_the_weights_of_a_head_are_as_readable_as_its_config(tmp_path):
 
 def test_the_forecast_is_published_with_the_head(tmp_path):
     """Written after the head, it would be missing for good if the run was killed in between."""
-    evaluation = {"eval_teacher_forced_acceptance_length": 1.5, "eval_position0/prefix_accuracy": 0.5}
+    evaluation = {"eval_position0/prefix_accuracy": 0.5}
+    walked = forecast({**evaluation, "eval_position0/walked": 0.4, "eval_position1/walked": 0.2})
+    assert (walked["acceptance_length"], walked["accepted_per_draft"]) == (pytest.approx(1.6), [0.4, 0.2])
     publish(tiny_head(), tmp_path / "head", forecast(evaluation))
     assert json.loads((tmp_path / "head" / FORECAST_FILE).read_text())["accepted_per_draft"] == [0.5]
     assert manifest_error(tmp_path / "head") is None

@@ -22,10 +22,12 @@ from conftest import tiny_tokenizer
 from datasets import load_from_disk
 from filelock import FileLock
 from mtp_models import config_of, model_of, mtp_of, save
+from reports import report as report_with
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from speculator.__main__ import build_parser
+from speculator.report import SCHEMA, write_record
 from train import checkpoint
 from train.command_line import parse
 from train.config import RunConfig, TargetConfig
@@ -197,7 +199,7 @@ def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
         "a/b", revision="old", dtype="bfloat16", trust_remote_code=True, chat_template_kwargs={"think": False}
     )
     (tmp_path / "eval").mkdir()
-    (tmp_path / "eval" / "report.json").write_text('{"suites": []}')
+    write_record(tmp_path / "eval" / "report.json", report_with())
     line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]
     arguments = build_parser("serve").parse_args(shlex.split(line)[shlex.split(line).index("serve") + 1 :])
     for name in ("revision", "adapter", "dtype", "trust_remote_code", "chat_template_kwargs"):
@@ -288,7 +290,7 @@ def test_a_run_leaves_its_folder_as_documented(finished):
 
 def test_the_report_holds_what_scripts_read(finished):
     report = json.loads((finished / "eval" / "report.json").read_text())
-    assert report["schema"] == 2
+    assert report["schema"] == SCHEMA
     _, history = state_of(finished, 20)
     losses, lengths = (report["training"]["stage1"][name] for name in ("loss", "acceptance length"))
     assert losses == [[entry["step"], entry["loss"]] for entry in history if "loss" in entry]

@@ -1,14 +1,15 @@
-import copy
-import json
+from dataclasses import replace
 
 import pytest
 import yaml
 from conftest import tiny_head
 from huggingface_hub import ModelCard
+from reports import around, report, report_row
 
 from speculator import UserError
 from speculator.__main__ import main
 from speculator.checkpoints.card import copy_card, write_card
+from speculator.report import Identical, Interval, write_record
 
 SETTINGS = {
     "data": {"seq_length": 128},
@@ -24,37 +25,22 @@ SETTINGS = {
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0"}
 
 
-def row(drafter: str, **changes) -> dict:
-    made = {
-        "name": "chat",
-        "prompts": 7,
-        "temperature": 0.0,
-        "drafter": drafter,
-        "batch_size": 1,
-        "num_speculative_tokens": 2,
-        "nodes": 2,
-        "undrafted_share": 0.0,
-        "cost": {"draft": 0.1, "verify": 1.0},
-        "acceptance_length": 2.25,
-        "acceptance_by_position": [0.75, 0.5],
-        "tokens_per_second": {"speculative": 61.5, "plain": 41.0, "hf_generate": 30.0},
-    }
+def row(drafter: str, length: float = 2.25, **changes):
+    speeds = {"speculative": 61.5, "plain": 41.0, "hf_generate": 30.0}
+    made = {"name": "chat", "prompts": 7, "num_speculative_tokens": 2, "tokens_per_second": speeds, "rule": "greedy"}
     if drafter != "none":
-        ratio = {"value": 1.5, "low": 1.25, "high": 1.75}
-        made["speedup"] = {"plain": ratio, "hf_generate": {**ratio, "value": 2.05}}
-    return {**made, **changes}
+        made["speedup"] = {"plain": around(1.5, 0.25), "hf_generate": around(2.05, 0.25)}
+    return report_row(drafter, 1.4, length, **{**made, **changes})
 
 
-REPORT = {
-    "hardware": "GPU of the test",
-    "versions": {"torch": "2.13.0", "python": "3.11"},
-    "settings": {"batch_size": 1, "dtype": "bfloat16"},
-    "suites": [
-        row("none", acceptance_length=1.0),
-        row("head", identical_to_greedy={"identical": 6, "of": 7, "dtype": "float32"}),
-        row("ngram", acceptance_length=1.5),
-    ],
-}
+REPORT = report(
+    row("none", 1.0),
+    row("head", identical_to_greedy=Identical(6, 7, "float32")),
+    row("ngram", 1.5),
+    hardware="GPU of the test",
+    versions={"torch": "2.13.0", "python": "3.11"},
+    settings={"batch_size": 1, "dtype": "bfloat16"},
+)
 
 
 def head_folder(folder, **recorded):
@@ -72,7 +58,7 @@ def run(tmp_path):
     record = {"settings": SETTINGS, "versions": VERSIONS, "git_commit": "abc123", "processes": 4}
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(record))
     (tmp_path / "run" / "eval").mkdir()
-    (tmp_path / "run" / "eval" / "report.json").write_text(json.dumps(REPORT))
+    write_record(tmp_path / "run" / "eval" / "report.json", REPORT)
     return folder
 
 
@@ -149,22 +135,19 @@ def test_a_learning_rate_for_other_rows_and_another_width_says_so(run):
 
 
 def test_results_hold_every_drafter_and_baseline(run):
-    report = copy.deepcopy(REPORT)
     adaptive = row("adaptive", nodes=20, num_speculative_tokens=4, rule="as drafted")
     tree = row("head", temperature=1.0, rule="block", nodes=16, num_speculative_tokens=3)
-    for ratio in tree["speedup"].values():
-        ratio.update(low=None, high=None)  # a single prompt has no interval
-    report["suites"] += [adaptive, tree]
-    (run.parent / "eval" / "report.json").write_text(json.dumps(report))
+    tree = replace(tree, speedup={name: Interval(ratio.value) for name, ratio in tree.speedup.items()})  # one prompt
+    write_record(run.parent / "eval" / "report.json", replace(REPORT, suites=[*REPORT.suites, adaptive, tree]))
     text = write_card(run).read_text()
     assert "GPU of the test; batch size 1, dtype bfloat16." in text
     assert "acceptance length | acceptance by position | tokens/s | speedup over plain decoding |" in text
-    assert "| 7 of chat | 0 | plain decoding | 1.00 |  | 41.0 |  |  |" in text
-    ratios = "1.50 (1.25-1.75) | 2.05 (1.25-1.75)"
+    assert "| 7 of chat | 0 | plain decoding | 1.00 |  | 41.0 |  |  |  |" in text
+    ratios = "1.50 (1.25-1.75) | 2.05 (1.80-2.30) | 1.40 (1.35-1.45)"
     assert f"| 7 of chat | 0 | draft head, chain of 2 | 2.25 | 0.75 0.50 | 61.5 | {ratios} |" in text
     assert f"| 7 of chat | 0 | n-gram lookup | 1.50 | 0.75 0.50 | 61.5 | {ratios} |" in text
     assert "| 7 of chat | 0 | adaptive |" in text
-    assert "| 7 of chat | 1 | draft head, tree of 16, rule block | 2.25 | 0.75 0.50 | 61.5 | 1.50 | 2.05 |" in text
+    assert "| 7 of chat | 1 | draft head, tree of 16, rule block | 2.25 | 0.75 0.50 | 61.5 | 1.50 | 2.05 | 1.40" in text
     assert "Temperature 0, chat: 6 of 7 texts" in text
 
 

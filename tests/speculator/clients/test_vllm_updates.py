@@ -44,8 +44,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(stub.faults.pop(), "")
         stub.drafts += 100
         stub.accepted += 100 * (stub.lengths.get(stub.head, 1) - 1)
-        name = 'vllm:spec_decode_num_{}_total{{engine="0",model_name="m"}} {}\n'
-        lines = name.format("drafts", stub.drafts) + name.format("accepted_tokens", stub.accepted)
+        name = 'vllm:spec_decode_num_{}_total{{engine="0",position="0"}} {}\n'
+        lines = name.format("drafts", stub.drafts) + name.format("accepted_tokens_per_pos", stub.accepted)
         return self.answer(200, lines + name.format("draft_tokens", 7e9) if stub.lengths else "")
 
     def do_POST(self):

@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from speculator import Engine, Sampling, Target, generate
+from speculator.acceptance import Acceptance
 from speculator.chat import set_template_variables
 from speculator.decoding.streaming import decode
 from speculator.server import app
@@ -394,8 +395,8 @@ def test_the_log_tells_what_the_server_does_and_nothing_when_it_is_idle(chat_tar
 
 def test_a_line_of_traffic_has_the_counts_since_the_last():
     assert not Traffic().line(10, 0, 0)
-    before = Traffic(answers=1, tokens=100, lengths={1: 4})
-    line = Traffic(answers=3, tokens=152, lengths={1: 4, 2: 10, 3: 10}).since(before).line(10, 1, 3)
+    before = Traffic(answers=1, tokens=100, acceptance=Acceptance([4]))
+    line = Traffic(answers=3, tokens=152, acceptance=Acceptance([24, 20, 10])).since(before).line(10, 1, 3)
     assert line == "1 requests decoding, 3 waiting, 2 answered, 5.2 tokens/s, acceptance length 2.50"
     assert "acceptance" not in Traffic(tokens=1).line(10, 1, 0)
 
@@ -409,7 +410,7 @@ def test_a_prefill_is_no_verification_step(chat_target, drafter):
     while engine.busy:
         engine.step()
     assert (traffic.answers, traffic.tokens) == (1, 12)
-    assert sum(traffic.lengths.values()) == sum(not step.cut for step in request.steps)
+    assert traffic.acceptance.steps == sum(not step.cut for step in request.steps)
 
 
 def test_metrics_count_requests(client):

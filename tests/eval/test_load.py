@@ -1,0 +1,187 @@
+"""`eval --server --clients`: what clients wait for, and where drafting stops paying."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from conftest import exit_code
+from hidden_state_server import StandIn
+
+from eval.__main__ import main
+from eval.in_server import training_hours
+from eval.load import Asking
+from eval.served import Level, Served, compare, figures, table
+from speculator import Sampling, Target
+from speculator.files import read_json, write_json
+
+
+class Client:
+    """A server's client whose answer to prompt [n] takes n milliseconds and has n tokens; it knows who waits."""
+
+    def __init__(self):
+        self.completions, self.waiting, self.asked = self, 0, []
+
+    async def create(self, *, prompt, **_):
+        self.waiting += 1
+        self.asked.append((prompt[0], self.waiting))
+
+        async def events():
+            await asyncio.sleep(prompt[0] / 2000)
+            yield SimpleNamespace(choices=[1], usage=None)
+            await asyncio.sleep(prompt[0] / 2000)
+            self.waiting -= 1
+            yield SimpleNamespace(choices=[], usage=SimpleNamespace(completion_tokens=prompt[0]))
+
+        return events()
+
+
+@pytest.mark.parametrize("clients", [1, 3])
+def test_all_clients_are_busy_until_the_last_counted_answer(clients):
+    client = Client()
+    asking = Asking(client=client, model="m", sampling=Sampling(), max_new_tokens=9)
+    lengths = [20, 1, 2, 60, 3]
+    prompts = [[length] for length in lengths]
+    answers, seen = asyncio.run(asking.ask(prompts, clients, lambda: len(client.asked)))
+    assert [answer.tokens for answer in answers] == lengths, "in the order of the prompts"
+    assert all(answer.first < answer.seconds for answer in answers)
+    assert [prompt for prompt, _ in client.asked[:5]] == lengths
+    assert seen == 5, "its counters are read before others are asked"
+    assert (len(client.asked) > 5) == (clients > 1), "others ask again while the longest answer lasts"
+    assert min(waiting for _, waiting in client.asked[clients:]) >= clients - 1, "two may end at the same time"
+
+
+def test_a_rate_sends_each_prompt_once_and_its_time_begins_when_it_is_due():
+    client = Client()
+    asking = Asking(client=client, model="m", sampling=Sampling(), max_new_tokens=9, rate=1000.0)
+    answers, _ = asyncio.run(asking.ask([[20]] * 6, 1, int))
+    assert len(client.asked) == 6
+    assert answers[-1].seconds > 0.08, "it waited for five others"
+
+
+def test_the_figures_of_a_load_equal_those_by_hand():
+    """Two clients: 30 tokens in 4 busy seconds. Tokens after the first take 100, 200 and 100 ms; one has none."""
+    answers = [[11, 0.2, 1.2], [6, 0.5, 1.5], [12, 0.1, 1.2], [1, 0.1, 0.1]]
+    found = figures(answers, 2, None, {"ttft": 300, "tpot": 150})
+    assert found["tokens_per_second"] == pytest.approx(30 / 2)
+    assert found["tpot_ms"][0] == pytest.approx(100)
+    assert found["ttft_ms"][0] == pytest.approx(150)
+    assert found["answer_ms"][0] == pytest.approx(1200)
+    assert (found["within"], found["goodput"]) == (0.75, pytest.approx(3 / 2))
+    assert figures(answers, 2, 5.0, {})["goodput"] == pytest.approx(4 / 5)
+
+
+def level(clients, temperature, speed, accepted=0, **limits) -> Level:
+    """A level of 8 answers of 40 tokens, with some spread, `speed` times as fast as one second each."""
+    answers = [[40, 0.1 / speed, (1 + 0.01 * (n % 3)) / speed] for n in range(8)]
+    found = figures(answers, clients, None, limits)
+    drafts = {"steps": 100, "accepted_tokens": accepted, "accepted_per_position": [], "drafted_tokens": None}
+    where = {"suite": "s", "digest": str(clients), "temperature": temperature, "max_new_tokens": 40, "rate": None}
+    return Level(clients=clients, answers=answers, **where, **found, **drafts)
+
+
+def served(curves, accepted=0, **changes) -> Served:
+    """Curves are {temperature: {clients: speed}}."""
+    limits = changes.get("slo", {})
+    made = [level(n, t, s, accepted, **limits) for t, curve in curves.items() for n, s in curve.items()]
+    empty = {"slo": {}, "price": None, "hours": None, "forecast": None}
+    return Served(server="u", target="t", speculator=None, date="", argv=[], suites=made, **{**empty, **changes})
+
+
+PLAIN = {t: {1: 1.0, 4: 0.9, 16: 0.5} for t in (0.0, 1.0)}
+
+
+def test_the_number_of_clients_at_which_drafting_stops_paying_is_that_of_the_worst_temperature():
+    """At temperature 1 the speedup falls from 1.4 at 4 clients to 0.8 at 16: to 1 at 4 * 4 ** (2 / 3), about 10."""
+    drafted = {0.0: {1: 2.0, 4: 1.5, 16: 0.6}, 1.0: {1: 1.5, 4: 1.4 * 0.9, 16: 0.8 * 0.5}}
+    text, speedups = compare(served(PLAIN), served(drafted, accepted=90))
+    assert "verdict: drafting is worth serving up to 4 clients (s, temperature 1); it stops paying at about 10" in text
+    assert [round(each.value, 2) for *_, each in speedups["s, temperature 1"]] == [1.5, 1.4, 0.8]
+    assert "| s, temperature 0 | 4 | 1.67 (1.67 to 1.67) | 142.8 -> 237.9 |" in text
+    text, _ = compare(served(PLAIN), served({0.0: drafted[0.0]}, accepted=90))
+    assert "up to 16 clients (s, temperature 0); it is nowhere slower, up to 16" in text
+    text, _ = compare(served(PLAIN, accepted=5), served({0.0: {1: 0.9}}, accepted=90))
+    assert "verdict: B is not shown to pay (s, temperature 0); it stops paying at about 1 client" in text
+
+
+def test_a_token_costs_what_the_fastest_level_within_the_limits_costs():
+    """Within 30 ms a token are 1 and 4 clients: 36 an hour for 142.75 tokens a second are 70.1 per million."""
+    limits = {"price": 36.0, "slo": {"tpot": 30.0}}
+    plain = served({0.0: PLAIN[0.0]}, **limits)
+    assert plain.suites[1].tokens_per_second == pytest.approx(142.75, abs=0.01)
+    assert "s, temperature 0: costs 70.1 per million tokens, with 4 clients" in table(plain)
+    fast = served({0.0: {1: 2.0, 4: 1.8, 16: 0.6}}, accepted=90, **limits, hours=10.0)
+    text, _ = compare(plain, fast)
+    assert "A costs 70.1 per million tokens, with 4 clients; B costs 35 per million tokens, with 4 clients" in text
+    assert "10.0 hours of training are paid after 10.3 million tokens" in text
+    text, _ = compare(plain, replace(fast, hours=None))
+    assert "each hour of training at this price is paid after 1.0 million" in text
+    assert "a training does not pay" in compare(fast, replace(plain, hours=1.0))[0]
+    none = served({0.0: PLAIN[0.0]}, price=36.0, slo={"ttft": 1.0})
+    assert "keeps the limits at no number of clients" in table(none)
+    text, _ = compare(none, fast)
+    assert "A keeps the limits at no number of clients; B costs 35 per million" in text
+    assert "training" not in text
+
+
+def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
+    """Of 100 steps 80 took 40 seconds, and 20 more take 10; the last entry has none left, and text took 50 seconds."""
+    history = [
+        {"step": 40, "seconds_left": 99.0},
+        {"step": 80, "seconds_left": 10.0},
+        {"step": 100, "seconds_left": 0.0},
+    ]
+    for number, entries in ((80, history[:2]), (100, history)):
+        folder = tmp_path / "stage1" / f"checkpoint-{number}"
+        folder.mkdir(parents=True)
+        write_json(folder / "trainer_state.json", {"max_steps": 100, "log_history": entries})
+    (tmp_path / "generated").mkdir()
+    write_json(tmp_path / "generated" / "manifest.json", {"seconds": 50.0})
+    assert training_hours(tmp_path) == pytest.approx(100 / 3600)
+    assert training_hours(tmp_path / "speculator") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--clients 2", "--clients needs --server"),
+        ("--price 2", "--price needs --server"),
+        ("--slo tpot=x --server URL", "is not of the form ttft=500,tpot=50"),
+        ("--slo latency=5 --server URL", "is not of the form ttft=500,tpot=50"),
+        ("--clients 0 --server URL", "--clients must be at least 1"),
+        ("--clients 2 2 --server URL", "--clients: a value is given twice"),
+        ("--rate 0 --server URL", "--rate must be above 0"),
+        ("--price -1 --server URL", "--price must be above 0"),
+        ("", "--speculator is required"),
+    ],
+)
+def test_flags_of_a_load_that_are_wrong_are_named(flags, message, tmp_path, capsys):
+    own = [] if not flags or "URL" in flags else ["--speculator", "S"]
+    argv = ["--target", "T", "--output", str(tmp_path), *own, *flags.replace("URL", "http://127.0.0.1:9").split()]
+    assert exit_code(main, argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_file, tmp_path, capsys):
+    server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
+    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
+    argv += ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "2", "--clients", "1", "2"]
+    try:
+        for name in ("a", "b"):
+            assert main([*argv, "--output", str(tmp_path / name)]) == 0
+        assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
+        assert "raise --max_prompts" in capsys.readouterr().err
+    finally:
+        server.die()
+    rows = [read_json(tmp_path / name / "served.json")["suites"] for name in ("a", "b")]
+    assert [[row["clients"] for row in each] for each in rows] == [[1, 2]] * 2
+    assert rows[0][0]["digest"] == rows[1][0]["digest"] != rows[0][1]["digest"], "each load has prompts of its own"
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / "served.json")]) == 0
+    assert f"plot: {tmp_path / 'b' / 'compared.png'}" in capsys.readouterr().out
+    for plot in ("a/load.png", "b/compared.png"):
+        assert (tmp_path / plot).read_bytes()[:4] == b"\x89PNG"
+    (tmp_path / "report.json").write_text("{}")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
+    assert "one is of a server, and the other is not" in capsys.readouterr().err
