@@ -6,14 +6,13 @@ import pytest
 from chat_targets import chatty, tiny_llama
 from chat_templates import QWEN3, chat_tokenizer
 from serving_here import serving
-from written import writing_of
 
-from data.client import fetch_rows
 from data.conversations import Answering
+from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
-from data.onpolicy import generate_rows
 from data.prompts import Cut, conversations
 from data.rendering import render
+from data.server_writer import ServerWriter, TextOnly
 from data.writing import Writing
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
 from speculator.chat import set_template_variables, thinks
@@ -48,8 +47,8 @@ def chats_of(file, tokenizer, turns=None) -> list[Conversation]:
 
 
 def rows_of(target, chats, folder, **changes) -> list[dict]:
-    how = {"max_new_tokens": 12, "batch_size": 3, "seed": 3, "progress": False, **changes}
-    return list(generate_rows(target, how.pop("drafter", None), chats, folder, writing_of(how), **how))
+    writing = Writing(max_new_tokens=12, seed=3)
+    return list(EngineWriter(target, batch_size=3, **changes).write(chats, folder, writing))
 
 
 def spans(mask: list[int]) -> list[tuple[int, int]]:
@@ -104,7 +103,8 @@ def test_a_server_gives_the_rows_of_the_engine_here(target, chats_file, tmp_path
     here = rows_of(target, chats, tmp_path / "here")
     how, there = Writing(max_new_tokens=12, seed=3), tmp_path / "there"
     with serving(target) as (url, _):
-        there = list(fetch_rows(url, "tiny", target.tokenizer, chats, there, how, concurrency=5, progress=False))
+        served = TextOnly("tiny", target.tokenizer, target.context_length, [url])
+        there = list(ServerWriter(served, 5).write(chats, there, how))
     assert there == here
 
 
