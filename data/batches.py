@@ -52,6 +52,13 @@ class Clocks(TypedDict, total=False):
     plain: list[float] | None
 
 
+class Notes(TypedDict, total=False):
+    """What a folder was begun with and a resumed run keeps: rows answered together, and costs of an engine's steps."""
+
+    batch_size: int
+    costs: list[JsonObject]
+
+
 class BatchFacts(Clocks, total=False):
     """Statistics of a finished batch, which are stored with its rows and summed up in the manifest.
 
@@ -124,7 +131,7 @@ class Batches:
         record: settings that the rows depend on. The same settings resume the work, others raise an error.
         rows: for each batch, the numbers of its prompts; []: the caller writes all rows at once, by `conclude`.
         title: title of a progress bar over the main process's batches.
-        notes: more facts for record.json and manifest.json, which need not be the same when the work is resumed.
+        notes: for record.json and manifest.json; they need not be the same when the work is resumed.
 
     Raises:
         UserError: the folder holds something else, was made with other settings, or is damaged.
@@ -136,7 +143,7 @@ class Batches:
         record: JsonObject,
         rows: list[list[int]],
         title: str = "generating",
-        notes: JsonObject | None = None,
+        notes: Notes | None = None,
     ):
         self.folder, self.record, self.rows, self._notes = folder, record, rows, notes or {}
         self._work, self._manifest = folder / "batches", folder / "manifest.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from data.batches import POLL_SECONDS, Clocks, state, stored_record
+from data.batches import POLL_SECONDS, Clocks, Notes, state, stored_record
 from data.conversations import Answering
 from data.writer import Job, Writer
 from speculator.decoding.engine import Engine
@@ -57,7 +57,7 @@ class EngineWriter(Writer):
         check_prompts(self.target, [chat.ids for chat in prompts])
         return [replace(chat, ids=self.target.text(chat.ids)) for chat in prompts]
 
-    def notes(self, folder: Path) -> dict[str, Any]:
+    def notes(self, folder: Path) -> Notes:
         notes, drafter = super().notes(folder), self.drafter
         if isinstance(drafter, AdaptiveDrafter):
             cost: Any = drafter.cost  # a `CostTable`

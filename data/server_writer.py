@@ -42,7 +42,7 @@ _PROBE_PROMPTS = 4
 _WARM = 0.5  # from this temperature on, two seeds should give different texts
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TextOnly:
     """A target that servers run, of which only the tokenizer is here.
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, BatchFacts, stored_record
+from data.batches import Batches, BatchFacts, Notes, stored_record
 from data.conversations import Answering
 from data.writing import Writing
 from speculator.decoding.sampling import Sampling
@@ -24,7 +24,7 @@ from speculator.target.encoder.encoder import source_of
 from speculator.terminal import log
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Job:
     """Prompts that a writer answers, batch by batch.
 
@@ -122,7 +122,7 @@ class Writer(ABC):
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         with Batches(folder, record, batches, title, notes) as work:
             if todo := work.todo():
-                job = Job(chats, writing, self.tokenizer, longest, work)
+                job = Job(chats=chats, writing=writing, tokenizer=self.tokenizer, longest=longest, work=work)
                 self.answer(job, todo)
                 if job.failed:
                     count, first = sum(len(batches[batch]) for batch in todo), job.failed[0]
@@ -133,9 +133,10 @@ class Writer(ABC):
         """Return the prompts as the writer takes them; raise a UserError if it can't answer one."""
         return prompts
 
-    def notes(self, folder: Path) -> dict[str, Any]:
-        """Return what a folder was begun with and a resumed run keeps; in a new folder, what this run begins with."""
-        return {"batch_size": (stored_record(folder) or {}).get("batch_size", self.batch_size)}
+    def notes(self, folder: Path) -> Notes:
+        """Return the notes of a folder; of a new one, what this run begins with."""
+        size: Any = (stored_record(folder) or {}).get("batch_size", self.batch_size)
+        return {"batch_size": size}
 
     @abstractmethod
     def answer(self, job: Job, todo: Sequence[int]) -> None:

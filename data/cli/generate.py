@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         target.name, target.tokenizer = served, tokenizer_of(arguments)
     else:
         tokenizer, context = tokenizer_of(arguments), _context_length(arguments)
-        target = TextOnly(served, tokenizer, context, arguments.server)
+        target = TextOnly(name=served, tokenizer=tokenizer, context_length=context, urls=arguments.server)
     batch_size = arguments.batch_size or BATCH_SIZE
 
     def draft(target: Target) -> Drafter | None:

@@ -103,7 +103,7 @@ def test_a_server_gives_the_rows_of_the_engine_here(target, chats_file, tmp_path
     here = rows_of(target, chats, tmp_path / "here")
     how, there = Writing(max_new_tokens=12, seed=3), tmp_path / "there"
     with serving(target) as (url, _):
-        served = TextOnly("tiny", target.tokenizer, target.context_length, [url])
+        served = TextOnly(name="tiny", tokenizer=target.tokenizer, context_length=target.context_length, urls=[url])
         there = list(ServerWriter(served, 5).write(chats, there, how))
     assert there == here
 

@@ -25,6 +25,6 @@ def test_a_server_of_ours_gives_the_rows_of_the_engine_here(tmp_path, sampling):
     how = Writing(samplings=(sampling,), max_new_tokens=24, seed=7)
     here = EngineWriter(target, drafter, 5).write(prompts, tmp_path / "here", how)
     with serving(target, drafter) as (url, _):
-        served = TextOnly("tiny", tokenizer, target.context_length, [url])
+        served = TextOnly(name="tiny", tokenizer=tokenizer, context_length=target.context_length, urls=[url])
         there = ServerWriter(served, 6).write(prompts, tmp_path / "there", how)
     assert there.to_dict() == here.to_dict()

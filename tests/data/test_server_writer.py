@@ -162,10 +162,14 @@ def text_prompts(tokenizer) -> list[Conversation]:
     return [Conversation(tokenizer(text)["input_ids"]) for text in TEXTS]
 
 
+def served(tokenizer, urls, name="target", context_length=sys.maxsize) -> TextOnly:
+    return TextOnly(name=name, tokenizer=tokenizer, context_length=context_length, urls=urls)
+
+
 def fetched(servers, tokenizer, folder, prompts=None, **settings) -> list[dict]:
     settings = {"concurrency": 2, "seed": 7, **settings}
     urls = [each if isinstance(each, str) else each.url for each in servers]
-    writer = ServerWriter(TextOnly("target", tokenizer, sys.maxsize, urls), settings.pop("concurrency"))
+    writer = ServerWriter(served(tokenizer, urls), settings.pop("concurrency"))
     return list(writer.write(prompts or text_prompts(tokenizer), folder, writing_of(settings)))
 
 
@@ -252,7 +256,7 @@ def test_samplers_are_sent_to_the_server(serve, tokenizer, tmp_path):
 @pytest.mark.parametrize("lists", [False, b"", b"null", b'{"data": [null]}', HTML])
 def test_a_server_that_lists_no_models_is_asked_for_the_target(serve, tokenizer, tmp_path, lists):
     server = serve(lists=lists)
-    assert ServerWriter(TextOnly("target", tokenizer, 2**20, [server.url])).shortest_context() == 2**20
+    assert ServerWriter(served(tokenizer, [server.url])).shortest_context() == sys.maxsize
     fetched([server], tokenizer, tmp_path)
     assert server.bodies[-1]["model"] == "target"
 
