@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from speculator.cli.shared_flags import add_revision, add_target_flags, add_tokenizer_flags
+from speculator.cli.shared_flags import add_filters, add_revision, add_target_flags, add_tokenizer_flags
 from speculator.errors import OneLineParser
 
 ALL = sys.maxsize
@@ -86,12 +86,7 @@ def generate(parser: OneLineParser) -> None:
         "sampling temperature; 0 decodes greedily; each of several values gets an equal share of the rows (default: 1)"
     )
     parser.add_argument("--temperature", type=float, action="extend", nargs="+", help=what)
-    parser.add_argument("--top_k", type=int, default=0, help="sample from the k most likely tokens (default: all)")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, help="total probability of the tokens to sample (default: 1)"
-    )
-    what = "minimum probability relative to the most likely token (default: 0)"
-    parser.add_argument("--min_p", type=float, default=0.0, help=what)
+    add_filters(parser)
     what = "rows decoded together (default: 16), or concurrent requests per server (default: 32)"
     parser.add_argument("--batch_size", type=int, help=what)
     parser.add_argument("--num_speculative_tokens", type=int, help="tokens to draft per step (default: adaptive)")
