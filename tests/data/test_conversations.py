@@ -170,6 +170,18 @@ def test_the_history_has_the_tool_calls_that_the_results_belong_to():
     assert len(same.rows) == 1, "the target calls as the history does"
 
 
+def test_an_answer_that_fails_ends_the_conversation_after_the_one_before():
+    tokenizer = chat_tokenizer("qwen3")
+    talk = [user("a"), assistant("x"), user("b"), assistant("y")]
+    made = answered(conversation_of(tokenizer, *talk), tokenizer, "first")
+    made.stop("too little memory")
+    assert made.prompt is None
+    assert (texts_with_loss(made, tokenizer), made.rows[0].mask[-1]) == ([["first<|im_end|>"]], 1)
+    none = answered(conversation_of(tokenizer, *talk), tokenizer)
+    none.stop("too little memory")
+    assert none.rows == []
+
+
 @pytest.mark.parametrize(
     ("ended", "longest", "goes_on"), [(True, 10_000, True), (False, 10_000, False), (True, 12, False)]
 )

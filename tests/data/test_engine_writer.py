@@ -23,6 +23,7 @@ from data.__main__ import main
 from data.engine_writer import EngineWriter
 from data.writing import Writing
 from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
+from speculator.decoding.request import acceptance_length
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable
 from speculator.drafters.tuning import choices_of, untuned
@@ -99,9 +100,23 @@ def test_the_manifest_records_settings_and_speed(target, tmp_path):
     assert all(manifest["tokens_per_second"][name] > 0 for name in ("speculative", "plain"))
     made(target, tmp_path / "plain", drafter=None)
     plain = json.loads((tmp_path / "plain" / "manifest.json").read_text())
+    assert "max_prompt_tokens" not in plain
+    writer = EngineWriter(target, batch_size=2)
+    writer.write(list(map(Conversation, PROMPTS)), tmp_path / "short", Writing(max_new_tokens=9), max_prompt_tokens=20)
+    assert json.loads((tmp_path / "short" / "manifest.json").read_text())["max_prompt_tokens"] == 20
     assert plain["tokens_per_second"]["speculative"] is None
     assert plain["tokens_per_second"]["plain"] > 0
     assert plain["acceptance_length"] == 1
+
+
+def test_steps_that_the_end_has_cut_are_not_in_the_acceptance_length(target, tmp_path):
+    made(target, tmp_path, max_new_tokens=3, batch_size=7)
+    samplings = [Sampling(1.0, seed=row) for row in range(len(PROMPTS))]
+    whole = generate(target, HeadDrafter(tiny_head()), PROMPTS, samplings, max_new_tokens=3, max_batch_size=7)
+    steps = [step for row in whole.steps for step in row]
+    assert any(step.cut for step in steps)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["acceptance_length"] == pytest.approx(acceptance_length(steps))
 
 
 def test_speeds_are_those_of_runs_that_captured_nothing(target, tmp_path, monkeypatch):

@@ -23,9 +23,11 @@ from written import writing_of
 from data import server_writer
 from data.__main__ import main
 from data.conversations import Answering
+from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
 from data.server_writer import ServerWriter, TextOnly
+from data.writers import writer_of
 from data.writing import Writing
 from speculator import Sampling, UserError
 from speculator.clients.connection import Connection
@@ -355,6 +357,22 @@ def test_a_server_writes_the_chats_of_self(serve, tmp_path, target_folder):
         assert any(body["prompt"] == prompt for body in answers)
 
 
+def test_without_a_server_no_chats_of_self_are_begun(tmp_path, target_folder, capsys):
+    flags = ["--target", str(target_folder), "--server", "http://127.0.0.1:9", "--sources", "self", "--max_rows", "6"]
+    flags += ["--max_prompt_tokens", "16", "--max_new_tokens", "20", "--output", str(tmp_path / "out")]
+    assert main(["generate", *flags]) == 2
+    assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_target_decides_who_writes(target, tokenizer):
+    engine = writer_of(target, 4)
+    assert isinstance(engine, EngineWriter)
+    assert engine.batch_size == 4
+    sizes = [writer_of(served(tokenizer, ["http://host"]), *given).batch_size for given in ((4,), (40,), (4, None, 5))]
+    assert sizes == [32, 40, 5]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_server_that_refuses_every_prompt_is_an_error(serve, tokenizer, tmp_path, temperature):
     message = error_of(serve(faults=[400] * 99), tokenizer, tmp_path / "out", samplings=(Sampling(temperature),))
@@ -366,7 +384,9 @@ def test_prompts_that_are_all_refused_are_an_error(serve, tokenizer, tmp_path):
     message = error_of(serve(faults=[*PROBE, *[400] * 99], lists=False), tokenizer, tmp_path / "out")
     assert f"{tmp_path / 'out'}: no prompt was answered" in message
     told = error_of(serve(faults=[*PROBE, *[400] * 99]), tokenizer, tmp_path / "told")
-    assert "prompt " in told, "a prompt that fits the context was refused for another reason, and is not lost"
+    assert re.match(r"prompt \d: ", told), (
+        "a prompt that fits the context was refused for another reason, and is not lost"
+    )
 
 
 def test_a_finished_folder_is_read_without_a_request(serve, tokenizer, tmp_path):
