@@ -27,8 +27,8 @@ from torch.optim import AdamW, Optimizer
 from transformers import TrainingArguments, get_cosine_schedule_with_warmup, set_seed
 from transformers.utils import logging as transformers_logging
 
+from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
-from data.onpolicy import generate_rows
 from data.prepare import RowRequest, token_rows
 from data.writing import Writing
 from eval.suites import Suite, from_text
@@ -38,6 +38,7 @@ from speculator.decoding.drafter import Shape
 from speculator.errors import OneLineParser, run_command
 from speculator.files import write_text
 from speculator.heads import MLPSpeculatorConfig, Speculator
+from speculator.prompts import Conversation
 from speculator.tables import markdown_table
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
@@ -286,15 +287,11 @@ class Study:
 
     def _own_text(self, count: int) -> Dataset:
         """Generate `count` rows of the target's own text, the same rows for every arm and seed."""
-        prompts = [row[:PROMPT_TOKENS] for row in self.text[2 * self.steps : 2 * self.steps + count]["input_ids"]]
-        return generate_rows(
-            self.target,
-            None,
-            prompts,
-            self.folder / f"own_text_{count}",
-            Writing(samplings=(Sampling(0.0), Sampling(1.0)), max_new_tokens=LENGTH - PROMPT_TOKENS),
-            batch_size=50,
-        )
+        prompts = [
+            Conversation(row[:PROMPT_TOKENS]) for row in self.text[2 * self.steps : 2 * self.steps + count]["input_ids"]
+        ]
+        writing = Writing(samplings=(Sampling(0.0), Sampling(1.0)), max_new_tokens=LENGTH - PROMPT_TOKENS)
+        return EngineWriter(self.target, batch_size=50).write(prompts, self.folder / f"own_text_{count}", writing)
 
     def _trained(self, arm: Arm, rate: float, seed: int, steps: int) -> Speculator:
         """Train a head on text, then at half the rate on the target's own text."""

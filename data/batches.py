@@ -7,11 +7,12 @@ import os
 import shutil
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from accelerate import PartialState
 from datasets import Dataset, Features, Sequence, Value
@@ -41,7 +42,7 @@ _FEATURES = {
     "loss_mask": Sequence(Value("int8")),
     "source_ids": Sequence(Value("int32")),
 }
-_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
 class Clocks(TypedDict, total=False):
@@ -49,6 +50,13 @@ class Clocks(TypedDict, total=False):
 
     speculative: list[float] | None
     plain: list[float] | None
+
+
+class Notes(TypedDict, total=False):
+    """What a folder was begun with and a resumed run keeps: rows answered together, and costs of an engine's steps."""
+
+    batch_size: int
+    costs: list[JsonObject]
 
 
 class BatchFacts(Clocks, total=False):
@@ -107,15 +115,6 @@ def stored_record(folder: Path) -> JsonObject | None:
     return None
 
 
-def wait_for_record(folder: Path) -> JsonObject | None:
-    """Return the settings stored in an output folder, or None; all processes but the main one wait for the settings."""
-    record = stored_record(folder)
-    while record is None and not state().is_main_process:
-        time.sleep(_POLL_SECONDS)
-        record = stored_record(folder)
-    return record
-
-
 class Batches:
     """The output folder of generated rows, shared by all processes.
 
@@ -130,10 +129,9 @@ class Batches:
     Args:
         folder: created with the first batch, so that an earlier failure leaves nothing behind.
         record: settings that the rows depend on. The same settings resume the work, others raise an error.
-        rows: for each batch, the numbers of its prompts.
-        progress: show a progress bar over the main process's batches.
-        title: title of the bar.
-        notes: more facts for record.json and manifest.json, which need not be the same when the work is resumed.
+        rows: for each batch, the numbers of its prompts; []: the caller writes all rows at once, by `conclude`.
+        title: title of a progress bar over the main process's batches.
+        notes: for record.json and manifest.json; they need not be the same when the work is resumed.
 
     Raises:
         UserError: the folder holds something else, was made with other settings, or is damaged.
@@ -144,9 +142,8 @@ class Batches:
         folder: Path,
         record: JsonObject,
         rows: list[list[int]],
-        progress: bool = True,
         title: str = "generating",
-        notes: JsonObject | None = None,
+        notes: Notes | None = None,
     ):
         self.folder, self.record, self.rows, self._notes = folder, record, rows, notes or {}
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
@@ -162,7 +159,7 @@ class Batches:
                     )
             if finished and (problem := manifest_error(folder / "rows")):
                 raise UserError(f"{folder}/rows: {problem}: remove {folder}")
-        hidden = not progress or not state().is_main_process or self.finished
+        hidden = not rows or not state().is_main_process or self.finished
         self._bar = Progress(title=title, unit="rows", disable=hidden)
         self._tokens, self._start = 0, time.monotonic()
 
@@ -175,7 +172,12 @@ class Batches:
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
+        mine = self._lock.is_locked
         self._lock.release()
+        # An error before the first batch leaves nothing behind.
+        if mine and {path.name for path in self._work.glob("*")} <= {"record.json", "lock"}:
+            shutil.rmtree(self._work)
+            self.folder.rmdir()
 
     def todo(self) -> list[int]:
         """Return the numbers of this process's unfinished batches, and show the finished ones in the progress bar."""
@@ -194,7 +196,7 @@ class Batches:
         Args:
             batch: its number.
             rows: for each prompt of the batch, in their order, the rows that it gave, as columns by name.
-            facts: statistics of the batch, which `finish` passes to its `summary`.
+            facts: statistics of the batch, which `finish` sums up.
         """
         self.begin()
         write_text(self._file(batch), json.dumps({"rows": rows, **facts}, separators=(",", ":")))
@@ -216,19 +218,16 @@ class Batches:
             acquire(self._lock, f"{self.folder}: another run is writing it")
         return self._work
 
-    def undo_begin(self) -> None:
-        """Unlock and remove the folder that `begin` created, before any batch was made in it."""
-        self._lock.release()
-        shutil.rmtree(self._work)
-        self.folder.rmdir()
-
-    def finish(self, summary: Callable[[list[BatchFacts]], JsonObject]) -> Dataset:
+    def finish(self) -> Dataset:
         """Wait for all batches, write the rows in the order of the prompts and the manifest, and return the rows.
 
-        Args:
-            summary: compute facts for the manifest from the facts of all batches.
+        The manifest adds "tokens" (new ones), "answers", "cut" (answers of chats that reached `max_new_tokens`),
+        "skipped" (prompts whose first answer failed), "acceptance_length", "tokens_per_second" ("speculative" and
+        "plain", without prefill, timed one after the other on the same few rows), "seconds" (all rows and processes,
+        with prefill), and of servers "servers" (answers of each) and "models". An engine's adaptive drafter adds
+        "costs", see `decoding.json`.
         """
-        return self.conclude(lambda: self._assemble(summary))
+        return self.conclude(self._assemble)
 
     def conclude(self, assemble: Callable[[], tuple[Iterable[Columns], JsonObject]]) -> Dataset:
         """Write the rows and the manifest unless they exist, remove the unfinished work, and return the rows.
@@ -248,10 +247,10 @@ class Batches:
             self._lock.release()
         return rows
 
-    def _assemble(self, summary: Callable[[list[BatchFacts]], JsonObject]) -> tuple[Iterable[Columns], JsonObject]:
+    def _assemble(self) -> tuple[Iterable[Columns], JsonObject]:
         """Wait for all batches; return their rows in the order of the prompts, and the facts for the manifest."""
         made: dict[int, list[dict[str, array]]] = {}
-        facts: list[BatchFacts] = []
+        batches: list[BatchFacts] = []
         tokens = skipped = 0
         for batch, prompts in enumerate(self.rows):
             _wait_for(self._file(batch))
@@ -261,11 +260,27 @@ class Batches:
                 made[prompt] = [{name: array("i", column) for name, column in row.items()} for row in rows]
                 tokens += sum(sum(row["loss_mask"]) for row in rows)
                 skipped += not rows
-            facts.append(content)
+            batches.append(content)
         ordered = (row for prompt in sorted(made) for row in made[prompt])
         rows_of_lists = ({name: column.tolist() for name, column in row.items()} for row in ordered)
-        cut = sum(each.get("cut", 0) for each in facts)
-        return rows_of_lists, {"tokens": tokens, "cut": cut, "skipped": skipped, **summary(facts)}
+
+        def ratio(name: Literal["steps", "speculative", "plain"], of: int, per: int) -> float | None:
+            sums = [sum(column) for column in zip(*filter(None, (each.get(name) for each in batches)), strict=True)]
+            return sums[of] / sums[per] if sums and sums[per] else None
+
+        facts: JsonObject = {
+            "tokens": tokens,
+            "cut": sum(each["cut"] for each in batches),
+            "skipped": skipped,
+            "acceptance_length": ratio("steps", 1, 0),
+            "tokens_per_second": {"speculative": ratio("speculative", 0, 1), "plain": ratio("plain", 0, 1)},
+            "seconds": sum(each["seconds"] for each in batches),
+            "answers": sum(each["answers"] for each in batches),
+        }
+        if any("servers" in each for each in batches):
+            facts["servers"] = dict(sum((Counter(each["servers"]) for each in batches), Counter()))
+            facts["models"] = sorted({model for each in batches for model in each["models"]})
+        return rows_of_lists, facts
 
     def _save(self, rows: Iterable[Columns], facts: JsonObject) -> None:
         """Write the rows, and then the manifest; raise a UserError if there is no row."""
@@ -300,4 +315,4 @@ def warn_of_cut_answers(folder: Path, setting: str) -> None:
 def _wait_for(file: Path) -> None:
     """Return once the file exists."""
     while not file.exists():
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)

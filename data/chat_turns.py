@@ -73,6 +73,8 @@ def _split_at_turns(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]
     return parts
 
 
+# It appends tokens, where `Conversation.after` renders a chat again: no template renders a chat up to where the user
+# speaks, so the target continues the very tokens that it wrote, and they need not be those of their text.
 class UserTurns:
     """Makes the prompts from which the target writes user turns, and drops turns that can't be used.
 

@@ -30,6 +30,11 @@ class Row:
         columns = {"input_ids": self.ids, "loss_mask": self.mask}
         return columns | ({"source_ids": list(self.source)} if self.source else {})
 
+    def end_with_answer(self) -> None:
+        """Drop the tokens after the last answer, which ask for another one; without an answer the row is empty."""
+        end = len(self.mask) - self.mask[::-1].index(1) if 1 in self.mask else 0
+        self.ids, self.mask = self.ids[:end], self.mask[:end]
+
 
 class Answering:
     """A conversation while the target answers it.
@@ -42,16 +47,20 @@ class Answering:
         conversation: what to answer.
         tokenizer: the target's; only chats need one.
         longest: largest number of tokens before an answer; a chat that becomes longer ends.
+        row: number of the conversation among all prompts.
 
     Attributes:
         prompt: the conversation up to the next answer; None: it has ended.
         answers: number of answers so far.
         cut: number of answers that should have ended by themselves, and reached their limit.
         rows: rows so far.
+        fault: why an answer failed; "" if none did.
     """
 
-    def __init__(self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase | None, longest: int):
-        self._tokenizer, self._longest = tokenizer, longest
+    def __init__(
+        self, conversation: Conversation, tokenizer: PreTrainedTokenizerBase | None, longest: int, row: int = 0
+    ):
+        self._tokenizer, self._longest, self.row, self.fault = tokenizer, longest, row, ""
         self.answers = self.cut = 0
         self.prompt: Conversation | None = conversation
         self.rows = [Row(source=source_of(conversation.ids))]
@@ -86,12 +95,9 @@ class Answering:
             self.rows.append(Row())
             self.rows[-1].add(ids, 0)
 
-    def stop(self) -> None:
-        """End the conversation after its last answer, and drop the tokens that ask for another one."""
-        self.prompt = None
-        row = self.rows[-1]
-        if 1 not in row.mask:
+    def stop(self, fault: str) -> None:
+        """End the conversation before an answer that failed, and drop the tokens that ask for it."""
+        self.prompt, self.fault = None, fault
+        self.rows[-1].end_with_answer()
+        if not self.rows[-1].ids:
             self.rows.pop()
-            return
-        end = len(row.mask) - row.mask[::-1].index(1)
-        row.ids, row.mask = row.ids[:end], row.mask[:end]

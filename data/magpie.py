@@ -15,24 +15,23 @@ from datasets import Dataset
 from data.batches import Batches
 from data.chat_turns import UserTurns
 from data.conversations import Row
-from data.onpolicy import BATCH_SIZE, generate_rows, identity, settings_of
+from data.engine_writer import identity
 from data.tally import cut_answers
+from data.writer import Writer, settings_of
 from data.writing import Writing
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name
-from speculator.drafters import Drafter
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject, read_json
 from speculator.prompts import Conversation
 from speculator.target.base import TrainingTarget
-from speculator.target.model import Target
-from speculator.target.remote.server_target import ServerTarget
 
 ROWS = 4000
 """Default number of chats."""
 PROMPT_SAMPLING = Sampling(temperature=1.0, top_p=0.99)
 _PASS_FACTS = ("drafter", "rows", "tokens", "acceptance_length", "tokens_per_second", "seconds", "models")
 _ANSWER_FACTS = ("answers", "cut")
+FAILED = "failed"
 _SEED_STRIDE = 1 << 40  # between passes: otherwise both would draw a row's first token alike
 _SEED_BITS = 20
 """All chats begin with the same prompt, and row r has seed + r: neighbouring seeds are this many bits apart."""
@@ -57,46 +56,37 @@ class Asking:
 
 def self_rows(
     target: TrainingTarget,
-    drafter: Drafter | None,
+    writer: Writer,
     folder: str | Path,
     asking: Asking,
     writing: Writing,
     *,
-    batch_size: int = BATCH_SIZE,
-    concurrency: int | None = None,
-    progress: bool = True,
     previous: Path | None = None,
 ) -> Dataset:
     """Let the target write chats: a user turn, its answer, and so on.
 
     A user turn is dropped, and counted, if it does not end within `max_prompt_tokens`, is empty or repetitive, contains
     special tokens, or leaves no room in the context. A first turn is also dropped if it nearly duplicates an earlier
-    one; dropping a later turn ends its chat. Each pass over the chats is a resumable call of `generate_rows`.
+    one. Dropping a later turn ends its chat, and a turn whose answer failed is dropped as well. Each pass over the
+    chats is a resumable call of `Writer.write`.
 
     Args:
-        target: the model, in this process or in servers.
-        drafter: proposes tokens for a target in this process; None: plain decoding.
+        target: the model.
+        writer: who writes its text.
         folder: the output, a source like any other.
         asking: how the target writes user turns.
         writing: how it answers them; an answer that is cut ends its chat.
-        batch_size: rows decoded together.
-        concurrency: concurrent requests to each server (default: `batch_size`, at least 32).
-        progress: show progress bars.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 
     Returns:
         Rows {"input_ids", "loss_mask": 1 on the answers}. manifest.json holds the
-        settings, "rows", "tokens" (of the answers), "answers", "cut" (see `generate_rows`), "dropped" (counts by
+        settings, "rows", "tokens" (of the answers), "answers", "cut" (see `Batches.finish`), "dropped" (counts by
         reason), "seconds", and "passes": facts from the manifest of each pass.
 
     Raises:
         UserError: no user turn can be used, or the folder was made with other settings.
     """
-    context = target.context_length
-    if isinstance(target, ServerTarget):
-        from data.client import shortest_context  # imports openai, for a second
-
-        context = min(context, shortest_context(target.urls, target.name))
+    context = writer.shortest_context()
     longest = asking.max_prompt_tokens + writing.max_new_tokens
     refuse(
         (abs(writing.seed) >> 42, f"the source self: the seed {writing.seed} has more than 42 bits"),
@@ -112,98 +102,82 @@ def self_rows(
         "target": target.name,
         "fingerprint": target.fingerprint,
         "dtype": dtype_name(target.dtype),
-        "drafter": identity(drafter),
+        "drafter": identity(writer.drafter),
         "begun": asking.rows,
         "turns": asking.turns,
         "asking": settings_of(asking.sampling),
         "max_prompt_tokens": asking.max_prompt_tokens,
         "answering": [settings_of(each) for each in writing.samplings],
         "max_new_tokens": writing.max_new_tokens,
-        "batch_size": batch_size,
         "seed": writing.seed,
         "template": users.template,
         **({"after": seen} if seen else {}),
     }
-    work = Batches(Path(folder), record, [], progress=False)
-    if work.finished:
-        return work.conclude(lambda: ([], {}))
-    passes: list[JsonObject] = []
-    seconds: list[float] = []
-    counts: Counter[str] = Counter()
+    with Batches(Path(folder), record, [], notes=writer.notes(Path(folder))) as work:
+        if work.finished:
+            return work.conclude(lambda: ([], {}))
+        passes: list[JsonObject] = []
+        seconds: list[float] = []
+        counts: Counter[str] = Counter()
 
-    def generate(what: str, prompts: list[list[int]], how: Writing) -> list[list[int]]:
-        """Let the target continue all prompts; return the new tokens of each.
+        def write(what: str, prompts: list[list[int]], how: Writing) -> list[list[int] | None]:
+            """Let the target continue all prompts; return the new tokens of each, or None if they failed.
 
-        Args:
-            what: "prompts" or "answers", for the folder and the progress bar.
-            how: sampling and length; each call adds a stride to its seed.
-        """
-        output = work.begin() / f"{len(passes) + 1}-{what}"
-        how = replace(how, seed=(how.seed << _SEED_BITS) + len(passes) * _SEED_STRIDE)
-        chats = [Conversation(each, completion=users.ends is not None) for each in prompts]
-        if isinstance(target, ServerTarget):
-            from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
+            Args:
+                what: "prompts" or "answers", for the folder and the progress bar.
+                how: sampling and length; each call adds a stride to its seed.
+            """
+            output = work.begin() / f"{len(passes) + 1}-{what}"
+            how = replace(how, seed=(how.seed << _SEED_BITS) + len(passes) * _SEED_STRIDE)
+            chats = [Conversation(each, completion=users.ends is not None) for each in prompts]
+            rows = writer.write(chats, output, how, title=what)
+            manifest = read_json(output / "manifest.json")
+            passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
+            seconds.append(manifest["seconds"])
+            if what == "answers":
+                counts.update({name: manifest[name] for name in _ANSWER_FACTS})
+            # A prompt that failed has no row. Equal prompts, as all first ones are, may take each other's rows.
+            written: dict[tuple[int, ...], list[list[int]]] = {}
+            for row in rows:
+                start = row["loss_mask"].index(1)
+                written.setdefault(tuple(row["input_ids"][:start]), []).append(row["input_ids"][start:])
+            found = (written.get(tuple(prompt)) for prompt in prompts)
+            return [each.pop(0) if each else None for each in found]
 
-            try:
-                generated = fetch_rows(
-                    target.urls,
-                    target.name,
-                    target.tokenizer,
-                    chats,
-                    output,
-                    how,
-                    concurrency=concurrency or max(CONCURRENCY, batch_size),
-                    progress=progress,
-                )
-            except UserError:
-                if not passes and not output.exists():  # no server answered
-                    work.undo_begin()
-                raise
-        else:
-            assert isinstance(target, Target)
-            generated = generate_rows(
-                target, drafter, chats, output, how, batch_size=batch_size, progress=progress, title=what
-            )
-        few = f"{len(generated)} of {len(prompts)} prompts were answered; the log says why"
-        refuse((len(generated) < len(prompts), f"{output}: {few}. Remove it before you start again"))
-        manifest = read_json(output / "manifest.json")
-        passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
-        seconds.append(manifest["seconds"])
-        if what == "answers":
-            counts.update({name: manifest.get(name, 0) for name in _ANSWER_FACTS})
-        # Each generated row repeats its prompt, which is cut off.
-        return [row["input_ids"][length:] for row, length in zip(generated, map(len, prompts), strict=True)]
-
-    turn = Writing(
-        samplings=(asking.sampling,), max_new_tokens=asking.max_prompt_tokens, seed=writing.seed, ends=users.ends
-    )
-    chats = active = [Row() for _ in range(asking.rows)]
-    dropped: Counter[str] = Counter()
-    # Two passes per turn: all user turns, then all answers. Only chats whose answer has ended get another turn.
-    while active and len(passes) < 2 * asking.turns:
-        prompts = [users.prompt(chat) for chat in active]
-        user_turns = generate("prompts", prompts, turn)
-        reasons = [users.add(chat, tokens) for chat, tokens in zip(active, user_turns, strict=True)]
-        dropped.update(reason for reason in reasons if reason)
-        asked = [chat for chat, reason in zip(active, reasons, strict=True) if not reason]
-        if not asked:
-            break
-        answers = generate("answers", [chat.ids for chat in asked], writing)
-        for chat, tokens in zip(asked, answers, strict=True):
-            chat.add(tokens, 1)
-        active = [chat for chat in asked if chat.ids[-1] in target.eos_token_ids and users.has_room(chat)]
-    written = [chat for chat in chats if chat.ids]
-    if not written:
-        raise UserError(f"{target.name} wrote {asking.rows} prompts and none can be used: {_listed(dropped)}")
-    facts: JsonObject = {
-        "rows": len(written),
-        "tokens": sum(sum(chat.mask) for chat in written),
-        **counts,
-        "dropped": dict(dropped.most_common()),
-        "seconds": sum(seconds),
-        "passes": passes,
-    }
-    return work.conclude(lambda: ((chat.columns() for chat in written), facts))
+        turn = Writing(
+            samplings=(asking.sampling,), max_new_tokens=asking.max_prompt_tokens, seed=writing.seed, ends=users.ends
+        )
+        chats = active = [Row() for _ in range(asking.rows)]
+        dropped: Counter[str] = Counter()
+        # Two passes per turn: all user turns, then all answers. Only chats whose answer has ended get another turn.
+        while active and len(passes) < 2 * asking.turns:
+            turns = write("prompts", [users.prompt(chat) for chat in active], turn)
+            reasons = [
+                users.add(chat, tokens) if tokens else FAILED for chat, tokens in zip(active, turns, strict=True)
+            ]
+            asked = [chat for chat, reason in zip(active, reasons, strict=True) if not reason]
+            dropped.update(reason for reason in reasons if reason)
+            if not asked:
+                break
+            answers = write("answers", [chat.ids for chat in asked], writing)
+            for chat, tokens in zip(asked, answers, strict=True):
+                chat.add(tokens or [], 1)
+                chat.end_with_answer()
+            dropped.update(FAILED for tokens in answers if not tokens)
+            answered = [chat for chat, tokens in zip(asked, answers, strict=True) if tokens]
+            active = [chat for chat in answered if chat.ids[-1] in target.eos_token_ids and users.has_room(chat)]
+        written = [chat for chat in chats if chat.ids]
+        if not written:
+            raise UserError(f"{target.name} wrote {asking.rows} prompts and none can be used: {_listed(dropped)}")
+        facts: JsonObject = {
+            "rows": len(written),
+            "tokens": sum(sum(chat.mask) for chat in written),
+            **counts,
+            "dropped": dict(dropped.most_common()),
+            "seconds": sum(seconds),
+            "passes": passes,
+        }
+        return work.conclude(lambda: ((chat.columns() for chat in written), facts))
 
 
 def summary(folder: Path) -> str:

@@ -30,6 +30,7 @@ from data.rows import KEYS, RowError, content, is_read
 from speculator.chat import from_json
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json
+from speculator.prompts import KEYS as PROMPT_KEYS
 from speculator.terminal import loading, log
 
 SPLITS = {"train": range(0, 90), "validation": range(90, 95), "held-out": range(95, 100)}
@@ -51,6 +52,7 @@ _CARDS = re.compile(
 """Matches the names, in lower case, of files that describe a dataset; those in JSON are what `datasets` leaves out."""
 _PIECE_BYTES = 10_000
 _LINE_BYTES = 100_000
+_BESIDE_A_PROMPT = ("category", "completion", "chosen", "history", "system", "tools")
 _ROWS_AT_ONCE = 128  # which may have images
 _HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(/(?P<config>[\w.,-]+))?(:(?P<split>[^/]+))?")
 
@@ -243,16 +245,20 @@ def _log_unread(folder: Path) -> None:
 
 def _local_file(file: Path, name: str) -> Iterator[Document]:
     """Yield the documents of a file by its suffix; `name` is its name in the source, for ids."""
-    suffix = _suffix(file)
-    if suffix == ".parquet":
-        yield from _documents(_enumerate(_parquet(file)), name, str(file))
-    elif suffix == ".jsonl" or (suffix == ".json" and not _is_one_value(file)):
-        yield from _documents(parse_rows(file), name, str(file))
-    elif suffix == ".json":
-        yield from _documents(_enumerate(_list_of(file)), name, str(file))
-    else:
-        with open_binary(file) as stream:
-            yield from _pieces(stream, name, str(file))
+    if _suffix(file) not in _TEXT_SUFFIXES:
+        yield from _documents(_rows_in(file), name, str(file))
+        return
+    with open_binary(file) as stream:
+        yield from _pieces(stream, name, str(file))
+
+
+def _rows_in(file: Path, also: Sequence[str] = ()) -> Iterator[tuple[int, Any, str | None]]:
+    """Yield (number, row, error or None) of a file of rows; of a table the columns that we read, and `also` these."""
+    if _suffix(file) == ".parquet":
+        return _enumerate(_parquet(file, also))
+    if _suffix(file) == ".json" and _is_one_value(file):
+        return _enumerate(_list_of(file))
+    return parse_rows(file)
 
 
 def _enumerate(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
@@ -293,10 +299,10 @@ def _list_of(file: Path) -> list[Any]:
     return rows if isinstance(rows, list) else [rows]
 
 
-def _parquet(file: Path) -> Iterator[Any]:
+def _parquet(file: Path, also: Sequence[str]) -> Iterator[Any]:
     """Return the rows of a Parquet file, with the columns that we read; a SourceError is raised if there are none."""
     table = pyarrow.parquet.ParquetFile(file)
-    columns = _readable(table.schema_arrow.names, str(file))
+    columns = _readable(table.schema_arrow.names, str(file), also)
     try:
         features = Features.from_arrow_schema(pyarrow.schema([table.schema_arrow.field(name) for name in columns]))
     except (ValueError, TypeError, NotImplementedError) as error:  # such as Spark's maps
@@ -398,19 +404,25 @@ def _without_nulls(value: Any, feature: Any) -> Any:
     return value
 
 
-def _readable(columns: list[str], place: str) -> list[str]:
-    """Return the columns that we read; a SourceError that names `place` is raised if there are none."""
-    readable = [name for name in columns if is_read(name)]
-    if not any(name in KEYS for name in readable):
+def _readable(columns: list[str], place: str, also: Sequence[str] = ()) -> list[str]:
+    """Return the columns that we read, or that `also` names; a SourceError names `place` if there are none."""
+    readable = [name for name in columns if is_read(name) or name in also]
+    if not any(name in KEYS or name in also for name in readable):
         raise SourceError(f"{place}: none of its columns can be read: {', '.join(columns)[:200] or 'there are none'}")
     return readable
 
 
 def raw_rows(location: str) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield (place, row as its source has it, error or None) of each row of a .jsonl file (also .gz) or hub dataset."""
+    """Yield (place, row as its source has it, error or None) of each row of a local file of rows, or a hub dataset."""
     path = Path(location)
-    rows = parse_rows(path) if path.exists() else _enumerate(_objects(hub_dataset(*hub_id(location))))
-    return ((f"{location}:{number}", row, error) for number, row, error in rows)
+    try:
+        if path.exists():
+            rows = _rows_in(check_input(path), (*PROMPT_KEYS, *_BESIDE_A_PROMPT))
+        else:
+            rows = _enumerate(_objects(hub_dataset(*hub_id(location))))
+        yield from ((f"{location}:{number}", row, error) for number, row, error in rows)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise SourceError(f"{location}: {first_line(error)}") from None
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:

@@ -116,8 +116,6 @@ def load_suite(
         suite = held_out(source, tokenizer, prompt_tokens, max_prompts, limits, split)
         return replace(suite, ends=suite.ends or target.encoder is not None)
 
-    chats = raw and source.lower().removesuffix(".gz").endswith((".json", ".parquet"))
-    refuse((chats, f"--suite {source}: --raw reads prompts from .jsonl files, hub datasets and text"))
     if source == PYTHON_SOURCES or _is_document(source):
         return of_documents()
     rows, first = raw_rows(source), []
@@ -150,13 +148,13 @@ def load_suite(
 
 
 def _is_document(source: str) -> bool:
-    """Return whether a source is a local file or folder of documents, but not a .jsonl file.
+    """Return whether a source is a local text file or a folder of documents, but not a file of rows.
 
     A missing file counts too, if its name looks like a local one; the reader of documents reports it.
     """
     path = Path(source)
     if path.is_file():
-        return not path.name.lower().removesuffix(".gz").endswith(".jsonl")
+        return not path.name.lower().removesuffix(".gz").endswith((".jsonl", ".json", ".parquet"))
     return path.is_dir() or source.startswith((".", "/")) or source.lower().endswith(_SUFFIXES) or "/" not in source
 
 
@@ -166,8 +164,8 @@ def _name(source: str) -> str:
 
 
 def _is_text(row: Any) -> bool:
-    """Return whether a row has "text" only, so that its beginning becomes the prompt."""
-    return isinstance(row, dict) and "text" in row and not any(key in row for key in KEYS)
+    """Return whether a row is text or tokens, so that its beginning becomes the prompt."""
+    return isinstance(row, dict) and bool({"text", "input_ids"} & {*row}) and not any(key in row for key in KEYS)
 
 
 def _prompt(where: str, row: Any, chat: bool) -> Conversation:

@@ -12,13 +12,14 @@ from replays import PROMPTS, capturing, overwrite, texts
 from serving_here import serving
 from transformers import TrainingArguments
 
-from data.onpolicy import generate_rows
+from data.engine_writer import EngineWriter
 from data.writing import Writing
 from eval.suites import Suite
 from eval.validation import real_acceptance
 from speculator import Engine, HeadDrafter, Sampling, Target, generate
 from speculator.heads import Speculator
 from speculator.kernels import cuda_graphs
+from speculator.prompts import Conversation
 from speculator.target.attention.attention import VARLEN
 from speculator.target.cache import kv_cache
 from train.config import LossConfig
@@ -138,7 +139,8 @@ def test_a_head_trains_on_packed_documents_as_on_the_cpu(architecture, gpu, tmp_
 def test_rows_are_generated(gpu_target, tmp_path):
     drafter = HeadDrafter(head_for(gpu_target, "mlp").bfloat16())
     writing = Writing(max_new_tokens=8)
-    rows = list(generate_rows(gpu_target, drafter, PROMPTS, tmp_path, writing, batch_size=2, progress=False))
+    prompts = list(map(Conversation, PROMPTS))
+    rows = list(EngineWriter(gpu_target, drafter, 2).write(prompts, tmp_path, writing))
     assert [len(row["input_ids"]) for row in rows] == [len(prompt) + 8 for prompt in PROMPTS]
 
 

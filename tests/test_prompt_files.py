@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 from conftest import tiny_tokenizer
+from datasets import Dataset
 
 from data.cli.generate import _prompts
 from data.mixture import mixture_of
@@ -29,8 +30,8 @@ EVERY, ANSWERED, ASKED, TEXT = (ONE,) * 4, (None, ONE, ONE, ONE), (ONE, ONE, Non
 KINDS = {
     # row: what is asked of a target with a chat template, and of one without
     # - generate, and data generate --prompts, which answers the later turns after "|" too
-    # - eval, gate, tune and lossless; eval asks the later turns after "|" too
-    # - eval of the same rows as .json, and the suites of a training run
+    # - eval, gate, tune and lossless, of .jsonl, .json and .parquet; eval asks the later turns after "|" too
+    # - the suites of a training run
     # - data generate --sources and stage 2, which answer the later turns after "|" too
     "prompt": ({"prompt": "a"}, TEXT, TEXT),
     "list of texts": ({"prompt": ["a", "b"]}, (BOTH, BOTH, None, None), (None, "a|b", None, None)),
@@ -70,7 +71,13 @@ KINDS = {
     "Alpaca": ({"instruction": "a", "input": "", "output": "x"}, ANSWERED, (None, "a", None, None)),
     "messages as input": ({"input": chat("a"), "output": "x"}, ANSWERED, (None, "a", None, None)),
     "text": ({"text": "a b c d e"}, (None, "a b c", "a b c", "a b c"), (None, "a b c", "a b c", "a b c")),
-    "tokens": ({"input_ids": [65, 66, 67], "loss_mask": [0, 0, 1]}, (None, None, "ab", "ab"), (None, None, "ab", "ab")),
+    "short text": ({"text": "a"}, (None,) * 4, (None,) * 4),
+    "tokens without a mask": ({"input_ids": [*range(65, 70)]}, *((None, *("abcd",) * 3),) * 2),
+    "tokens that all have loss": (
+        {"input_ids": [*range(65, 70)], "loss_mask": [1] * 5},
+        *((None, *("abcd",) * 3),) * 2,
+    ),
+    "tokens": ({"input_ids": [65, 66, 67], "loss_mask": [0, 0, 1]}, (None, "ab", "ab", "ab"), (None, "ab", "ab", "ab")),
 }
 
 
@@ -90,9 +97,10 @@ def test_every_command_asks_what_a_row_says(tmp_path, kind, template):
     row, *expected = KINDS[kind]
     model, limits = Model(template), PromptLimits("tiny", 128, 16)
     tokenizer = model.tokenizer
-    lines, table = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    lines, values, table = (tmp_path / f"rows{suffix}" for suffix in (".jsonl", ".json", ".parquet"))
     lines.write_text(json.dumps(row))
-    table.write_text(json.dumps([row]))
+    values.write_text(json.dumps([row]))
+    Dataset.from_list([row]).to_parquet(str(table))
 
     def generate():
         return for_template([prompt for _, prompt in read_prompts(lines)], tokenizer, "no chat template")
@@ -108,10 +116,12 @@ def test_every_command_asks_what_a_row_says(tmp_path, kind, template):
         return [[ids] for ids in made.prompts] if not made.conversations else made.conversations
 
     def asked(read):
-        """The text of the one prompt, and later turns; None: refused."""
+        """The text of the one prompt, and later turns; None: refused, or there is none."""
         try:
-            (prompt,) = read()
+            (prompt,) = read() or [None]
         except UserError:
+            return None
+        if prompt is None:
             return None
         if isinstance(prompt, list):
             return tokenizer.decode(prompt[0])
@@ -124,10 +134,10 @@ def test_every_command_asks_what_a_row_says(tmp_path, kind, template):
         for read in (
             generate,
             lambda: of_suite(suite(lines)),
-            lambda: of_suite(suite(table)),
+            lambda: of_suite(from_text(sources, tokenizer, 4, 9, split=None)),
             lambda: conversations(sources, None, tokenizer, Cut(4), 9, limits=limits)[0],
         )
     )
     assert found == expected[template is None]
     assert asked(data_generate) == found[0]
-    assert asked(lambda: of_suite(from_text(sources, tokenizer, 4, 9, split=None))) == found[2]
+    assert asked(lambda: of_suite(suite(values))) == asked(lambda: of_suite(suite(table))) == found[1]

@@ -16,10 +16,10 @@ from accelerate import PartialState
 from data.batches import warn_of_cut_answers
 from data.magpie import self_rows, summary
 from data.mixture import SELF, Mixture, Source, SourceError
-from data.onpolicy import generate_rows
 from data.packing import COLUMNS, pack
 from data.sources import token_documents
 from data.tally import Tally
+from data.writers import writer_of
 from speculator.checkpoints.loading import load_drafter
 from speculator.device import dtype_name
 from speculator.drafters import Drafter
@@ -27,7 +27,6 @@ from speculator.files import cache_folder, locked, make_cache_folder
 from speculator.prompts import Conversation
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
-from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log
 from train.checkpoint import reporting_full_disk
 from train.settle import Run
@@ -49,10 +48,21 @@ def with_self_written(run: Run, target: TrainingTarget) -> Mixture:
         return mixture
     folder = folder_of(run, target)
     for source in mixture.sources:
-        if source.location != SELF:
-            _look_at(source, run.config.data.max_bad_rows, target)
-    with reporting_full_disk(cache_folder()):
-        _write(run, target, folder)
+        if source.location != SELF:  # empty, or can't be read: known before the target writes for hours
+            tally = Tally(run.config.data.max_bad_rows)
+            if next(token_documents(Mixture((source,)), "train", target.tokenizer, tally=tally), None) is None:
+                raise SourceError(f"the train split of {source.location} holds nothing to train on")
+    own, main = run.config.data.self_source, PartialState().is_main_process
+    with reporting_full_disk(cache_folder()), ExitStack() as stack:
+        if main and not (folder / "manifest.json").exists():
+            make_cache_folder()
+            busy = f"{folder}: another run is writing these chats; start again when it has"
+            stack.enter_context(locked(Path(f"{folder}.lock"), busy))
+            log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
+        PartialState().wait_for_everyone()
+        self_rows(target, writer_of(target, own.batch_size), folder, run.asking, run.self_writing)
+    log(f"{SELF}: {summary(folder)}")
+    warn_of_cut_answers(folder, "data.self_source.max_new_tokens")
     read = [Source(str(folder), each.weight) if each.location == SELF else each for each in mixture.sources]
     return Mixture(tuple(read))
 
@@ -69,49 +79,6 @@ def folder_of(run: Run, target: TrainingTarget) -> Path:
     return cache_folder() / f"{SELF}-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
-def fresh_rows(run: Run, target: TrainingTarget, drafter: Drafter | None, folder: Path) -> datasets.Dataset:
-    """Write chats for stage 2 into a folder, and return their rows; near-duplicates of stage 1's chats are dropped.
-
-    Args:
-        drafter: proposes tokens for the target; None: plain decoding, or the target runs in servers.
-    """
-    settings = run.config.stage2.generate
-    made = self_rows(
-        target,
-        drafter,
-        folder,
-        replace(run.asking, rows=settings.max_rows),
-        replace(run.own_writing, seed=run.own_writing.seed + _STREAMS),
-        batch_size=settings.batch_size,
-        previous=folder_of(run, target),
-    )
-    log(f"{SELF}: {summary(folder)}")
-    return made
-
-
-def _look_at(source: Source, max_bad_rows: float, target: TrainingTarget) -> None:
-    """Raise a SourceError if a source is empty or can't be read, before the target writes for hours."""
-    tally = Tally(max_bad_rows)
-    found = token_documents(Mixture((source,)), "train", target.tokenizer, tally=tally)
-    if next(found, None) is None:
-        raise SourceError(f"the train split of {source.location} holds nothing to train on")
-
-
-def _write(run: Run, target: TrainingTarget, folder: Path) -> None:
-    """Write the chats of the source `self` into a folder, unless it has them; every process of the run calls this."""
-    own, main = run.config.data.self_source, PartialState().is_main_process
-    with ExitStack() as stack:
-        if main and not (folder / "manifest.json").exists():
-            make_cache_folder()
-            busy = f"{folder}: another run is writing these chats; start again when it has"
-            stack.enter_context(locked(Path(f"{folder}.lock"), busy))
-            log(f"{SELF}: {target.name} writes {own.max_rows:,} chats into {folder}")
-        PartialState().wait_for_everyone()
-        self_rows(target, None, folder, run.asking, run.self_writing, batch_size=own.batch_size)
-    log(f"{SELF}: {summary(folder)}")
-    warn_of_cut_answers(folder, "data.self_source.max_new_tokens")
-
-
 def generate_own_text(
     run: Run, target: TrainingTarget, head_folder: Path, own_prompts: list[Conversation] | None, longest_prompt: int
 ) -> datasets.Dataset:
@@ -125,33 +92,24 @@ def generate_own_text(
         longest_prompt: a chat ends when it has more tokens before an answer.
     """
     settings, folder, writing = run.config.stage2.generate, run.folder / "generated", run.own_writing
-    if isinstance(target, ServerTarget):
-        from data.client import CONCURRENCY, fetch_rows  # imports openai, for a second
 
-        if own_prompts is None:
-            return fresh_rows(run, target, None, folder)
-        servers = target.urls, target.name, target.tokenizer
-        many = max(CONCURRENCY, settings.batch_size)
-        return fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
-    assert isinstance(target, Target)  # see `checks.check_writes_no_text`
-    drafter = load_drafter(
-        head_folder,
-        target,
-        num_speculative_tokens=settings.num_speculative_tokens or 0,
-        temperatures=[each.temperature for each in writing.samplings],
-        batch_size=settings.batch_size,
-    )
-    if own_prompts is None:
-        return fresh_rows(run, target, drafter, folder)
-    return generate_rows(
-        target,
-        drafter,
-        own_prompts,
-        folder,
-        writing,
-        max_prompt_tokens=longest_prompt,
-        batch_size=settings.batch_size,
-    )
+    def draft(target: Target) -> Drafter:
+        return load_drafter(
+            head_folder,
+            target,
+            num_speculative_tokens=settings.num_speculative_tokens or 0,
+            temperatures=[each.temperature for each in writing.samplings],
+            batch_size=settings.batch_size,
+        )
+
+    writer = writer_of(target, settings.batch_size, draft)
+    if own_prompts is not None:
+        return writer.write(own_prompts, folder, writing, max_prompt_tokens=longest_prompt)
+    asking, writing = replace(run.asking, rows=settings.max_rows), replace(writing, seed=writing.seed + _STREAMS)
+    # Near-duplicates of stage 1's chats are dropped.
+    rows = self_rows(target, writer, folder, asking, writing, previous=folder_of(run, target))
+    log(f"{SELF}: {summary(folder)}")
+    return rows
 
 
 def packed(run: Run, rows: datasets.Dataset, length: int) -> datasets.Dataset:

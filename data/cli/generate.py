@@ -12,19 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import state, warn_of_cut_answers
 from data.cli.flags import ALL, MAX_BAD_ROWS, NEW_TOKENS, THINKING_TOKENS
-from data.client import CONCURRENCY, fetch_rows
+from data.engine_writer import BATCH_SIZE
 from data.magpie import ROWS, Asking, self_rows, summary
 from data.mixture import SELF, mixture_of
-from data.onpolicy import BATCH_SIZE, generate_rows
 from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import tokenizer_of
+from data.server_writer import TextOnly
 from data.tally import Tally, cut_answers
+from data.writers import writer_of
 from data.writing import Writing
-from speculator.chat import DATA_DAY, set_template_variables, thinks
+from speculator.chat import DATA_DAY, thinks
 from speculator.checkpoints.loading import load_drafter
 from speculator.cli import model_flags
 from speculator.decoding.sampling import Sampling
-from speculator.drafters import HeadDrafter
+from speculator.drafters import Drafter
 from speculator.errors import check_text, printable, refuse
 from speculator.files import check_output_folder
 from speculator.prompts import Conversation, for_template, read_prompts
@@ -44,55 +45,44 @@ def run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     quiet_libraries()
     processes = state()  # assigns the devices, so it comes before loading the target
-    is_self = arguments.mixture is not None and arguments.mixture.is_self
-    target: Target | ServerTarget
-    if arguments.server is not None and is_self:
-        where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-        target = ServerTarget.connect(arguments.target, arguments.server, **where)
-        target.name = _served(arguments)
-        set_template_variables(target.tokenizer, arguments.chat_template_kwargs)
-        if arguments.raw:
-            target.tokenizer.chat_template = None
-        writing = _writing(arguments, target.tokenizer, target.context_length)
-        self_rows(target, None, arguments.output, _asking(arguments), writing, concurrency=arguments.batch_size)
-    elif arguments.server is not None:
-        tokenizer = tokenizer_of(arguments)
-        context = _context_length(arguments)
-        writing = _writing(arguments, tokenizer, context)
-        prompts = _prompts(arguments, tokenizer, PromptLimits(arguments.target, context, arguments.max_new_tokens))
-        fetch_rows(
-            arguments.server,
-            _served(arguments),
-            tokenizer,
-            prompts,
-            arguments.output,
-            writing,
-            concurrency=arguments.batch_size or CONCURRENCY,
-            max_prompt_tokens=context - arguments.max_new_tokens,
-        )
-    else:
+    own = arguments.mixture is not None and arguments.mixture.is_self
+    served = f"{arguments.target} --adapter {arguments.adapter}" if arguments.adapter else arguments.target
+    target: Target | ServerTarget | TextOnly
+    if arguments.server is None:
         target = model_flags.load_target(arguments)
-        refuse((target.encoder and is_self, f"--sources {SELF}: {target.name} needs prompts"))
+        refuse((target.encoder and own, f"--sources {SELF}: {target.name} needs prompts"))
         if arguments.raw or target.encoder:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
-        writing = _writing(arguments, target.tokenizer, target.context_length)
-        batch_size = arguments.batch_size or BATCH_SIZE
-        drafter: HeadDrafter | None = None
-        if arguments.speculator:
-            drafter = load_drafter(
-                arguments.speculator,
-                target,
-                num_speculative_tokens=arguments.num_speculative_tokens or 0,
-                temperatures=[each.temperature for each in writing.samplings],
-                batch_size=batch_size,
-                revision=arguments.speculator_revision,
-            )
-        if is_self:
-            self_rows(target, drafter, arguments.output, _asking(arguments), writing, batch_size=batch_size)
-        else:
-            limits = PromptLimits.of(target, arguments.max_new_tokens)
-            prompts = _prompts(arguments, target.tokenizer, limits)
-            generate_rows(target, drafter, prompts, arguments.output, writing, batch_size=batch_size)
+    elif own:  # whose manifest has the model's fingerprint
+        where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
+        target = ServerTarget.connect(arguments.target, arguments.server, **where)
+        target.name, target.tokenizer = served, tokenizer_of(arguments)
+    else:
+        tokenizer, context = tokenizer_of(arguments), _context_length(arguments)
+        target = TextOnly(name=served, tokenizer=tokenizer, context_length=context, urls=arguments.server)
+    batch_size = arguments.batch_size or BATCH_SIZE
+
+    def draft(target: Target) -> Drafter | None:
+        if not arguments.speculator:
+            return None
+        return load_drafter(
+            arguments.speculator,
+            target,
+            num_speculative_tokens=arguments.num_speculative_tokens or 0,
+            temperatures=[each.temperature for each in arguments.samplings],
+            batch_size=batch_size,
+            revision=arguments.speculator_revision,
+        )
+
+    writer = writer_of(target, batch_size, draft, concurrency=arguments.batch_size)
+    writing = _writing(arguments, target.tokenizer, target.context_length)
+    if own and not isinstance(target, TextOnly):
+        self_rows(target, writer, arguments.output, arguments.asking, writing)
+    else:
+        limits = PromptLimits(target.name, target.context_length, writing.max_new_tokens)
+        if isinstance(target, Target):  # which may have an encoder
+            limits = PromptLimits.of(target, writing.max_new_tokens)
+        writer.write(_prompts(arguments, target.tokenizer, limits), arguments.output, writing)
     if processes.is_main_process:
         warn_of_cut_answers(arguments.output, "--max_new_tokens")
         print(printable(_line(arguments.output)), file=sys.stderr)
@@ -105,27 +95,14 @@ def _writing(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
         arguments.max_new_tokens = min(THINKING_TOKENS, context // 2) if thinking else NEW_TOKENS
         if thinking:
             log(f"{arguments.target} thinks before it answers: --max_new_tokens {arguments.max_new_tokens}")
-    return Writing(samplings=_samplings(arguments), max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
-
-
-def _served(arguments: argparse.Namespace) -> str:
-    """Return the name of the model that servers are asked for, as `fetch_rows` takes it."""
-    return f"{arguments.target} --adapter {arguments.adapter}" if arguments.adapter else arguments.target
-
-
-def _asking(arguments: argparse.Namespace) -> Asking:
-    """Return the settings with which the target writes user turns, for `--sources self`."""
-    return Asking(
-        rows=arguments.max_rows or ROWS,
-        turns=arguments.turns or 1,
-        max_prompt_tokens=arguments.max_prompt_tokens,
-    )
+    return Writing(samplings=arguments.samplings, max_new_tokens=arguments.max_new_tokens, seed=arguments.seed)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Check the flags before a model is loaded; set `arguments.mixture`, and defaults of the flags of text and of self.
+    """Check the flags before a model is loaded, and raise a UserError for wrong ones.
 
-    Raises a UserError for wrong flags.
+    Sets defaults of the flags of text and of self, and `mixture`, `samplings` (which share the rows) and `asking` (how
+    the target writes user turns).
     """
     positive = ["max_rows", "prompt_tokens", "max_new_tokens", "batch_size", "num_speculative_tokens", "turns"]
     positive.append("max_prompt_tokens")
@@ -154,14 +131,12 @@ def _check(arguments: argparse.Namespace) -> None:
         (arguments.server is not None and arguments.dtype != "auto", "--dtype does not apply to a --server"),
     )
     check_text(f"--output {arguments.output}", str(arguments.output))  # `datasets` accepts no surrogates
-    _samplings(arguments)
-
-
-def _samplings(arguments: argparse.Namespace) -> tuple[Sampling, ...]:
-    """Return the samplings that share the rows."""
-    return tuple(
-        Sampling(temperature=each, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p)
-        for each in arguments.temperature or [1.0]
+    filters = {"top_k": arguments.top_k, "top_p": arguments.top_p, "min_p": arguments.min_p}
+    arguments.samplings = tuple(Sampling(each, **filters) for each in arguments.temperature or [1.0])
+    arguments.asking = Asking(
+        rows=arguments.max_rows or ROWS,
+        turns=arguments.turns or 1,
+        max_prompt_tokens=arguments.max_prompt_tokens,
     )
 
 

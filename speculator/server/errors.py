@@ -51,7 +51,9 @@ async def answer_error(_: Request, error: Exception) -> Response:
         error = APIError("the client disconnected", status=499)
     elif not isinstance(error, APIError):
         error = APIError("internal server error", status=500)
-    return JSONResponse(error.body(), error.status, {"Retry-After": "1"} if error.status == 429 else None)
+    # OpenAI's clients read the second: such a request would fail again.
+    headers = {"Retry-After": "1"} if error.status == 429 else {"x-should-retry": "false"} if error.code else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
 HANDLED = (APIError, UserError, HTTPException, ClientDisconnect, Exception)

@@ -184,7 +184,7 @@ class Worker:
             self._outputs.append((job, APIError(_TOO_LARGE, code="out_of_memory")))
             return
         if request.failure:
-            self._outputs.append((job, APIError(request.failure, status=500)))
+            self._outputs.append((job, APIError(request.failure, status=500, code=request.finish_reason)))
             return
         # Taken out of the request: a stream sends them, and two kilobytes per token would stay until its end.
         logprobs, request.token_logprobs = request.token_logprobs, []

@@ -6,14 +6,13 @@ import pytest
 from chat_targets import chatty, tiny_llama
 from chat_templates import QWEN3, chat_tokenizer
 from serving_here import serving
-from written import writing_of
 
-from data.client import fetch_rows
 from data.conversations import Answering
+from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
-from data.onpolicy import generate_rows
 from data.prompts import Cut, conversations
 from data.rendering import render
+from data.server_writer import ServerWriter, TextOnly
 from data.writing import Writing
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
 from speculator.chat import set_template_variables, thinks
@@ -48,8 +47,8 @@ def chats_of(file, tokenizer, turns=None) -> list[Conversation]:
 
 
 def rows_of(target, chats, folder, **changes) -> list[dict]:
-    how = {"max_new_tokens": 12, "batch_size": 3, "seed": 3, "progress": False, **changes}
-    return list(generate_rows(target, how.pop("drafter", None), chats, folder, writing_of(how), **how))
+    writing = Writing(max_new_tokens=12, seed=3)
+    return list(EngineWriter(target, batch_size=3, **changes).write(chats, folder, writing))
 
 
 def spans(mask: list[int]) -> list[tuple[int, int]]:
@@ -104,7 +103,8 @@ def test_a_server_gives_the_rows_of_the_engine_here(target, chats_file, tmp_path
     here = rows_of(target, chats, tmp_path / "here")
     how, there = Writing(max_new_tokens=12, seed=3), tmp_path / "there"
     with serving(target) as (url, _):
-        there = list(fetch_rows(url, "tiny", target.tokenizer, chats, there, how, concurrency=5, progress=False))
+        served = TextOnly(name="tiny", tokenizer=target.tokenizer, context_length=target.context_length, urls=[url])
+        there = list(ServerWriter(served, 5).write(chats, there, how))
     assert there == here
 
 
@@ -168,6 +168,18 @@ def test_the_history_has_the_tool_calls_that_the_results_belong_to():
     assert other.prompt is None
     same = answered(chat, tokenizer, "CALL look", "It rains")
     assert len(same.rows) == 1, "the target calls as the history does"
+
+
+def test_an_answer_that_fails_ends_the_conversation_after_the_one_before():
+    tokenizer = chat_tokenizer("qwen3")
+    talk = [user("a"), assistant("x"), user("b"), assistant("y")]
+    made = answered(conversation_of(tokenizer, *talk), tokenizer, "first")
+    made.stop("too little memory")
+    assert made.prompt is None
+    assert (texts_with_loss(made, tokenizer), made.rows[0].mask[-1]) == ([["first<|im_end|>"]], 1)
+    none = answered(conversation_of(tokenizer, *talk), tokenizer)
+    none.stop("too little memory")
+    assert none.rows == []
 
 
 @pytest.mark.parametrize(

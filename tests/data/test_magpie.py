@@ -4,16 +4,19 @@ import json
 from collections import Counter
 from copy import deepcopy
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
 from tokenizers import AddedToken
 from written import writing_of
 
+from data import engine_writer
 from data.__main__ import main
 from data.chat_turns import UserTurns, is_repetitive, turn_texts
 from data.conversations import Row
 from data.duplicates import NearDuplicates
+from data.engine_writer import EngineWriter
 from data.magpie import Asking, self_rows
 from speculator import UserError
 
@@ -24,10 +27,10 @@ def model():
 
 
 def made(target, folder, **changes):
-    settings = {"rows": 60, "max_prompt_tokens": 24, "max_new_tokens": 12, "batch_size": 8, "progress": False}
-    settings |= changes
+    settings = {"rows": 60, "max_prompt_tokens": 24, "max_new_tokens": 12, **changes}
     asking = Asking(**{field.name: settings.pop(field.name) for field in fields(Asking) if field.name in settings})
-    return list(self_rows(target, settings.pop("drafter", None), folder, asking, writing_of(settings), **settings))
+    writer = EngineWriter(target, batch_size=8)
+    return list(self_rows(target, writer, folder, asking, writing_of(settings), **settings))
 
 
 def test_rendering_finds_the_text_around_turns():
@@ -154,6 +157,27 @@ def test_the_command_prints_the_number_of_dropped_prompts(model, tmp_path, capsy
     )
 
 
+def test_a_turn_that_fails_is_dropped_and_the_chats_go_on(model, tmp_path, monkeypatch):
+    """In each pass a quarter of the rows fails, of user turns and of answers, as without memory."""
+    target, answer, failed = chatty(model), engine_writer._answer, Counter()
+
+    def failing(engine, job, chats, **how):
+        for chat in chats[::4]:
+            chat.stop("too little memory")
+            failed[job.writing.max_new_tokens] += 1
+        return answer(engine, job, [chat for chat in chats if chat.prompt], **how)
+
+    monkeypatch.setattr(engine_writer, "_answer", failing)
+    rows = made(target, tmp_path / "out", turns=2)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert min(failed[24], failed[12]) > 3, "user turns, and answers"
+    assert manifest["dropped"]["failed"] == failed.total()
+    assert all(row["loss_mask"][-1] for row in rows), "nothing after the last answer"
+    asked = sum(each["rows"] for each in manifest["passes"] if each["what"] == "answers")
+    begun = sum(pair == (0, 1) for row in rows for pair in pairwise(row["loss_mask"]))
+    assert begun == manifest["answers"] == asked - failed[12]
+
+
 @pytest.mark.parametrize("context_length", [44, 48, 52])
 def test_a_chat_ends_if_the_next_user_turn_does_not_fit(model, tmp_path, context_length):
     target = chatty(model)
@@ -163,7 +187,7 @@ def test_a_chat_ends_if_the_next_user_turn_does_not_fit(model, tmp_path, context
 
 def test_lengths_that_do_not_fit_the_context_are_an_error_before_decoding(model, tmp_path, monkeypatch):
     target = chatty(model)
-    monkeypatch.setattr("data.magpie.generate_rows", None)
+    monkeypatch.setattr(EngineWriter, "write", None)
     with pytest.raises(UserError, match=f"do not fit .*, with a context of {target.context_length}"):
         made(target, tmp_path / "out", max_new_tokens=target.context_length)
     assert not (tmp_path / "out").exists()

@@ -4,8 +4,8 @@ import pytest
 from chat_templates import chat_tokenizer
 from serving_here import serving, tiny_head_for, tiny_target
 
-from data.client import fetch_rows
-from data.onpolicy import generate_rows
+from data.engine_writer import EngineWriter
+from data.server_writer import ServerWriter, TextOnly
 from data.writing import Writing
 from speculator import HeadDrafter, Sampling
 from speculator.prompts import Conversation
@@ -22,8 +22,9 @@ def test_a_server_of_ours_gives_the_rows_of_the_engine_here(tmp_path, sampling):
         messages = [{"role": "user", "content": f"What is {i} + 2?"}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         prompts.append(Conversation(ids, messages))
-    how, ids = Writing(samplings=(sampling,), max_new_tokens=24, seed=7), [prompt.ids for prompt in prompts]
-    here = generate_rows(target, drafter, ids, tmp_path / "here", how, batch_size=5, progress=False)
+    how = Writing(samplings=(sampling,), max_new_tokens=24, seed=7)
+    here = EngineWriter(target, drafter, 5).write(prompts, tmp_path / "here", how)
     with serving(target, drafter) as (url, _):
-        there = fetch_rows(url, "tiny", tokenizer, prompts, tmp_path / "there", how, concurrency=6, progress=False)
+        served = TextOnly(name="tiny", tokenizer=tokenizer, context_length=target.context_length, urls=[url])
+        there = ServerWriter(served, 6).write(prompts, tmp_path / "there", how)
     assert there.to_dict() == here.to_dict()

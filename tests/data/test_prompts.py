@@ -19,8 +19,8 @@ from train.inputs import own_prompts_of
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
-def prompts(sources, split, tokenizer, length, count, *, last_turn=False, limits=None):
-    cut = Cut(length, last_turn=last_turn)
+def prompts(sources, split, tokenizer, length, count, *, limits=None):
+    cut = Cut(length)
     return [prompt.ids for prompt in conversations(mixture_of(sources), split, tokenizer, cut, count, limits=limits)[0]]
 
 
@@ -29,41 +29,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_each_kind_of_document_gives_its_prompt(tmp_path):
-    tokenizer = chat_tokenizer("llama3")
-    rows = [
-        {"text": "too short"},
-        {"text": "x = 1\n" * 40},
-        {"messages": [{"role": "user", "content": "Hi"}, *CHAT[1:], *CHAT]},
-        {"messages": CHAT[:1]},
-        {"prompt": "2 + 2 =", "completion": " 4"},
-        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 0]},
-        {"input_ids": list(range(50))},
-        {"input_ids": [9, 8], "loss_mask": [1, 1]},
-    ]
-    source = write(tmp_path / "rows.jsonl", rows)
-    found = prompts([source], None, tokenizer, 12, 99)
-    opening = (
-        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-    assert tokenizer.decode(found[0]).startswith("<|begin_of_text|>x = 1\nx = 1\n")
-    assert len(found[0]) == 12
-    assert [tokenizer.decode(ids) for ids in found[1:4]] == [opening, opening, opening.replace("Hi", "2 + 2 =")]
-    assert found[4:] == [[5, 6], list(range(12))]
-    assert prompts([source], None, tokenizer, 12, 2) == found[:2]
-
-
-TURNS = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
 LIMITS = PromptLimits("tiny", 128, 16)
-
-
-def test_last_turn_prompts_end_with_the_users_last_turn(tmp_path):
-    source, tokenizer = write(tmp_path / "chats.jsonl", [{"messages": TURNS}]), chat_tokenizer("qwen3")
-    [first], [last] = (prompts([source], None, tokenizer, 8, 9, last_turn=last) for last in (False, True))
-    assert tokenizer.decode(first) == "<|im_start|>user\nuser 0<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(last).startswith(tokenizer.decode(first) + "assistant 0<|im_end|>\n")
-    assert tokenizer.decode(last).endswith("user 2<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_prompts_that_do_not_fit_are_skipped_and_counted(tmp_path, capsys):

@@ -124,15 +124,14 @@ def test_a_prompt_without_room_is_left_out_and_counted(tmp_path):
         load(file, model, max_new_tokens=room + 1)
 
 
-def test_raw_prompts_have_no_template_and_files_of_chats_are_refused(tmp_path):
+def test_raw_prompts_have_no_template(tmp_path):
     file, model = tmp_path / "q.jsonl", Model(chat=True)
     file.write_text(json.dumps({"prompt": "def f():", "completion": "return 1"}))
     assert model.tokenizer.decode(load(file, model).prompts[0]) == "<user>def f():<assistant>"
     raw = load(file, model, raw=True)
     assert model.tokenizer.decode(raw.prompts[0]) == "def f():"
     assert not raw.chat, "nothing says where its answer ends"
-    with pytest.raises(UserError, match=r"--raw reads prompts from \.jsonl files"):
-        load(file.rename(tmp_path / "q.json"), model, raw=True)
+    assert load(file.rename(tmp_path / "q.json"), model, raw=True).prompts == raw.prompts
 
 
 def test_a_command_that_asks_first_turns_only_says_so(tmp_path, capsys):

@@ -4,11 +4,12 @@ import pytest
 import torch
 from conftest import measured, tiny_head
 
-from data.onpolicy import generate_rows
+from data.engine_writer import EngineWriter
 from data.writing import Writing
 from eval.suites import Suite
 from eval.validation import real_acceptance
 from speculator import Engine, HeadDrafter, Sampling, generate, speculative
+from speculator.prompts import Conversation
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8]]
 SUITE = Suite("test text", PROMPTS)
@@ -23,7 +24,8 @@ def by_evaluation_while_training(target, folder):
 
 
 def by_generating_own_text(target, folder):
-    generate_rows(target, HeadDrafter(tiny_head()), PROMPTS, folder, Writing(max_new_tokens=8), progress=False)
+    prompts = list(map(Conversation, PROMPTS))
+    EngineWriter(target, HeadDrafter(tiny_head())).write(prompts, folder, Writing(max_new_tokens=8))
 
 
 def by_custom_generate(target, folder):

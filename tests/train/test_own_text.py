@@ -16,7 +16,7 @@ from filelock import FileLock
 from kills import killed_at
 from safetensors.torch import load_file, save_file
 
-from data import magpie
+from data.engine_writer import EngineWriter
 from speculator.errors import UserError
 from speculator.files import cache_folder
 from speculator.target.fingerprint import digest_of_files
@@ -218,10 +218,10 @@ def test_chats_resume_after_a_kill(chat_folder, target, tmp_path, monkeypatch):
     config = config_of(chat_folder, tmp_path / "run")
     whole = list(load_from_disk(str(Path(with_self_written(settled(config, target), target).locations[0]) / "rows")))
     monkeypatch.setenv("SPECULATOR_CACHE", str(tmp_path / "again"))
-    with killed_at(magpie, "generate_rows", call=1):
+    with killed_at(EngineWriter, "write", call=1):
         with_self_written(settled(config, target), target)
-    made, generate = [], magpie.generate_rows
-    monkeypatch.setattr(magpie, "generate_rows", lambda *a, **how: made.append(how["title"]) or generate(*a, **how))
+    made, write = [], EngineWriter.write
+    monkeypatch.setattr(EngineWriter, "write", lambda *a, **how: made.append(how["title"]) or write(*a, **how))
     assert not (folder_of(settled(config, target), target) / "manifest.json").exists()
     assert (
         list(load_from_disk(str(Path(with_self_written(settled(config, target), target).locations[0]) / "rows")))
@@ -247,8 +247,9 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
 
 def test_stage_2_drafts_adaptively_unless_a_length_is_given(chat_folder, target, tmp_path, monkeypatch):
     drafters = []
-    monkeypatch.setattr(own_text, "load_drafter", lambda *_, **how: how)
-    monkeypatch.setattr(own_text, "fresh_rows", lambda run, target, drafter, folder: drafters.append(drafter))
+    monkeypatch.setattr(own_text, "load_drafter", lambda *_, **how: drafters.append(how))
+    monkeypatch.setattr(own_text, "self_rows", lambda *_, **__: None)
+    monkeypatch.setattr(own_text, "summary", lambda folder: "")
     for length in (0, 2):
         config = config_of(chat_folder, tmp_path / "run", **{"stage2.generate.num_speculative_tokens": length})
         own_text.generate_own_text(settled(config), target, tmp_path / "head", None, 16)

@@ -357,6 +357,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(chat_target, monkeypa
         assert 'speculator_answers_total{finish_reason="not_finite"} 1.0' in httpx.get(f"{url}/metrics").text
     assert answer.json()["choices"][0]["token_ids"] == expected
     assert (failed.status_code, "not finite" in failed.json()["error"]["message"]) == (500, True)
+    assert (failed.json()["error"]["code"], failed.headers["x-should-retry"]) == ("not_finite", "false")
 
 
 def test_generating_without_enough_memory_is_an_error(target, monkeypatch):

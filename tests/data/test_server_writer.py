@@ -20,12 +20,14 @@ from conftest import tiny_tokenizer
 from datasets import load_from_disk
 from written import writing_of
 
-from data import client
+from data import server_writer
 from data.__main__ import main
-from data.client import fetch_rows
 from data.conversations import Answering
+from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
+from data.server_writer import ServerWriter, TextOnly
+from data.writers import writer_of
 from data.writing import Writing
 from speculator import Sampling, UserError
 from speculator.clients.connection import Connection
@@ -136,8 +138,8 @@ def continuation(prompt: str, seed: int) -> str:
 @pytest.fixture
 def serve(monkeypatch):
     """Starts stand-ins."""
-    monkeypatch.setattr(client, "_RETRIES", 2)
-    monkeypatch.setattr(client, "_AWAY_SECONDS", 0)
+    monkeypatch.setattr(server_writer, "_RETRIES", 2)
+    monkeypatch.setattr(server_writer, "_AWAY_SECONDS", 0)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     started = []
@@ -162,11 +164,15 @@ def text_prompts(tokenizer) -> list[Conversation]:
     return [Conversation(tokenizer(text)["input_ids"]) for text in TEXTS]
 
 
+def served(tokenizer, urls, name="target", context_length=sys.maxsize) -> TextOnly:
+    return TextOnly(name=name, tokenizer=tokenizer, context_length=context_length, urls=urls)
+
+
 def fetched(servers, tokenizer, folder, prompts=None, **settings) -> list[dict]:
-    settings = {"concurrency": 2, "seed": 7, "progress": False, **settings}
+    settings = {"concurrency": 2, "seed": 7, **settings}
     urls = [each if isinstance(each, str) else each.url for each in servers]
-    prompts = prompts or text_prompts(tokenizer)
-    return list(fetch_rows(urls, "target", tokenizer, prompts, folder, writing_of(settings), **settings))
+    writer = ServerWriter(served(tokenizer, urls), settings.pop("concurrency"))
+    return list(writer.write(prompts or text_prompts(tokenizer), folder, writing_of(settings)))
 
 
 def error_of(server, tokenizer, folder, **settings) -> str:
@@ -182,9 +188,10 @@ def test_prompts_beyond_the_servers_context_are_skipped_and_counted(serve, token
     rows = fetched([server], tokenizer, tmp_path / "some", max_new_tokens=16)
     assert len(rows) == sum(length < max(lengths) for length in lengths) < len(prompts)
     assert manifest(tmp_path / "some")["skipped"] == len(prompts) - len(rows)
-    assert f"{len(prompts) - len(rows)} prompts, such as number" in capsys.readouterr().err
+    left_out = len(prompts) - len(rows)
+    assert re.search(rf"{left_out} of 5 prompts end .* prompt \d has more than .* no room", capsys.readouterr().err)
     server.context, asked = 16, len(server.bodies)
-    assert f"{len(prompts)} prompts, such as number 1" in error_of(
+    assert f"all {len(prompts)} prompts have more than 0 tokens" in error_of(
         server, tokenizer, tmp_path / "none", max_new_tokens=16
     )
     assert len(server.bodies) <= asked + 2, "the check of two seeds alone"
@@ -201,7 +208,22 @@ def test_a_first_turn_that_a_server_refuses_gives_no_row(serve, tokenizer, tmp_p
     asked = [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]
     assert asked == [prompt.ids for prompt in prompts[:2] + prompts[3:]]
     assert manifest(tmp_path / "out")["skipped"] == 1
-    assert "such as prompt 3: " in capsys.readouterr().err
+    assert "1 of 5 prompts end before an answer that failed, such as: prompt 3: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "code"), [(500, "not_finite"), (400, "out_of_memory")])
+def test_an_answer_that_fails_alone_gives_no_row_and_its_server_stays(serve, tokenizer, tmp_path, status, code):
+    server, prompts = serve(), text_prompts(tokenizer)
+    server.reply = lambda handler: (
+        handler.reply(status, {"error": {"message": "failed", "code": code}})
+        if handler.body["prompt"] == prompts[2].ids
+        else handler.answer(server, handler.body)
+    )
+    rows = fetched([server], tokenizer, tmp_path / "out", prompts)
+    assert [row["input_ids"][: row["loss_mask"].index(1)] for row in rows] == [
+        each.ids for each in prompts if each != prompts[2]
+    ]
+    assert manifest(tmp_path / "out")["skipped"] == 1
 
 
 def manifest(folder: Path) -> dict:
@@ -236,13 +258,13 @@ def test_samplers_are_sent_to_the_server(serve, tokenizer, tmp_path):
 @pytest.mark.parametrize("lists", [False, b"", b"null", b'{"data": [null]}', HTML])
 def test_a_server_that_lists_no_models_is_asked_for_the_target(serve, tokenizer, tmp_path, lists):
     server = serve(lists=lists)
-    assert client.shortest_context([server.url], "target") == sys.maxsize
+    assert ServerWriter(served(tokenizer, [server.url])).shortest_context() == sys.maxsize
     fetched([server], tokenizer, tmp_path)
     assert server.bodies[-1]["model"] == "target"
 
 
 def test_passing_faults_are_retried(serve, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_RETRIES", 6)  # one row may meet all faults
+    monkeypatch.setattr(server_writer, "_RETRIES", 6)  # one row may meet all faults
     prompts = text_prompts(tokenizer)
     server = serve(faults=[503, 429, 200, 500, 200, 200, 502, 200, 429, 200, None, 200])
     check(fetched([server], tokenizer, tmp_path, prompts), tokenizer, prompts)
@@ -268,8 +290,8 @@ def test_a_status_is_shown_where_the_clients_text_lacks_it():
 
 
 def test_a_server_that_never_answers_is_an_error(serve, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(client, "_TOKEN_SECONDS", 0)
+    monkeypatch.setattr(server_writer, "_REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(server_writer, "_TOKEN_SECONDS", 0)
     server = serve()
     server.reply = lambda handler: server.gone.wait()
     assert server.url in error_of(server, tokenizer, tmp_path)
@@ -283,7 +305,7 @@ def test_requests_run_concurrently_up_to_the_limit(serve, tokenizer, tmp_path, m
         begun.append(len(server.bodies))
         return Answering(*arguments)
 
-    monkeypatch.setattr(client, "Answering", answering)
+    monkeypatch.setattr("data.writer.Answering", answering)
     check(fetched([server], tokenizer, tmp_path, prompts, concurrency=4), tokenizer, prompts)
     assert server.most == 4
     assert begun[-1] > begun[0], "what a row holds is made before its turn"
@@ -313,8 +335,10 @@ def test_a_fine_tune_that_knows_its_prompts_and_a_top_k_of_1_are_no_sign_of_a_se
 def test_rows_share_temperatures_and_the_warm_ones_must_sample(serve, tokenizer, tmp_path):
     server, both = serve(), (Sampling(0.0), Sampling(1.0))
     fetched([server], tokenizer, tmp_path / "rows", samplings=both, concurrency=1)
-    expected = [Writing(samplings=both).sampling(row, 5).temperature for row in range(5)]
-    assert [body["temperature"] for body in server.bodies] == [1.0, 1.0, *expected]
+    writing = Writing(samplings=both)
+    asked = {tuple(chat.ids): writing.sampling(row, 5).temperature for row, chat in enumerate(text_prompts(tokenizer))}
+    assert [body["temperature"] for body in server.bodies[:2]] == [1.0, 1.0]
+    assert {tuple(body["prompt"]): body["temperature"] for body in server.bodies[2:]} == asked
     assert "sample" in error_of(serve(samples=False), tokenizer, tmp_path / "error", samplings=both)
 
 
@@ -333,6 +357,22 @@ def test_a_server_writes_the_chats_of_self(serve, tmp_path, target_folder):
         assert any(body["prompt"] == prompt for body in answers)
 
 
+def test_without_a_server_no_chats_of_self_are_begun(tmp_path, target_folder, capsys):
+    flags = ["--target", str(target_folder), "--server", "http://127.0.0.1:9", "--sources", "self", "--max_rows", "6"]
+    flags += ["--max_prompt_tokens", "16", "--max_new_tokens", "20", "--output", str(tmp_path / "out")]
+    assert main(["generate", *flags]) == 2
+    assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_target_decides_who_writes(target, tokenizer):
+    engine = writer_of(target, 4)
+    assert isinstance(engine, EngineWriter)
+    assert engine.batch_size == 4
+    sizes = [writer_of(served(tokenizer, ["http://host"]), *given).batch_size for given in ((4,), (40,), (4, None, 5))]
+    assert sizes == [32, 40, 5]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_server_that_refuses_every_prompt_is_an_error(serve, tokenizer, tmp_path, temperature):
     message = error_of(serve(faults=[400] * 99), tokenizer, tmp_path / "out", samplings=(Sampling(temperature),))
@@ -344,7 +384,9 @@ def test_prompts_that_are_all_refused_are_an_error(serve, tokenizer, tmp_path):
     message = error_of(serve(faults=[*PROBE, *[400] * 99], lists=False), tokenizer, tmp_path / "out")
     assert f"{tmp_path / 'out'}: no prompt was answered" in message
     told = error_of(serve(faults=[*PROBE, *[400] * 99]), tokenizer, tmp_path / "told")
-    assert "prompt " in told, "a prompt that fits the context was refused for another reason, and is not lost"
+    assert re.match(r"prompt \d: ", told), (
+        "a prompt that fits the context was refused for another reason, and is not lost"
+    )
 
 
 def test_a_finished_folder_is_read_without_a_request(serve, tokenizer, tmp_path):
@@ -562,7 +604,7 @@ def chats_file(tmp_path_factory):
 
 
 def test_another_server_continues_the_chats_of_one_that_is_lost(serve, chats_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_RETRIES", 0)
+    monkeypatch.setattr(server_writer, "_RETRIES", 0)
     tokenizer = chat_tokenizer("qwen3", CHATML)
     chats, _ = conversations(mixture_of([str(chats_file)]), None, tokenizer, Cut(8), 99)
     servers = [serve(), serve(faults=[200] * 9 + [503] * 1000)]
@@ -588,12 +630,12 @@ def test_a_turn_that_the_server_refuses_ends_its_chat(serve, chats_file, tmp_pat
     assert len(rows) == len(chats)
     assert manifest(tmp_path / "out")["answers"] == len(chats), "the first answer of each chat is kept"
     assert all(row["loss_mask"][-1] for row in rows), "and nothing after it"
-    assert "10 chats end before a turn that the server refused" in capsys.readouterr().err
+    assert "10 of 10 prompts end before an answer that failed, such as: prompt " in capsys.readouterr().err
 
 
 def test_a_busy_server_is_not_dropped(serve, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr(client, "_TOKEN_SECONDS", 0)
+    monkeypatch.setattr(server_writer, "_REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr(server_writer, "_TOKEN_SECONDS", 0)
     waited = []
 
     def reply(handler):
@@ -614,7 +656,7 @@ def test_concurrent_answers_without_token_ids_all_keep_their_special_tokens(serv
     async def probe(*_):
         pass
 
-    monkeypatch.setattr(client._TextServer, "probe", probe)
+    monkeypatch.setattr(server_writer._TextServer, "probe", probe)
     server, prompts = serve(token_ids=False, delay=0.05), text_prompts(tokenizer) * 2
     fetched([server], tokenizer, tmp_path, prompts, samplings=(Sampling(0.0),), concurrency=4)
     whole = [tuple(body["prompt"]) for body in server.bodies if body.get("skip_special_tokens") is False]
@@ -622,8 +664,8 @@ def test_concurrent_answers_without_token_ids_all_keep_their_special_tokens(serv
 
 
 def test_the_last_server_may_be_away_for_a_while(serve, tokenizer, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(client, "_RETRIES", 0)
-    monkeypatch.setattr(client, "_AWAY_SECONDS", 60)
+    monkeypatch.setattr(server_writer, "_RETRIES", 0)
+    monkeypatch.setattr(server_writer, "_AWAY_SECONDS", 60)
     server, prompts = serve(faults=PROBE + [200] * 3 + [503] * 9), text_prompts(tokenizer) * 4
     check(fetched([server], tokenizer, tmp_path, prompts), tokenizer, prompts)
     assert capsys.readouterr().err.count("waiting for it, at most 1 minutes") == 1

@@ -1,4 +1,4 @@
-"""Generate rows with servers that implement the OpenAI API; only the target's tokenizer is needed locally."""
+"""Servers with the OpenAI API as a writer; only the target's tokenizer is needed locally."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, BatchFacts, stored_record
 from data.conversations import Answering
-from data.onpolicy import record_of
 from data.rendering import text_tokens
-from data.tally import log
+from data.writer import Job, Writer
 from data.writing import Writing
 from speculator.chat import decoded, end_token
 from speculator.clients.connection import UNAVAILABLE, Connection, base_urls
@@ -29,9 +26,13 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.prompts import Conversation
+from speculator.target.remote.server_target import ServerTarget
+from speculator.terminal import log
 
 CONCURRENCY = 32
 """Concurrent requests to each server."""
+FAILURES = ("out_of_memory", "not_finite")
+"""Codes of our server's errors about one answer alone."""
 _RETRIES = 10  # the client doubles the delay from 0.5 s up to 8 s, so a server may be away for about a minute
 _AWAY_SECONDS = 1200.0  # that the last server may be away
 _REQUEST_SECONDS, _TOKEN_SECONDS = 1200.0, 0.5  # for one answer, retries included: in all, and for each new token
@@ -41,19 +42,23 @@ _PROBE_PROMPTS = 4
 _WARM = 0.5  # from this temperature on, two seeds should give different texts
 
 
-def fetch_rows(
-    urls: str | Sequence[str],
-    target: str,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Conversation],
-    folder: str | Path,
-    writing: Writing,
-    *,
-    max_prompt_tokens: int = sys.maxsize,
-    concurrency: int = CONCURRENCY,
-    progress: bool = True,
-) -> Dataset:
-    """Generate rows like `data.onpolicy.generate_rows`, by servers (vLLM, SGLang, llama.cpp, ...), and return them.
+@dataclass(kw_only=True)
+class TextOnly:
+    """A target that servers run, of which only the tokenizer is here.
+
+    Attributes:
+        name: of the model, unless a server lists exactly one; "NAME --adapter LORA": it is asked for LORA.
+        urls: base URLs of the servers, with or without /v1.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    urls: Sequence[str]
+
+
+class ServerWriter(Writer):
+    """Answers with servers that run the target (vLLM, SGLang, llama.cpp, ...).
 
     Prompts are sent as token ids. A completion without `token_ids` is tokenized from its text. A server that stays
     unavailable for a minute is dropped with a warning, and the others take over its rows; the last one may be away for
@@ -61,47 +66,24 @@ def fetch_rows(
     room for an answer, gives no row. The API key is read from $OPENAI_API_KEY.
 
     Args:
-        urls: base URLs of the servers, with or without /v1.
-        target: name of the model, unless the server lists exactly one; "NAME --adapter LORA": it is asked for LORA.
-        tokenizer: the target's.
-        prompts: prompts to continue, and conversations to answer.
-        folder: output folder, resumed if it is unfinished. Completions are stored in batches of `concurrency` rows, as
-            it was when the folder was begun.
-        writing: sampling and length of the completions.
-        max_prompt_tokens: a conversation ends when its prompt is longer.
-        concurrency: concurrent requests to each server.
-        progress: show a progress bar.
-
-    Raises:
-        UserError: no server is available, one does not sample, or no prompt is answered.
+        batch_size: concurrent requests to each server.
     """
-    bases = base_urls([urls] if isinstance(urls, str) else urls, "--server")
-    record: JsonObject = {"target": target, "drafter": "server", **record_of(writing, prompts)}
-    if writing.ends:
-        record["ends"] = asdict(writing.ends)
-    size: Any = (stored_record(Path(folder)) or {}).get("batch_size", concurrency)
-    # Of 70 prompts, 32 in a batch: 0..31, 32..63 and 64..69.
-    rows = [list(range(start, min(start + size, len(prompts)))) for start in range(0, len(prompts), size)]
-    servers = [_TextServer(base, target, tokenizer, writing) for base in bases]
-    with Batches(Path(folder), {**record, "batch_size": size}, rows, progress) as work:
-        if batches := work.todo():
-            todo = {batch: rows[batch] for batch in batches}
-            asyncio.run(_fetch(servers, work, todo, prompts, max_prompt_tokens, concurrency))
-        return work.finish(_summary)
 
+    def __init__(self, target: ServerTarget | TextOnly, batch_size: int = CONCURRENCY):
+        self.urls, self.batch_size, self.record = base_urls(target.urls, "--server"), batch_size, {"drafter": "server"}
+        self.name, self.tokenizer, self.context_length = target.name, target.tokenizer, target.context_length
 
-def shortest_context(urls: Sequence[str], target: str) -> int:
-    """Return the shortest context of some servers; sys.maxsize: none tells it, or none is there.
+    def answer(self, job: Job, todo: Sequence[int]) -> None:
+        """Raises a UserError if no server is available, one does not sample, or no prompt has room for an answer."""
+        asyncio.run(_Requests(job, self, todo).run())
 
-    Args:
-        target: name of the model, unless a server lists exactly one.
-    """
-    contexts = [sys.maxsize]
-    for base in base_urls(urls, "--server"):
-        server = Connection(base, "--server", openai.OpenAI, max_retries=0, timeout=_FIRST_SECONDS)
-        with suppress(openai.APIError, AttributeError, TypeError, ValueError), server.client as client:
-            contexts.append(_listed(client.models.list().data, target)[1])
-    return min(contexts)
+    def shortest_context(self) -> int:
+        contexts = [self.context_length]
+        for base in self.urls:
+            server = Connection(base, "--server", openai.OpenAI, max_retries=0, timeout=_FIRST_SECONDS)
+            with suppress(openai.APIError, AttributeError, TypeError, ValueError), server.client as client:
+                contexts.append(_listed(client.models.list().data, self.name)[1])
+        return min(contexts)
 
 
 def _listed(models: Sequence[Any], name: str) -> tuple[str, int]:
@@ -119,136 +101,108 @@ def _listed(models: Sequence[Any], name: str) -> tuple[str, int]:
     return own[0].id, max(lengths) or sys.maxsize
 
 
-def _summary(batches: list[BatchFacts]) -> JsonObject:
-    """Return facts for the manifest: answers of each server and in all, models, and seconds; None for draft speeds."""
-    by_server: Counter[str] = Counter()
-    for facts in batches:
-        by_server.update(facts["servers"])
-    return {
-        "servers": dict(by_server),
-        "models": sorted({model for facts in batches for model in facts.get("models", ())}),
-        "answers": by_server.total(),
-        "acceptance_length": None,
-        "tokens_per_second": {"speculative": None, "plain": None},
-        "seconds": sum(facts["seconds"] for facts in batches),
-    }
+class _Requests:
+    """The requests of a job to its servers, all at once."""
 
+    def __init__(self, job: Job, writer: ServerWriter, todo: Sequence[int]):
+        self.job, self.todo, self.concurrency = job, todo, writer.batch_size
+        self.servers = [_TextServer(base, writer.name, writer.tokenizer, job.writing) for base in writer.urls]
+        self.available = set(self.servers)
+        self.written_at = time.monotonic()
 
-async def _fetch(
-    servers: Sequence[_TextServer],
-    work: Batches,
-    batches: dict[int, list[int]],
-    prompts: Sequence[Conversation],
-    max_prompt_tokens: int,
-    concurrency: int,
-) -> None:
-    """Request the answers to the prompts of some batches, and write each batch when its last conversation has ended.
+    async def run(self) -> None:
+        """Write each batch when its last conversation has ended."""
+        try:
+            await asyncio.gather(*map(self._probe, self.servers))
+            # The longest prompt that leaves room for an answer on every server.
+            self.room = min(server.longest for server in self.available)
+            self.job.longest = min(self.job.longest, self.room)
+            self.over = f"more than {self.room} tokens: the servers' context leaves no room for max_new_tokens"
+            chats = self.job.chats
+            over = all(len(chat.ids) > self.room for chat in chats)
+            refuse((over, f"all {len(chats)} prompts have {self.over}; start them with a longer one"))
+            # One entry per request that a server may serve: a semaphore for each server, taken in turn.
+            self.free_slots: asyncio.Queue[_TextServer] = asyncio.Queue()
+            for server in [*self.available] * self.concurrency:
+                self.free_slots.put_nowait(server)
+            await asyncio.gather(*map(self._batch, self.todo))
+        finally:
+            for server in self.servers:
+                await server.client.close()
 
-    `batches` maps the number of a batch to the numbers of its prompts.
-    """
-    available = set(servers)
-    refused: list[str] = []
-    finished: dict[int, dict[int, Answering]] = {batch: {} for batch in batches}
-    by_server: dict[int, Counter[str]] = {batch: Counter() for batch in batches}
-    written_at = time.monotonic()
+    async def _probe(self, server: _TextServer) -> None:
+        try:
+            await server.probe(len(self.job.chats))
+        except UNAVAILABLE as error:
+            self._drop(server, error)
 
-    def drop(server: _TextServer, error: Exception) -> None:
+    async def _batch(self, batch: int) -> None:
+        by_server: Counter[str] = Counter()
+        chats = await asyncio.gather(*(self._chat(row, by_server) for row in self.job.work.rows[batch]))
+        models = sorted({server.model for server in self.servers})
+        seconds, self.written_at = time.monotonic() - self.written_at, time.monotonic()
+        self.job.finish(batch, chats, servers=dict(by_server), models=models, seconds=seconds)
+
+    async def _chat(self, row: int, by_server: Counter[str]) -> Answering:
+        """Answer a chat, and count its answers `by_server`."""
+        chat: Answering | None = None
+        while chat is None or chat.prompt is not None:
+            server = await self.free_slots.get()
+            # A server that was dropped leaves its entries in the queue: take them out one by one.
+            if server not in self.available:
+                continue
+            # Not before there is a slot: all rows wait here at once.
+            chat = chat or self.job.begin(row)
+            if len(self.job.chats[row].ids) > self.room:
+                chat.stop(f"prompt {row + 1} has {self.over}")
+            begun = time.monotonic()
+            try:  # one server answers all turns: it has the chat so far in its cache
+                while chat.prompt is not None:
+                    begun = time.monotonic()
+                    tokens, ended = await server.complete(row, chat.prompt, self.job.sampling(chat))
+                    chat.add(tokens, ended)
+                    by_server[server.url] += 1
+            except UNAVAILABLE as error:
+                if not self._asked_again(server, error, begun):
+                    self._drop(server, error)
+                    continue
+            except FailedPromptError as error:
+                # A prompt that fits the context may be refused for a reason that all rows share.
+                if error.refused and not chat.answers and server.tells_context:
+                    raise
+                chat.stop(str(error))
+            self.free_slots.put_nowait(server)
+        return chat
+
+    def _drop(self, server: _TextServer, error: Exception) -> None:
         fault = server.describe(error)
-        known = server in available
-        available.discard(server)
-        if not available:  # also for later errors: a task that missed its cancellation must not wait for a slot
+        known = server in self.available
+        self.available.discard(server)
+        if not self.available:  # also for later errors: a task that missed its cancellation must not wait for a slot
             raise UserError(fault) from None
         if known:
-            log(f"warning: {fault}; continuing with {len(available)} of {len(servers)} servers")
+            log(f"warning: {fault}; continuing with {len(self.available)} of {len(self.servers)} servers")
 
-    def asked_again(server: _TextServer, error: Exception, begun: float) -> bool:
+    def _asked_again(self, server: _TextServer, error: Exception, begun: float) -> bool:
         """Return whether a server that did not answer a request sent at the time `begun` is not to be dropped."""
         if server.answered is None:
             return False
         if isinstance(error, asyncio.TimeoutError) and server.answered > begun:
             return True  # busy: it answered other requests meanwhile
-        if available != {server}:
+        if self.available != {server}:
             return False
         if server.away_since is None:
             server.away_since = time.monotonic()
             log(f"warning: {server.describe(error)}; waiting for it, at most {_AWAY_SECONDS / 60:g} minutes")
         return time.monotonic() - server.away_since < _AWAY_SECONDS
 
-    def room() -> int:
-        """Return the length of a prompt that leaves room for a completion on every server, once they were probed."""
-        return min(server.longest for server in available)
 
-    async def probe(server: _TextServer) -> None:
-        try:
-            await server.probe(prompts)
-        except UNAVAILABLE as error:
-            drop(server, error)
+class FailedPromptError(UserError):
+    """A server did not answer a prompt: it refused it as a bad request, or this answer alone failed."""
 
-    async def fetch(batch: int, row: int) -> None:
-        longest = min(max_prompt_tokens, room())
-        answering: Answering | None = None
-        if row in beyond:
-            answering = Answering(prompts[row], servers[0].tokenizer, longest)
-            answering.stop()
-        while answering is None or answering.prompt is not None:
-            server = await free_slots.get()
-            # A server that was dropped leaves its entries in the queue: take them out one by one.
-            if server not in available:
-                continue
-            # Not before there is a slot: all rows wait here at once.
-            answering = answering or Answering(prompts[row], servers[0].tokenizer, longest)
-            try:  # one server answers all turns: it has the chat so far in its cache
-                while answering.prompt is not None:
-                    begun = time.monotonic()
-                    sampling = server.writing.sampling(row, len(prompts), answering.answers)
-                    tokens, ended = await server.complete(row, answering.prompt, sampling)
-                    answering.add(tokens, ended)
-                    by_server[batch][server.url] += 1
-            except UNAVAILABLE as error:
-                if not asked_again(server, error, begun):
-                    drop(server, error)
-                    continue
-            except RefusedPromptError as error:  # of a server that does not tell its context, a chat beyond it
-                if not answering.answers and server.tells_context:
-                    raise
-                refused.append(str(error))
-                answering.stop()
-            free_slots.put_nowait(server)
-        finished[batch][row] = answering
-        # Conversations end in any order; the last one of a batch writes the whole batch.
-        if len(finished[batch]) == len(batches[batch]):
-            nonlocal written_at
-            made, seconds = finished.pop(batch), time.monotonic() - written_at
-            rows = [[each.columns() for each in made[row].rows] for row in batches[batch]]
-            models = sorted({server.model for server in servers})
-            answered, cut = dict(by_server.pop(batch)), sum(each.cut for each in made.values())
-            work.write(batch, rows, servers=answered, models=models, cut=cut, seconds=seconds)
-            written_at = time.monotonic()
-
-    try:
-        await asyncio.gather(*map(probe, servers))
-        longest = room()
-        if beyond := {row for rows in batches.values() for row in rows if len(prompts[row].ids) > longest}:
-            long = (
-                f"{len(beyond)} prompts, such as number {min(beyond) + 1}, have more than {longest} tokens: the "
-                "servers' context leaves no room for max_new_tokens"
-            )
-            refuse((len(beyond) == len(prompts), f"{long}; start them with a longer one"))
-            log(f"{long}; they are skipped")
-        # One entry per request that a server may serve: a semaphore for each server, taken in turn.
-        free_slots: asyncio.Queue[_TextServer] = asyncio.Queue()
-        for server in [*available] * concurrency:
-            free_slots.put_nowait(server)
-        await asyncio.gather(*(fetch(batch, row) for batch, rows in batches.items() for row in rows))
-        if refused:
-            log(f"{len(refused)} chats end before a turn that the server refused, such as {refused[0]}")
-    finally:
-        for server in servers:
-            await server.client.close()
-
-
-class RefusedPromptError(UserError):
-    """A server refused a prompt as a bad request."""
+    def __init__(self, message: str, refused: bool):
+        super().__init__(message)
+        self.refused = refused
 
 
 class _TextServer(Connection):
@@ -256,7 +210,7 @@ class _TextServer(Connection):
 
     Args:
         base: its URL without /v1.
-        target: see `fetch_rows`.
+        target: the model's name, see `Served`.
         tokenizer: the target's.
         writing: sampling and length of the completions.
 
@@ -291,11 +245,14 @@ class _TextServer(Connection):
             return f"{self.url}: no answer within {self._seconds:g} seconds"
         return super().describe(error)
 
-    async def probe(self, prompts: Sequence[Conversation]) -> None:
+    async def probe(self, rows: int) -> None:
         """Ask for the model's name and context length, and check that two seeds give two texts after a few words.
 
         Raises a UserError if the server refuses these words, or if none of a few prompts gets two different texts: it
         does not sample.
+
+        Args:
+            rows: number of all prompts, which decides the samplings.
         """
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
@@ -307,7 +264,7 @@ class _TextServer(Connection):
                 log(f"{self.url}: {self.model} answers, the server's only model, for {self._target}")
         except (openai.APIStatusError, AttributeError, TypeError, ValueError):
             pass  # some servers do not list their models
-        rows, seed = len(prompts), self.writing.seed
+        seed = self.writing.seed
         warm = [row for row in range(rows) if self.writing.sampling(row, rows).temperature >= _WARM]
         # An answer may be certain, as "Paris" or a label is, a model may know its system prompt by heart, and the run's
         # top_k may be 1. These texts are open to any model, and without filters only a greedy server continues several
@@ -366,12 +323,14 @@ class _TextServer(Connection):
             if tokens:
                 self._compare(tokens, choice.text)
             tokens = tokens or self._tokenize(prompt.ids, choice.text, ended, prompt.ends)
-        except UNAVAILABLE:
-            raise
-        except openai.BadRequestError as error:
-            raise RefusedPromptError(f"prompt {row + 1}: {self.describe(error)}") from None
-        except openai.APIError as error:
-            raise UserError(f"prompt {row + 1}: {self.describe(error)}") from None
+        except (openai.APIError, asyncio.TimeoutError) as error:
+            alone = isinstance(error, openai.APIError) and error.code in FAILURES
+            fault = f"prompt {row + 1}: {self.describe(error)}"
+            if alone or isinstance(error, openai.BadRequestError):
+                raise FailedPromptError(fault, refused=not alone) from None
+            if isinstance(error, UNAVAILABLE):
+                raise
+            raise UserError(fault) from None
         except (AttributeError, TypeError, IndexError, ValueError):
             raise UserError(f"{self.url}: an answer that is not in the format of OpenAI's API") from None
         if not tokens:

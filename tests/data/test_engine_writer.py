@@ -18,25 +18,28 @@ from kills import Killed, killed_at
 from replays import Double, capturing
 from written import writing_of
 
-from data import batches, onpolicy
+from data import batches, engine_writer
 from data.__main__ import main
-from data.onpolicy import generate_rows
+from data.engine_writer import EngineWriter
 from data.writing import Writing
 from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
+from speculator.decoding.request import acceptance_length
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable
 from speculator.drafters.tuning import choices_of, untuned
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.kernels.cuda_graphs import Captured
+from speculator.prompts import Conversation
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3, 1], [9] * 7, [2, 2], [8, 7, 6]]
 
 
 def made(target, folder, **changes) -> list[dict]:
-    settings = {"max_new_tokens": 12, "batch_size": 2, "progress": False, **changes}
-    drafter, prompts = settings.pop("drafter", HeadDrafter(tiny_head())), settings.pop("prompts", PROMPTS)
-    return list(generate_rows(target, drafter, prompts, folder, writing_of(settings), **settings))
+    settings = {"max_new_tokens": 12, "batch_size": 2, "drafter": HeadDrafter(tiny_head()), **changes}
+    prompts = list(map(Conversation, settings.pop("prompts", PROMPTS)))
+    writing = writing_of(settings)
+    return list(EngineWriter(target, **settings).write(prompts, folder, writing))
 
 
 def test_rows_are_prompts_with_their_own_continuations_in_their_order(target, tmp_path):
@@ -97,23 +100,37 @@ def test_the_manifest_records_settings_and_speed(target, tmp_path):
     assert all(manifest["tokens_per_second"][name] > 0 for name in ("speculative", "plain"))
     made(target, tmp_path / "plain", drafter=None)
     plain = json.loads((tmp_path / "plain" / "manifest.json").read_text())
+    assert "max_prompt_tokens" not in plain
+    writer = EngineWriter(target, batch_size=2)
+    writer.write(list(map(Conversation, PROMPTS)), tmp_path / "short", Writing(max_new_tokens=9), max_prompt_tokens=20)
+    assert json.loads((tmp_path / "short" / "manifest.json").read_text())["max_prompt_tokens"] == 20
     assert plain["tokens_per_second"]["speculative"] is None
     assert plain["tokens_per_second"]["plain"] > 0
     assert plain["acceptance_length"] == 1
 
 
+def test_steps_that_the_end_has_cut_are_not_in_the_acceptance_length(target, tmp_path):
+    made(target, tmp_path, max_new_tokens=3, batch_size=7)
+    samplings = [Sampling(1.0, seed=row) for row in range(len(PROMPTS))]
+    whole = generate(target, HeadDrafter(tiny_head()), PROMPTS, samplings, max_new_tokens=3, max_batch_size=7)
+    steps = [step for row in whole.steps for step in row]
+    assert any(step.cut for step in steps)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["acceptance_length"] == pytest.approx(acceptance_length(steps))
+
+
 def test_speeds_are_those_of_runs_that_captured_nothing(target, tmp_path, monkeypatch):
     capturing(monkeypatch, Double)
-    answer, runs = onpolicy._answer, []
+    answer, runs = engine_writer._answer, []
 
-    def noting(engine, *given):
+    def noting(engine, *given, **how):
         before, decoding = Captured.prepared, engine.decode_seconds
-        done, failed = answer(engine, *given)
+        done = answer(engine, *given, **how)
         speed = sum(len(each.tokens) - 1 for each in done) / (engine.decode_seconds - decoding)
         runs.append(speed if Captured.prepared == before else None)
-        return done, failed
+        return done
 
-    monkeypatch.setattr(onpolicy, "_answer", noting)
+    monkeypatch.setattr(engine_writer, "_answer", noting)
     made(target, tmp_path, prompts=PROMPTS[:2])
     assert Double.made
     speeds = json.loads((tmp_path / "manifest.json").read_text())["tokens_per_second"]
@@ -149,7 +166,7 @@ def test_a_folder_that_another_run_is_writing_is_an_error(target, tmp_path):
 
 def test_a_run_killed_at_any_write_resumes_to_the_same_rows(target, tmp_path, monkeypatch):
     """Each rename and each removal of a folder in turn is where the process ends: just before it, or just after."""
-    monkeypatch.setattr(onpolicy, "_PIECE", 1)
+    monkeypatch.setattr(EngineWriter, "batch_slots", 1)
     expected = made(target, tmp_path / "whole", max_new_tokens=3)
     moments = 0
     while True:
@@ -187,7 +204,7 @@ def adaptive(head_cost: float, level_cost: float) -> AdaptiveDrafter:
 
 
 def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(onpolicy, "_PIECE", 1)
+    monkeypatch.setattr(EngineWriter, "batch_slots", 1)
     expected = made(target, tmp_path / "whole", drafter=adaptive(0.1, 0.05))
     with killed_at(batches.Batches, "write", call=2):
         made(target, tmp_path / "cut", drafter=adaptive(0.1, 0.05))
@@ -198,14 +215,22 @@ def test_a_killed_run_resumes_with_the_costs_that_it_began_with(target, tmp_path
     assert record["costs"] == json.loads((tmp_path / "whole" / "manifest.json").read_text())["costs"]
 
 
+def test_a_resumed_run_may_decode_another_number_of_rows_together(target, tmp_path):
+    expected = made(target, tmp_path / "whole", batch_size=1)
+    with killed_at(batches.Batches, "write", call=1):
+        made(target, tmp_path / "cut", batch_size=1)
+    assert made(target, tmp_path / "cut", batch_size=4) == expected
+    assert json.loads((tmp_path / "cut" / "manifest.json").read_text())["batch_size"] == 1
+
+
 def test_a_finished_piece_is_not_generated_again(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(onpolicy, "_PIECE", 1)
+    monkeypatch.setattr(EngineWriter, "batch_slots", 1)
     with killed_at(batches.Batches, "write", call=1):
         made(target, tmp_path)
     first, second = sorted((tmp_path / "batches").glob("0*.json"))[0], tmp_path / "batches" / "000001.json"
     assert not second.exists()
     record, written = json.loads((first.parent / "record.json").read_text()), json.loads(first.read_text())
-    work = batches.Batches(tmp_path, record, [[]], progress=False)
+    work = batches.Batches(tmp_path, record, [[]])
     with work:
         changed = {"input_ids": [*[9] * 7, 30, 31], "loss_mask": [0] * 7 + [1] * 2}
         work.write(0, **{**written, "rows": [[changed], *written["rows"][1:]]})
@@ -315,15 +340,9 @@ def p_value_of_text(folder, temperature: float) -> float:
     expected: dict[tuple[int, ...], float] = Counter()
     for tokens, probability in joint_distribution(model, prompt, 3, Sampling(1.0)).items():
         expected[tokens[1:]] += probability
-    made = generate_rows(
-        Target(model, None),
-        HeadDrafter(tiny_head()),
-        [prompt] * rows,
-        folder,
-        Writing(samplings=(Sampling(temperature),), max_new_tokens=3),
-        batch_size=1024,
-        progress=False,
-    )
+    writer = EngineWriter(Target(model, None), HeadDrafter(tiny_head()), 1024)
+    writing = Writing(samplings=(Sampling(temperature),), max_new_tokens=3)
+    made = writer.write([Conversation(prompt)] * rows, folder, writing)
     return chi_square_p(Counter(tuple(ids[-2:]) for ids in made["input_ids"]), expected, rows)
 
 
