@@ -265,7 +265,7 @@ def parse(argv: list[str]) -> RunConfig:
     config = _one_length(argv, config)
     if not config.speculator.warm_start:
         return config
-    from train.initialise import with_settings_of_start  # imports torch
+    from train.head import with_settings_of_start  # imports torch
 
     try:
         config = with_settings_of_start(config, vars(given.speculator))
@@ -276,7 +276,7 @@ def parse(argv: list[str]) -> RunConfig:
 
 def _loss_of(head: HeadOptions) -> dict[str, float]:
     """Return the `loss` section of our recipe for a head's architecture and method; {} without such a recipe."""
-    from train.initialise import head_class
+    from train.head import head_class
 
     def method(options: HeadOptions) -> tuple[str, str]:
         return options.architecture, head_class(options).config_class.method(options.options)

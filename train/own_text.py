@@ -133,7 +133,7 @@ def generate_own_text(
         servers = target.urls, target.name, target.tokenizer
         many = max(CONCURRENCY, settings.batch_size)
         return fetch_rows(*servers, own_prompts, folder, writing, max_prompt_tokens=longest_prompt, concurrency=many)
-    assert isinstance(target, Target)  # see `checks.check_writes_no_text`
+    assert isinstance(target, Target)  # see `checks.writes_no_text`
     drafter = load_drafter(
         head_folder,
         target,
