@@ -265,6 +265,23 @@ def test_shards_that_cannot_be_are_refused(target_folder, flags, message):
         planned(config_of(target_folder, "--plan", "8xH100", "--target.parallel", *flags))
 
 
+@pytest.mark.parametrize(("flags", "reason"), [(["--target.parallel", "device_map"], "device_map"), ([], "no meta")])
+def test_what_is_not_counted_is_named_and_the_rest_can_be_refused(flags, reason, target_folder, monkeypatch):
+    def fail(_):
+        raise ValueError(reason)
+
+    if not flags:
+        monkeypatch.setattr("train.plan.auto_class", fail)
+    made = planned(config_of(target_folder, "--plan", "H100", *flags))
+    assert reason in made.uncounted
+    assert "NOT COUNTED: the target's layers" in str(made)
+    assert "| fits | ? |" in str(made)
+    made.refuse_too_large()
+    made.place = replace(made.place, memory=10**5)
+    with pytest.raises(UserError, match=r"to train: take a smaller speculator\.inner_dim"):
+        made.refuse_too_large()
+
+
 @pytest.mark.parametrize(
     ("name", "processes", "memory"),
     [("4xA100-40GB", 4, 40), ("v100-16gb", 1, 16), ("2 x A100-SXM4-40G", 2, 40), ("RTX 4090", 1, 24), ("A10G", 1, 24)],
@@ -402,6 +419,13 @@ def test_time_is_within_a_factor_of_two_of_what_an_h100_measured(recipe, target,
     made = Plan(settled(parse(["--config", f"configs/{recipe}.yaml"]), target, H100))
     row = made.expected_speed().row["stage1"]
     assert 0.5 < made.length("stage1") / row / measured < 2
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(1, 9.27e-3), (32, 11.44e-3)])
+def test_a_decoding_step_is_within_a_quarter_of_what_an_h100_measured(rows, measured):
+    """Plain steps of docs/results.md."""
+    made = Plan(settled(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100))
+    assert made.expected_speed().decode(rows) == pytest.approx(measured, rel=0.25)
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(target_folder, tmp_path, monkeypatch):
