@@ -214,7 +214,7 @@ def leads(file: Path, path: str, anchor: str) -> bool:
 @pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_is_accepted_by_its_parser(page: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("train.initialise.with_settings_of_start", lambda config, given: config)  # no head is there
+    monkeypatch.setattr("train.head.with_settings_of_start", lambda config, given: config)  # no head is there
     for command in commands(page.read_text()):
         check(shlex.split(command, comments=True), monkeypatch)
 

@@ -9,7 +9,6 @@ CIRCLES = {
     "speculator.target.attention.attention speculator.target.attention.write speculator.target.cache.cross_memory "
     "speculator.target.cache.kv_cache speculator.target.encoder.encoder",
     "speculator.target.in_process speculator.target.model speculator.target.probe",
-    "train.checks train.initialise train.plan train.settle train.sizes",
 }
 """Modules that know each other's types; the list may only shrink."""
 

@@ -112,7 +112,7 @@ def _config(layers: list[dict[str, Any]]) -> RunConfig:
         config = replace(config, target=replace(config.target, name_or_path=str(ROOT / _EMBEDDED)))
     if not config.speculator.warm_start:
         return config
-    from train.initialise import with_settings_of_start  # imports torch
+    from train.head import with_settings_of_start  # imports torch
 
     names = [name.removeprefix("speculator.") for name in given if name.startswith("speculator.")]
     config = with_settings_of_start(config, names)
@@ -122,7 +122,7 @@ def _config(layers: list[dict[str, Any]]) -> RunConfig:
 
 def _loss_of(head: HeadOptions) -> dict[str, float]:
     """Return the `loss` section of our recipe for a head's architecture and method; {} without such a recipe."""
-    from train.initialise import head_class
+    from train.head import head_class
 
     def method(options: HeadOptions) -> tuple[str, str]:
         return options.architecture, head_class(options).config_class.method(options.options)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.tracking import Tracker
+from train.loss_table import LOSSES, Loss
 from train.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +64,8 @@ class HeadOptions:
     apply where none are given; those that are given must be the same."""
     warm_start_revision: str | None = None
     """Hub branch, tag or commit of warm_start."""
+    served_by: Literal["vllm", "sglang", "llama.cpp"] | None = None
+    """Program that has to load the head, vllm, sglang or llama.cpp: a run whose head it can't load is rejected."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the architecture itself, by the fields of its config: '{fc_norm: false}', or one by one as
     --speculator.options.fc_norm false. They are added to those of the recipe; null takes the default."""
@@ -132,7 +135,11 @@ class LossConfig:
     @property
     def needs_target(self) -> bool:
         """True if a loss needs the target's distribution of a token, and not the token alone."""
-        return bool(self.kl or self.total_variation or self.lk)
+        return any(loss.needs_target for loss in self.used().values())
+
+    def used(self) -> dict[str, Loss]:
+        """Return the losses that have a weight, by name."""
+        return {name: loss for name, loss in LOSSES.items() if getattr(self, name)}
 
 
 @dataclass(frozen=True)

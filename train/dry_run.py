@@ -40,7 +40,7 @@ from data.tally import Tally
 from speculator.files import make_cache_folder
 from train import checks, interrupts
 from train.config import RunConfig, StageConfig, TargetConfig
-from train.initialise import head_class
+from train.head import head_class
 from train.processes import of_first
 from train.settle import Run
 

@@ -35,6 +35,7 @@ GPUS = {
     "L40S": Gpu(memory=48, bandwidth=0.864, half=362, single=91.6),
     "A10G": Gpu(memory=24, bandwidth=0.6, half=70, single=35),
     "L4": Gpu(memory=24, bandwidth=0.3, half=121, single=30.3),
+    "RTX 5090": Gpu(memory=32, bandwidth=1.792, half=210, single=105),
     "RTX 4090": Gpu(memory=24, bandwidth=1.008, half=165, single=82.6),
     "RTX 3090": Gpu(memory=24, bandwidth=0.936, half=71, single=35.6),
     "V100": Gpu(memory=32, bandwidth=0.9, half=125, single=15.7),

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 import datasets
 import transformers
+from pyarrow import compute
 
+from data.cli.flags import THINKING_TOKENS
 from data.mixture import Mixture
 from data.prepare import RowRequest, token_rows
 from data.prompts import Cut, PromptLimits, conversations
 from data.tally import Tally
 from eval.suites import Suite, from_text
-from speculator.chat import set_template_variables
+from speculator.chat import set_template_variables, thinks
+from speculator.checkpoints import shipped
 from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import cache_folder
@@ -27,12 +30,14 @@ from speculator.terminal import loading, log
 from train import checks
 from train.checkpoint import reporting_full_disk
 from train.folder import prompts_fingerprint, rows_fingerprint
+from train.head import shipped_folder
 from train.own_text import with_self_written
 from train.plan import Plan
 from train.settle import Run
-from train.sizes import Prompt, shortened_for
+from train.sizes import Prompt, count_of_tokens, shortened_for
 
 _PROMPTS_PER_TEXT = 4
+_THOUGHTS = 1024  # tokens; few thoughts are shorter
 
 
 @dataclass
@@ -45,7 +50,7 @@ class Inputs:
         train_rows, validation_rows: packed rows.
         suites: "validation" prompts are decoded at each evaluation, "held-out" ones are in the report.
         own_prompts: prompts that the target continues for stage 2; None: it writes them too, or there is no stage 2.
-        plan: `Run.plan`, for these rows and prompts; None if the run has none.
+        plan: the plan for these rows and prompts.
     """
 
     run: Run
@@ -54,7 +59,7 @@ class Inputs:
     validation_rows: datasets.Dataset
     suites: dict[str, Suite]
     own_prompts: list[Conversation] | None
-    plan: Plan | None
+    plan: Plan
 
     def fingerprints(self, target: TrainingTarget) -> dict[str, str]:
         """Return fingerprints of "target", and of rows and prompts by split; a resumed run must have the same."""
@@ -67,17 +72,24 @@ class Inputs:
         return found | {f"{name} prompts": prompts_fingerprint(suite.prompts) for name, suite in self.suites.items()}
 
 
-def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
+def read_inputs(plan: Plan, target: TrainingTarget) -> Inputs:
     """Read all inputs and check them; nothing is written into the run's folder.
 
     Missing chats of the source `self` are written into the cache first. Every process of the run calls this.
 
+    Args:
+        plan: of the run, made before its data were read.
+
     Raises:
         UserError: an input can't be read, is too small, or does not fit the target or the memory.
     """
-    config = run.config
-    checks.fits_target(run, target)
-    if isinstance(target, ServerTarget):
+    run, config = plan.run, plan.config
+    if (folder := shipped_folder(config)) is not None:
+        shipped(folder)
+    _warn_of_thoughts(run, target)
+    if isinstance(target, ServerTarget):  # which may read shorter texts than its config says
+        room = f"servers read texts of at most {target.context_length} tokens"
+        run.lengths.check(target.context_length, room)
         target.check(*needed_of_server(run, target.context_length), run.processes)
     mixture, length = with_self_written(run, target), config.data.seq_length
     if run.shortens:
@@ -89,10 +101,9 @@ def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
         "held-out": prompts_of(run, target, mixture, "held-out", config.eval.max_prompts),
     }
     own_prompts = own_prompts_of(run, target, mixture, length) if run.continues else None
-    checks.rows(run, target, train_rows, validation_rows, None if own_prompts is None else len(own_prompts))
-    plan = run.plan and run.plan.knowing(length, sizes_of(own_prompts))
-    if plan is not None:  # what the plan at the start could only estimate
-        plan.refuse_too_large()
+    check_rows(run, target, train_rows, validation_rows, None if own_prompts is None else len(own_prompts))
+    known = plan.knowing(length, sizes_of(own_prompts), stage1=len(train_rows))
+    known.refuse_too_large()  # what the plan at the start could only estimate
     return Inputs(
         run=run,
         length=length,
@@ -100,8 +111,63 @@ def read_inputs(run: Run, target: TrainingTarget) -> Inputs:
         validation_rows=validation_rows,
         suites=suites,
         own_prompts=own_prompts,
-        plan=plan,
+        plan=known,
     )
+
+
+def _warn_of_thoughts(run: Run, target: TrainingTarget) -> None:
+    """Print a warning for each limit of generated answers that most thoughts would reach."""
+    written = {"data.self_source": run.lengths.chat, "stage2.generate": run.lengths.own}
+    low = [
+        f"{name}.max_new_tokens {each.new}"
+        for name, each in written.items()
+        if each is not None and each.new < _THOUGHTS
+    ]
+    if low and thinks(target.tokenizer):
+        log(
+            f"warning: {target.name} may think before it answers, and {' and '.join(low)} cuts its thoughts: take "
+            f"{THINKING_TOKENS}, or set target.chat_template_kwargs so that it does not think"
+        )
+
+
+def check_rows(
+    run: Run,
+    target: TrainingTarget,
+    train_rows: datasets.Dataset,
+    validation_rows: datasets.Dataset,
+    prompts: int | None = None,
+) -> None:
+    """Raise a UserError if rows hold a token that the target does not have, or are too few.
+
+    Training rows have to fill an optimiser step of stage 1, and prompts one of stage 2. Each process needs a validation
+    row.
+
+    Args:
+        prompts: number of prompts that stage 2 answers; None: `stage2.generate.max_rows`.
+    """
+    for made in (train_rows, validation_rows):
+        tables = made.with_format("arrow").iter(batch_size=1000)
+        highest = max(compute.max(table["input_ids"].combine_chunks().flatten()).as_py() for table in tables)
+        if highest >= target.vocab_size:
+            raise UserError(
+                f"the rows hold token {highest}, but {target.name} has only 0..{target.vocab_size - 1}: "
+                "its tokenizer has tokens that it does not"
+            )
+    check_batch(run, "stage1", len(train_rows))
+    check_batch(run, "stage2", run.config.stage2.generate.max_rows if prompts is None else prompts)
+    if len(validation_rows) < run.processes:
+        raise UserError(f"{len(validation_rows)} validation rows are too few for {run.processes} processes")
+
+
+def check_batch(run: Run, name: str, have: int) -> None:
+    """Raise a UserError if `have` rows don't fill one step of "stage1" or "stage2" (`name`) on all processes."""
+    stage = run.stage(name, have)
+    need = stage.rows_per_step * run.processes
+    if stage.max_steps and have < need:
+        raise UserError(
+            f"{have} rows to train on in {name} are less than one batch of {need}; take more or a smaller batch, or "
+            f"set --{name}.epochs, which fits the batch to the rows"
+        )
 
 
 def sizes_of(prompts: list[Conversation] | None) -> list[Prompt] | None:
@@ -129,7 +195,7 @@ def load_target(run: Run) -> TrainingTarget:
     try:
         return Target.of(target)
     except UserError as error:
-        checks.check_writes_no_text(run, str(error))
+        checks.writes_no_text(config, run.mixture, str(error))
         log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")
         return target
 
@@ -140,14 +206,7 @@ def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
     Args:
         context: tokens of the longest text that a server reads, one below the target's context length.
     """
-    config = run.config
-    longest = config.data.seq_length
-    if run.mixture.names_self:
-        own = config.data.self_source
-        longest = max(longest, own.turns * (own.max_prompt_tokens + own.max_new_tokens))
-    if config.stage2.max_steps:
-        longest = max(longest, config.data.seq_length) + config.stage2.generate.max_new_tokens
-    return tuple(getattr(run.head, "aux_layers", None) or ()), min(longest, context)
+    return tuple(getattr(run.head, "aux_layers", None) or ()), min(run.lengths.longest, context)
 
 
 def rows(
@@ -215,3 +274,26 @@ def own_prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, length: i
     if not found:
         raise UserError(f"stage2.generate: no document in the train split of {mixture} gives a prompt")
     return found
+
+
+def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
+    """Print the number of rows and steps of a stage, and which of its settings were adapted to the rows.
+
+    Args:
+        name: "stage1" or "stage2".
+        length: number of tokens in a row, which is printed if it is not `data.seq_length`.
+    """
+    before, stage = getattr(run.config, name), run.stage(name, len(rows))
+    batch, was = (each.rows_per_step for each in (stage, before))
+    notes = [f"rows of {length} tokens"] * (length != run.config.data.seq_length)
+    notes += [f"batches of {batch}, not {was}"] * (batch != was)
+    adapted = f"; this is little text, so {' and '.join(notes)}" if notes else ""
+    if stage.learning_rate != before.learning_rate:
+        base = before.base_batch_size or was * run.processes
+        width = run.head.emb_dim
+        adapted += (
+            f"; the learning rate is {stage.learning_rate:.2g} for {batch * run.processes} rows a step and a target of "
+            f"width {width}: {before.learning_rate:.2g} is for {base} rows and width {before.base_width or width}"
+        )
+    size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
+    log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{adapted}")

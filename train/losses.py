@@ -19,23 +19,15 @@ from speculator.heads.training import IGNORE, Drafts, Metric, Term, TokenLosses,
 from speculator.kernels.compiled import Compiled, can_compile
 from speculator.kernels.linear import product
 from train.config import LossConfig
+from train.loss_table import TargetProbs, Tokens, cross_entropy, overlap
 
 _CHUNK = {"cpu": 2**25}
 _CHUNK_ON_GPU = 2**26
 """Logits in memory at a time, over the whole vocabulary: 128 MiB and 256 MiB in float32."""
 _OUTER_ROWS = 8192
 _TILE = 256
-_LK_ETA = 3.0
-"""How soon the LK hybrid turns from KL divergence to total variation: the paper's value."""
 _COMPILED_ON_CPU = 2**15
 """Smallest vocabulary whose losses are compiled on a CPU, which takes seconds."""
-
-
-class TargetProbs(NamedTuple):
-    """The target's distribution for each token of a chunk, restricted to the draft vocabulary."""
-
-    p: Tensor  # [C, V_d] normalised over the whole vocabulary
-    entropy: Tensor  # [C] the draft vocabulary's part of the entropy of p
 
 
 def target_probs(
@@ -70,29 +62,9 @@ def rows_of(output: nn.Module | None, tokens: Tensor) -> nn.Linear:
     return part
 
 
-def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
-    """Return the cross-entropy with the labels, the text's next tokens (2404.19124); 0 outside the draft vocabulary."""
-    # Labels below 0 (IGNORE, or outside the draft vocabulary) read column 0, and the factor makes that 0.
-    return -log_q.gather(1, labels.clamp_min(0)[:, None])[:, 0] * (labels >= 0)
-
-
 def label_probs(z: Tensor, labels: Tensor) -> Tensor:  # [C, V_d], [C] -> [C]
     """Return the probability of each label; 1 where it is outside the draft vocabulary."""
-    return cross_entropy(exact(z).log_softmax(-1), labels).neg().exp()
-
-
-def kl(log_q: Tensor, target: TargetProbs) -> Tensor:  # [C, V_d] -> [C]
-    """Return KL(p || q) of each token (1503.02531, at temperature 1).
-
-    With a draft vocabulary: sum of p (log p - log q) over it, without renormalising p. With M the mass of p in the
-    draft vocabulary, the minimum M log M is reached where q is proportional to p.
-    """
-    return -(target.p * log_q).sum(-1) - target.entropy
-
-
-def overlap(log_q: Tensor, p: Tensor) -> Tensor:  # [C, V_d] twice -> [C]
-    """Return sum_v min(p_v, q_v), the probability that a sampled draft token is accepted (2211.17192, cor. 3.6)."""
-    return torch.minimum(p, log_q.exp()).sum(-1)
+    return cross_entropy(Tokens(log_q=exact(z).log_softmax(-1), labels=labels)).neg().exp()
 
 
 def loss_per_token(
@@ -106,24 +78,13 @@ def loss_per_token(
             is no label.
         target: the target's distribution; None if no loss needs it.
     """
-    log_q = z.log_softmax(-1)
-    loss = z.new_zeros(len(z))
-    if weights.cross_entropy:
-        loss = loss + weights.cross_entropy * cross_entropy(log_q, labels)
-    if target is None:
-        return loss, None
+    log_q, used = z.log_softmax(-1), weights.used()
     accepted = None
-    divergence: Any = kl(log_q, target) if weights.kl or weights.lk else None
-    if weights.kl:
-        loss = loss + weights.kl * divergence
-    if weights.total_variation or weights.lk:
+    if target is not None and any(each.needs_overlap for each in used.values()):
         accepted = overlap(log_q, target.p)
-        if weights.total_variation:
-            loss = loss + weights.total_variation * (1 - accepted)
-        if weights.lk:  # the hybrid of 2602.23881: divergence while little is accepted, then acceptance
-            # At an overlap of 0 the share of the divergence is 1, at 0.5 it is 0.22, at 1 it is 0.05.
-            share = torch.exp(-_LK_ETA * accepted.detach())
-            loss = loss + weights.lk * (share * divergence + (1 - share) * (1 - accepted))
+    loss, tokens = z.new_zeros(len(z)), Tokens(log_q=log_q, labels=labels, target=target, overlap=accepted)
+    for name, each in used.items():
+        loss = loss + getattr(weights, name) * each.per_token(tokens)
     return loss, accepted
 
 
@@ -295,7 +256,8 @@ class ChunkedLoss:
             train=torch.is_grad_enabled(),
         )
         objective, loss, hits, overlap = _Chunked.apply(call, *(x for xs in features for x in xs), *matrices)
-        known = self.weights.needs_target and (not call.train or self.weights.total_variation or self.weights.lk)
+        overlaps = any(each.needs_overlap for each in self.weights.used().values())
+        known = self.weights.needs_target and (not call.train or overlaps)
         return TokenLosses(objective=objective, loss=loss, hits=hits, overlap=overlap if known else None)
 
 

@@ -8,35 +8,39 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from math import ceil
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from data.mixture import SELF
+from eval.timing import step_seconds
+from eval.tune import LONGEST, ROWS
+from eval.validation import NEW_TOKENS
 from speculator.decoding.rows import RESERVED_NEW_TOKENS
 from speculator.device import dtype_name
 from speculator.errors import UserError, first_line
 from speculator.kernels.linear import packed_bytes
 from speculator.tables import gigabytes, markdown_table
+from speculator.target.base import TrainingTarget
 from speculator.target.cache.kv_cache import BUCKETS
 from speculator.target.gguf.file import is_gguf
 from speculator.target.loading import auto_class, drop_vision_tower
+from speculator.target.model import Target
 from speculator.target.probe import usable_context
-from speculator.target.sharding import divided
+from speculator.target.sharding import SHARDED, divided
 from train.config import RunConfig, StageConfig, values_of
-from train.initialise import without_memory
+from train.head import without_memory
 from train.kept_states import bytes_per_token
 from train.losses import chunk_tokens
 from train.muon import bytes_of_moments
+from train.settle import Run
 from train.sizes import Prompt, expected_prompts, expected_rows
-
-if TYPE_CHECKING:
-    from train.settle import Run
 
 _USUAL_MFU, _MFU_OF_SMALL, _SMALL = 0.33, 0.08, 10**9
 """Share of the peak that recipes reached on an H100: 29 to 38%, but 7 to 9% for a target of 135 million weights."""
@@ -46,6 +50,24 @@ _NF4 = 4.5
 """Bits of a weight in 4 bits, with a float32 scale for 64 of them, as bitsandbytes stores it."""
 _SHORT, _FEW_DRAFTED = 1024, 3
 """Tokens of a row and of a draft, below which `Plan.remedy` does not go."""
+_OVER_BANDWIDTH = 2
+"""Time of a plain decoding step over that of reading the weights: 1.9 and 2.4 on an H100, for 1 and 32 rows of 8B."""
+_FORWARD = 1 / 3
+"""Share of a training step that an evaluation of the same rows takes: no backward pass."""
+_DECODERS = 5
+"""Ways to decode in a run's report: plainly, with the head, adaptively, by n-gram lookup, by transformers."""
+_TUNING = 250
+"""Plain steps that measuring costs takes at each number of rows: two temperatures, five rounds, some ten drafts."""
+_TIMED_PROMPT = 16
+MEASURING = "measuring"
+_SHORTER = {
+    SELF: "--data.self_source.max_rows",
+    "stage1": "--stage1.max_steps",
+    "generating": "--stage2.generate.max_rows",
+    "stage2": "--stage2.max_steps",
+    MEASURING: "--eval.max_prompts",
+}
+"""The setting that shortens each phase."""
 Stage = TypeVar("Stage", bound=StageConfig)
 _COPIES = "copies of weights, for products of few rows"
 _GUESSED = (
@@ -81,12 +103,26 @@ class GeneratedText:
         return ceil(self.rows * self.mean / length)
 
 
+class Speed(NamedTuple):
+    """How fast a run works, as expected or as measured.
+
+    Attributes:
+        row: seconds in which a process trains on a row, by stage.
+        decode: returns the seconds of a plain decoding step of some rows; None: unknown.
+    """
+
+    row: dict[str, float]
+    decode: Callable[[int], float] | None
+
+
 def _in_linear_layers(module: nn.Module) -> int:
     """Return the number of weights in a module's linear layers."""
     return sum(part.weight.numel() for part in module.modules() if type(part) is nn.Linear)
 
 
-def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> dict[str, GeneratedText]:
+def generated_texts(
+    run: Run, length: int, prompts: Sequence[Prompt] | None, rows: int | None = None
+) -> dict[str, GeneratedText]:
     """Return the text that the target generates in a run, by phase; a phase without such text is left out.
 
     "self" are the chats of the source `self`, before training, and "generating" is the text that stage 2 trains on.
@@ -96,40 +132,38 @@ def generated_texts(run: Run, length: int, prompts: Sequence[Prompt] | None) -> 
         length: number of tokens in a training row of stage 1.
         prompts: sizes of the prompts of stage 2, known or estimated; None: unknown, so each has
             `stage2.generate.prompt_tokens` tokens and one answer.
+        rows: number of texts of stage 2, if it is known.
     """
-    config, context = run.config, usable_context(run.text)
-    found, own, generate = {}, config.data.self_source, config.stage2.generate
-    chat = own.max_prompt_tokens + own.max_new_tokens
+    lengths, context = run.lengths, usable_context(run.text)
+    found, source, generate = {}, run.config.data.self_source, run.config.stage2.generate
 
     def capped(length: int) -> int:
         return min(length, context or length)
 
-    if run.mixture.names_self:
-        written = capped(own.turns * chat)
+    if lengths.chat:
+        written = capped(lengths.chat_tokens)
         found[SELF] = GeneratedText(
-            rows=own.max_rows, batch_size=own.batch_size, length=written, new=written, answers=1, mean=written
+            rows=source.max_rows, batch_size=source.batch_size, length=written, new=written, answers=1, mean=written
         )
-    if config.stage2.max_steps:
-        depth = generate.num_speculative_tokens or config.speculator.n_predict
+    if own := lengths.own:
         if run.mixture.is_self:
-            new = capped(own.turns * (own.max_prompt_tokens + generate.max_new_tokens))
+            new = capped(lengths.turns * own.tokens())
             sizes, answers = [new], 1.0
         else:
-            prompts = prompts or [Prompt(generate.prompt_tokens)]
+            prompts = prompts or [Prompt(own.prompt)]
             # A chat is answered until it is longer than rows of stage 1.
-            most = max(length, generate.prompt_tokens) + generate.max_new_tokens
-            sizes = [capped(min(most, each.tokens + each.answers * generate.max_new_tokens)) for each in prompts]
-            new = min(generate.max_new_tokens, max(sizes))
+            most = own.tokens(max(length, own.prompt))
+            sizes = [capped(min(most, own.tokens(each.tokens, each.answers))) for each in prompts]
+            new = min(own.new, max(sizes))
             answers = sum(each.answers for each in prompts) / len(prompts)
-        mean = sum(sizes) / len(sizes)
         found["generating"] = GeneratedText(
-            rows=generate.max_rows,
+            rows=generate.max_rows if rows is None else rows,
             batch_size=generate.batch_size,
             length=max(sizes),
             new=new,
             answers=answers,
-            mean=mean,
-            depth=depth,
+            mean=sum(sizes) / len(sizes),
+            depth=generate.num_speculative_tokens or run.config.speculator.n_predict,
         )
     return found
 
@@ -143,6 +177,7 @@ class Plan:
         run: the run; its target's config must be known.
 
     Attributes:
+        uncounted: the reason that the target's layers are not counted; "" if they are.
         weights, active: number of the target's weights, and of those that a token is multiplied by.
         copied, copied_of_head: number of the weights in linear layers, which a CPU copies while they are frozen.
         trained: number of the head's trainable weights.
@@ -151,74 +186,81 @@ class Plan:
         generated, stages: text to generate and settings of training, by phase.
         unknown: stages whose number of rows is not known yet.
         guessed: the prompts of stage 2 are not known yet.
-
-    Raises:
-        UserError: the target's family, or a target over several devices of one process, can't be planned.
     """
 
     def __init__(self, run: Run):
         self.place, target = run.place, run.target
         assert target is not None
-        if run.config.target.parallel == "device_map":
-            raise UserError("target.parallel device_map can't be planned")
-        self.text = target.get_text_config()
+        assert run.text is not None
+        self.text = run.text
         self.served = bool(run.config.target.server)  # its layers run elsewhere, and so does the writing of text
-        try:
-            with torch.device("meta"):
-                trusted = run.config.target.trust_remote_code
-                model = auto_class(target).from_config(target, trust_remote_code=trusted)
-                drop_vision_tower(model)
-            self._take(run)
-        except Exception as error:  # whatever the family's code needs
-            raise UserError(f"{self.text.model_type} can't be planned: {first_line(error)}") from None
+        self.uncounted = ""
+        model: Any = nn.Module()
+        if run.config.target.parallel == "device_map":
+            self.uncounted = "target.parallel device_map spreads it over all GPUs"
+        else:
+            try:
+                with torch.device("meta"):
+                    trusted = run.config.target.trust_remote_code
+                    model = auto_class(target).from_config(target, trust_remote_code=trusted)
+                    drop_vision_tower(model)
+            except Exception as error:  # whatever the family's code needs
+                self.uncounted = f"{self.text.model_type}: {first_line(error)}"
+        self._take(run)
         self.dtype = self._dtype(target)
         self.size = self.dtype.itemsize
-        self.weights = sum(weight.numel() for weight in model.parameters())
         self.table = self.text.vocab_size * self.text.hidden_size
+        self.weights = sum(weight.numel() for weight in model.parameters()) or self.table
         self.active = self.weights - self.table - _idle_experts(model, self.text)
         """Weights that a token is multiplied by: without the embedding, and of the experts only the chosen ones."""
         self.copied = _in_linear_layers(model)
-        output = model.get_output_embeddings()
+        output = None if self.uncounted else model.get_output_embeddings()
         self.inner = self.copied - (output.weight.numel() if type(output) is nn.Linear else 0)
         """Weights in linear layers that a quantised target has in fewer bits: all but the output matrix."""
         schemes = [found for each in (target, self.text) if (found := getattr(each, "quantization_config", None))]
         self.quantised = bool(schemes)
         self.bits = bits_of(schemes[0]) if schemes else 8.0 * self.size
-        self._expect(self.config.data.seq_length, expected_prompts(run) if run.continues else None)
+        self._counted: dict[str, int] = {}
+        prompts = expected_prompts(run.config, run.mixture) if run.continues else None
+        self._expect(self.config.data.seq_length, prompts)
 
     def _take(self, run: Run) -> None:
         """Set the attributes that depend on settings, of a run on the same target."""
         self.run, self.config, self.head = run, run.config, run.head
-        sharded = self.config.target.parallel != "none"
+        sharded = self.config.target.parallel in SHARDED
         self.shards = divided(run.processes, self.config.target.parallel_size) if sharded else 1
-        self.head_module = head = without_memory(run)
+        self.head_module = head = without_memory(run.head)
         self.copied_of_head = _in_linear_layers(head)
         self.trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
         # The largest matrix has its own buffers in the loss, see `_micro_batch`.
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
-    def knowing(self, length: int, prompts: Sequence[Prompt] | None) -> Plan:
+    def knowing(self, length: int, prompts: Sequence[Prompt] | None, **rows: int) -> Plan:
         """Return the plan of the same run with what its data decide.
 
         Args:
             length: number of tokens in a training row of stage 1.
             prompts: sizes of those of stage 2; None: there are none, or the target writes them itself.
+            rows: number of training rows of "stage1" and "stage2", where it is known.
         """
         known = copy.copy(self)
+        known._counted = rows
         known._expect(length, prompts)
         return known
 
     def _expect(self, length: int, prompts: Sequence[Prompt] | None) -> None:
         """Set the attributes that depend on the data, from the arguments of `generated_texts`."""
-        self._length, self._prompts = length, prompts
-        self.guessed = self.run.continues and prompts is None
-        self.generated = generated_texts(self.run, length, prompts)
+        self._length, self._prompts, run = length, prompts, self.run
+        self.guessed = run.continues and prompts is None
+        texts = len(prompts) if self._counted and prompts else None  # else they are a sample
+        self.generated = generated_texts(run, length, prompts, texts)
         generated = self.generated.get("generating")
-        rows = {"stage1": expected_rows(self.run, length), "stage2": None}
+        rows = {"stage1": expected_rows(run.config, run.mixture, run.lengths.chat_tokens, length), "stage2": None}
         if generated:
             rows["stage2"] = generated.packed_rows(self.length("stage2"))
+        rows |= self._counted
         self.stages: dict[str, StageConfig] = {
-            name: self.run.stage(name, count) if count else stage
+            name: run.stage(name, count) if count else stage
             for name, count in rows.items()
             if (stage := getattr(self.config, name)).max_steps
         }
@@ -332,11 +374,12 @@ class Plan:
     def refuse_too_large(self) -> None:
         """Raise a UserError, with what would fit, if a phase needs more memory than a device has.
 
-        A target that is quantised in an unknown way takes less than is counted, so it is not refused.
+        A target that is quantised in an unknown way takes less than is counted, so its weights are left out here.
         """
-        needs = self._needs()
+        unknown = self.bits is None and not self.served
+        needs = {name: need - unknown * self.memory()[name]["target's weights"] for name, need in self._needs().items()}
         name = max(needs, key=lambda name: needs[name])
-        if self.place.holds(needs[name], spare=False) or (self.bits is None and not self.served):
+        if self.place.holds(needs[name], spare=False):
             return
         assert self.place.memory is not None
         (largest, size), *_ = self.memory()[name].most_common()
@@ -370,7 +413,10 @@ class Plan:
             in_4_bits = "a target in 4 bits (docs/guides/hardware.md)"
             changes += [(changed, _NF4, in_4_bits) for changed in (config, *rows)]
         for changed, bits, named in changes:
-            made = self._with(changed, bits)
+            try:
+                made = self._with(changed, bits)
+            except UserError:  # such as an adapter that can't be sharded
+                continue
             while (unfit := made._unfit()) and (smaller := _halved(made.config, unfit)) != made.config:
                 made = made._with(smaller, bits)
             if not unfit:
@@ -378,14 +424,23 @@ class Plan:
                 flags = [f"--{name} {value}" for (name, old), (_, value) in pairs if value != old]
                 most = gigabytes(max(made._needs().values()))
                 return f"{' and '.join(filter(None, [named, ' '.join(flags)]))} would need {most} GB"
+        need = max(parts["head's weights and gradients"] + parts["moments"] for parts in self.memory().values())
+        if not self.place.holds(need, spare=False):
+            return (
+                f"speculator: a head of {self.head_module.num_parameters():,} weights needs {need / 1e9:,.0f} GB to "
+                "train: take a smaller speculator.inner_dim or speculator.n_predict, or "
+                "speculator.options.tie_weights, or split the moments over more GPUs by shard_optimizer"
+            )
         return "no smaller batch, row or precision fits: take a smaller target, or more or larger GPUs"
 
     def _with(self, config: RunConfig, bits: float | None) -> Plan:
         """Return the plan for other settings on the same target, or for one with other `bits`."""
         made = copy.copy(self)
         made.bits = bits
-        made._take(self.run.of(config, self.run.target, self.place))
-        made._expect(min(self._length, made.config.data.seq_length), self._prompts)
+        made._take(self.run.changed(config))
+        length = min(self._length, made.config.data.seq_length)
+        made._counted = self._counted if length == self._length else {}
+        made._expect(length, self._prompts)
         return made
 
     # ---- time
@@ -450,20 +505,75 @@ class Plan:
         assert at_peak is not None
         return sum(at_peak)
 
-    def seconds(self, name: str) -> float:
-        """Return a lower bound of a phase's seconds.
-
-        Training: all operations at the GPU's peak. Generating: reading the weights in each step, at its bandwidth.
-        """
+    def expected_speed(self) -> Speed:
+        """Return the speed that is expected of a device whose peak is known."""
         assert self.place.gpu is not None
-        if name in self.stages:
-            return self.tokens()[name] / self.place.processes * self.seconds_per_token(name)
-        own = self.generated[name]
-        # At best every draft is accepted as a whole: 1 + G tokens per step. 100 rows in batches of 16 on 2 processes
-        # are 4 batches for each.
-        steps = ceil(own.rows / own.batch_size / self.place.processes) * ceil(own.new / (1 + own.depth))
-        steps = round(steps * own.answers)
-        return steps * self._bytes / self.place.gpu.bandwidth / 1e12
+        decode = self._bytes / self.place.gpu.bandwidth / 1e12 * _OVER_BANDWIDTH  # each step reads all weights
+        rows = {name: self.length(name) * self.seconds_per_token(name) / self._mfu for name in self.stages}
+        return Speed(rows, lambda rows: decode)
+
+    def seconds(self, speed: Speed) -> dict[str, float]:
+        """Return the seconds of each phase that runs here, in order, with evaluations.
+
+        The last one, "measuring", tunes the head too. Texts are counted as if no answer ended early and no draft was
+        accepted. If the speed has no `decode`, or the target only trains, what decodes is left out.
+        """
+        settings, processes, decode = self.config.eval, self.place.processes, speed.decode
+        if self.served or self.shards > 1:
+            decode = None
+        found = {}
+        if decode:
+            for name, own in self.generated.items():
+                batches = ceil(own.rows / own.batch_size / processes)
+                found[name] = batches * own.new * own.answers * decode(min(own.batch_size, own.rows))
+        prompts = ceil(settings.validation_prompts / processes)
+        for name, stage in self.stages.items():
+            row = speed.row[name]
+            check = ceil(settings.validation_rows / processes) * row * _FORWARD
+            check += 2 * NEW_TOKENS * decode(prompts) if decode else 0
+            found[name] = stage.max_steps * stage.rows_per_step * row + stage.max_steps // stage.eval_steps * check
+        if decode:
+            texts = len(settings.temperatures) * settings.max_prompts * _DECODERS
+            if settings.tune_prompts:
+                found[MEASURING] = min(LONGEST, sum(_TUNING * decode(rows) for rows in ROWS))
+                texts += 2 * settings.tune_prompts
+            found[MEASURING] = found.get(MEASURING, 0) + texts * settings.max_new_tokens * decode(1)
+        return {name: found[name] for name in _SHORTER if name in found}
+
+    def outlook(self, target: TrainingTarget, prompt: Sequence[int], name: str, step: float) -> str:
+        """Return a log line with the time of each phase from a stage on, and the setting that shortens the longest.
+
+        On a CPU plain decoding is timed. A GPU's graphs take longer to capture than the text to write, so what is
+        expected of its peak stands in for it.
+
+        Args:
+            prompt: tokens to decode after.
+            name: the stage that has begun.
+            step: seconds of an optimiser step of that stage.
+        """
+        timed: dict[int, float] = {}
+
+        def decode(rows: int) -> float:
+            if rows not in timed:
+                timed[rows] = step_seconds(target, prompt[:_TIMED_PROMPT], rows)  # type: ignore[arg-type]
+            return timed[rows]
+
+        measured = isinstance(target, Target) and target.device.type == "cpu"
+        token = step / self.stages[name].rows_per_step / self.length(name)
+        rows = {each: token * self.length(each) for each in self.stages}
+        expected = self.expected_speed().decode if isinstance(target, Target) and self.place.gpu else None
+        parts = self.seconds(Speed(rows, decode if measured else expected))
+        parts = {each: seconds for each, seconds in parts.items() if [*_SHORTER].index(each) >= [*_SHORTER].index(name)}
+        whole = "this run" if MEASURING in parts else "training, without decoding,"
+        kept = any(stage.keep_states for stage in self.stages.values())
+        # The timed steps may have read an earlier run's files, so with kept states the time is no bound.
+        rest = "; steps that read kept states are the faster ones" if kept else ""
+        bound = "" if kept or (expected and not measured) else "at most "
+        shown = ", ".join(f"{each} {timedelta(seconds=round(seconds))}" for each, seconds in parts.items())
+        return (
+            f"{whole} takes {bound}about {timedelta(seconds=round(sum(parts.values())))} here: {shown} "
+            f"({_SHORTER[max(parts, key=lambda each: parts[each])]} shortens it{rest})"
+        )
 
     def _for_servers(self) -> str:
         """Return a line about what the target's servers have to hold, compute and send."""
@@ -482,7 +592,7 @@ class Plan:
         memory.append(["total", *map(gigabytes, totals)])
         if place.memory is not None:
             unfit = self._unfit()
-            memory.append(["fits", *("NO" if name in unfit else "yes" for name in needs)])
+            memory.append(["fits", *("NO" if name in unfit else "?" if self.uncounted else "yes" for name in needs)])
         shards = f", each with 1/{self.shards} of the target ({self.config.target.parallel})" if self.shards > 1 else ""
         has = f" of {gigabytes(place.memory)} GB" if place.memory else ""
         return "\n".join(
@@ -493,6 +603,7 @@ class Plan:
                 f"processes: {place.processes} on {place.name}{has}{shards}",
                 *([self._for_servers()] if self.served else []),
                 *(["the target is quantised: its weights take less than here"] if self.bits is None else []),
+                *([f"NOT COUNTED: the target's layers ({self.uncounted})"] if self.uncounted else []),
                 "",
                 markdown_table(("peak memory of a process, GB", *needs), memory),
                 *([f"to fit: {self.remedy()}"] if place.memory is not None and self._unfit() else []),
@@ -512,20 +623,17 @@ class Plan:
             return _MFU_ON_CPU
         return _MFU_OF_SMALL if self.weights < _SMALL else _USUAL_MFU
 
-    def expected_seconds(self, name: str) -> float:
-        """Return the seconds that a phase is expected to take; the device's peak must be known."""
-        return self.seconds(name) / (self._mfu if name in self.stages else _USUAL_MFU)
-
     def _expected_time(self) -> str:
         """Return a line about the time of each phase that runs here, and of all."""
-        elsewhere = self.generated if self.served else ()
-        phases = {name: self.expected_seconds(name) for name in self.tokens() if name not in elsewhere}
+        phases = self.seconds(self.expected_speed())
         parts = ", ".join(f"{name} {_time(seconds)}" for name, seconds in phases.items())
         waiting = ", without waiting for servers" * self.served
-        peak = "this CPU's peak" if self.place.kind == "cpu" else "the GPU's peak, as measured on an H100"
+        peak = "this CPU's peak; decoding is not measured"
+        if self.place.kind != "cpu":
+            peak = "the GPU's peak, decoding at half its bandwidth, as measured on an H100"
         return (
             f"expected time: {parts}; {_time(sum(phases.values()))} in all{waiting} "
-            f"(training at {self._mfu:.0%} of {peak}; generation is not measured)"
+            f"(training at {self._mfu:.0%} of {peak})"
         )
 
 

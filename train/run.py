@@ -33,7 +33,7 @@ from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, phase, quiet_libraries, working
-from train import checks, duration, interrupts, processes
+from train import interrupts, processes
 from train.checkpoint import reporting_full_disk
 from train.config import RunConfig
 from train.dry_run import run_on_stand_ins
@@ -41,11 +41,10 @@ from train.finish import is_finished, measure, summary
 from train.folder import check_same_run, locked, write_record
 from train.gpus import place_of, timed
 from train.initialise import for_rows, new_head
-from train.inputs import Inputs, load_target, read_inputs
+from train.inputs import Inputs, check_batch, load_target, log_sizes, read_inputs
 from train.own_text import generate_own_text, held_out, packed
 from train.plan import Plan
 from train.settle import settle
-from train.sizes import log_sizes
 from train.stages import is_published, publish, start_tracking, train_stage
 
 _POLL_SECONDS = 1.0
@@ -150,15 +149,15 @@ def run(asked: RunConfig) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it in its first product
         torch.use_deterministic_algorithms(True, warn_only=True)
-    if settled.plan is not None:
-        settled.plan.refuse_too_large()
+    plan = Plan(settled)
+    plan.refuse_too_large()
     make_cache_folder()  # a machine without one is refused before the target is loaded
     # A launcher may start fewer processes than it was asked for.
     announce(config, _LOAD, f" on {state.num_processes} process{'es' if state.num_processes > 1 else ''}")
     target = load_target(settled)
     with closing(target) if isinstance(target, ServerTarget) else nullcontext():
         announce(config, _PREPARE)
-        inputs = read_inputs(settled, target)
+        inputs = read_inputs(plan, target)
         if state.is_main_process:
             log_sizes(settled, "stage1", inputs.train_rows, inputs.length)
         # Stage 1 pops the head, so that it does not outlive the stage.
@@ -182,7 +181,10 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
         # A stage that is finished returns its head at once, so a resumed run comes to where it was killed by the same
         # path.
         with _fitting("stage1.per_device_train_batch_size", config):
-            best = train_stage("stage1", target, heads.pop, inputs, partial(duration.line, inputs, target))
+            prompt = inputs.suites["validation"].prompts[0]
+            best = train_stage(
+                "stage1", target, heads.pop, inputs, partial(inputs.plan.outlook, target, prompt, "stage1")
+            )
         gc.collect()  # a trainer and its callbacks hold each other
         if config.stage2.max_steps:
             announce(config, _GENERATE)
@@ -192,7 +194,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             rows, held = held_out(run, packed(run, own_text, inputs.length))
             if state.is_main_process:
                 log_sizes(run, "stage2", rows, config.data.seq_length)
-            checks.batch(run, "stage2", len(rows))
+            check_batch(run, "stage2", len(rows))
             announce(config, _STAGE2)
             inputs = replace(inputs, train_rows=rows, validation_rows=held or inputs.validation_rows)
             with _fitting("stage2.per_device_train_batch_size", config):

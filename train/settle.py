@@ -1,9 +1,11 @@
-"""The door of a run: everything that it decides before its target is loaded, decided once."""
+"""The door of a run: what its settings and its target's config decide, and what they suffice to refuse.
+
+`--plan`, `--dry_run`, `speculator server-command` and the run itself come in by `settle`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -12,16 +14,15 @@ from transformers import LlamaConfig, PreTrainedConfig
 from data.magpie import Asking
 from data.mixture import Mixture, mixture_of
 from data.writing import Writing
-from speculator.errors import UserError, first_line
+from speculator.errors import UserError, first_line, refuse
 from speculator.heads import SpeculatorConfig
 from speculator.target.gguf.file import read_config
 from speculator.target.loading import load_config, text_config
 from train import checks
 from train.config import HERE, RunConfig, StageConfig
 from train.gpus import Place, place_of
-from train.initialise import head_config
-from train.plan import Plan
-from train.sizes import with_sizes_of_target, with_steps
+from train.head import Start, head_config, start_folder
+from train.sizes import Lengths, with_sizes_of_target, with_steps
 
 _ANY_TARGET = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
 """Larger than any target, so that a head for it refuses only what no target allows."""
@@ -38,6 +39,8 @@ class Run:
             run or a finished one.
         shortens: the settings name no row length, so little text may have shorter rows.
         mixture: the sources.
+        lengths: the longest texts.
+        start: the trained head that a warm start begins with, or None.
         head: config of the head; one for `_ANY_TARGET` if the target is unknown.
         asking, self_writing: how the target writes the source `self`: user turns, and answers.
         own_writing: how the target writes the text of stage 2.
@@ -49,31 +52,53 @@ class Run:
     text: PreTrainedConfig | None
     shortens: bool
     mixture: Mixture
+    lengths: Lengths
+    start: Start | None
     head: SpeculatorConfig
     asking: Asking
     self_writing: Writing
     own_writing: Writing
 
     @classmethod
-    def of(cls, asked: RunConfig, target: PreTrainedConfig | None, place: Place) -> Run:
+    def of(cls, asked: RunConfig, target: PreTrainedConfig | None, place: Place, start: Start | None = None) -> Run:
         """Return the run of some settings (`asked`) and its target's config (None: unknown).
 
-        Raises a UserError for a wrong setting, or one that does not fit the target.
+        Raises a UserError for a wrong setting, settings that contradict each other, and whatever does not fit the
+        target, as far as its config tells.
+
+        Args:
+            start: the head of the warm start, if it has been read.
         """
-        if target is not None:
-            checks.check_is_decoder(asked.target.name_or_path, target)
+        name, options = asked.target.name_or_path, asked.speculator
+        refuse(
+            (
+                target is not None and target.is_encoder_decoder,
+                f"{name} is an encoder-decoder model, for which no head is trained: n-gram lookup and draft models "
+                "draft for it",
+            )
+        )
         text = target and text_config(target)
-        config = with_sizes_of_target(asked, text)
-        own, generate = config.data.self_source, config.stage2.generate
+        refuse(
+            (text is not None and not hasattr(text, "vocab_size"), f"can't load the target {name!r}: no language model")
+        )
+        if options.warm_start and start is None:  # with its weights: damaged ones are found before hours of preparation
+            start = Start.of(options.warm_start, start_folder(options))
+        config = with_sizes_of_target(asked, text, None if start is None else start.config)
+        if start is not None:
+            start.check_architecture(options)
+        own, generate, mixture = config.data.self_source, config.stage2.generate, mixture_of(config.data.sources)
+        lengths = Lengths.of(config, mixture)
         filters = {"top_k": generate.top_k, "top_p": generate.top_p, "min_p": generate.min_p}
-        return cls(
+        run = cls(
             config=config,
             place=place,
             target=target,
             text=text,
             shortens=not asked.data.seq_length,
-            mixture=mixture_of(config.data.sources),
-            head=head_config(config.speculator, text if text and hasattr(text, "vocab_size") else _ANY_TARGET),
+            mixture=mixture,
+            lengths=lengths,
+            start=start,
+            head=head_config(config.speculator, text or _ANY_TARGET),
             asking=Asking(rows=own.max_rows, turns=own.turns, max_prompt_tokens=own.max_prompt_tokens),
             self_writing=Writing(
                 samplings=checks.samplings("data.self_source", own.temperatures),
@@ -86,19 +111,21 @@ class Run:
                 seed=config.data.seed,
             ),
         )
+        checks.settings(config, mixture, run.head, lengths, place.processes)
+        if start is not None:
+            start.check(config, run.head, text)
+        if text is not None:
+            checks.fits_target(config, run.head, lengths, text, place.processes)
+        return run
+
+    def changed(self, config: RunConfig) -> Run:
+        """Return the run of other settings with the same target and start."""
+        return self.of(config, self.target, self.place, self.start)
 
     @property
     def processes(self) -> int:
         """Number of the run's processes."""
         return self.place.processes
-
-    @cached_property
-    def plan(self) -> Plan | None:
-        """Memory and time that the run needs; None if its target's family or its sharding can't be planned."""
-        try:
-            return Plan(self)
-        except UserError:
-            return None
 
     @property
     def folder(self) -> Path:
@@ -138,10 +165,7 @@ def settle(config: RunConfig, processes: int, local_only: bool = False, place: P
     else:
         target = load_config(named.name_or_path, named.trust_remote_code, named.revision)
         place = place or place_of(config.plan or HERE, processes)
-    run = Run.of(config, target, place)
-    checks.settings(run)
-    checks.fits_config(run)
-    return run
+    return Run.of(config, target, place)
 
 
 def known_config(config: RunConfig) -> PreTrainedConfig | None:

@@ -1,4 +1,4 @@
-"""Sizes of a run that follow from its target and its rows."""
+"""Sizes of a run that follow from its settings, its target and its rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from math import ceil, inf, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import datasets
 import pyarrow
@@ -17,21 +16,16 @@ from pyarrow import compute, parquet
 from transformers import PreTrainedConfig
 
 from data.documents import Document
-from data.mixture import PYTHON_SOURCES, SELF
+from data.mixture import PYTHON_SOURCES, SELF, Mixture
 from data.readers import source_files
 from data.sources import documents
 from data.tally import Tally
-from speculator.checkpoints import head_folder
-from speculator.checkpoints.files import read_config
 from speculator.errors import UserError
+from speculator.heads import SpeculatorConfig
 from speculator.prompts import split_at_answers
 from speculator.target.probe import usable_context
 from speculator.target.remote.server_target import split
-from speculator.terminal import log
 from train.config import GenerateConfig, RunConfig, StageConfig
-
-if TYPE_CHECKING:
-    from train.settle import Run
 
 _LONGEST = 4096
 """Tokens of a row if the run names none; few chats are longer."""
@@ -43,23 +37,99 @@ _LEAST_STEPS = 50
 """Steps of an epoch, at least."""
 
 
-def with_sizes_of_target(config: RunConfig, text: PreTrainedConfig | None) -> RunConfig:
+@dataclass(frozen=True)
+class Exchange:
+    """A prompt and its answer, at the longest that the settings allow.
+
+    Attributes:
+        settings: names of the settings that say so.
+        prompt, new: tokens of the prompt and of the answer.
+    """
+
+    settings: str
+    prompt: int
+    new: int
+
+    def tokens(self, prompt: int | None = None, answers: int = 1) -> int:
+        """Return the tokens of a text: those of a prompt (None: the longest) and of its answers."""
+        return (self.prompt if prompt is None else prompt) + answers * self.new
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The longest texts of a run, by its settings.
+
+    Attributes:
+        row: tokens of a training row of stage 1.
+        evaluated: prompts of evaluations.
+        chat: a user turn of the source `self`, with its answer; None without that source.
+        turns: user turns of such a chat.
+        own: a prompt of stage 2, with its answer; None without that stage.
+    """
+
+    row: int
+    evaluated: Exchange
+    chat: Exchange | None
+    turns: int
+    own: Exchange | None
+
+    @classmethod
+    def of(cls, config: RunConfig, mixture: Mixture) -> Lengths:
+        """Read the settings."""
+        own, generate, measured = config.data.self_source, config.stage2.generate, config.eval
+        self_prompt = ("data.self_source.max_prompt_tokens", own.max_prompt_tokens)
+        name, tokens = self_prompt if mixture.is_self else ("stage2.generate.prompt_tokens", generate.prompt_tokens)
+        sides = f"{self_prompt[0]} + data.self_source.max_new_tokens"
+        return cls(
+            row=config.data.seq_length,
+            evaluated=Exchange(
+                "eval.prompt_tokens + eval.max_new_tokens", measured.prompt_tokens, measured.max_new_tokens
+            ),
+            chat=Exchange(sides, own.max_prompt_tokens, own.max_new_tokens) if mixture.names_self else None,
+            turns=own.turns,
+            own=Exchange(f"{name} + stage2.generate.max_new_tokens", tokens, generate.max_new_tokens)
+            if config.stage2.max_steps
+            else None,
+        )
+
+    def check(self, context: int, room: str) -> None:
+        """Raise a UserError if a length exceeds `context` tokens; `room` says so, and ends the message."""
+        asked = {"data.seq_length": self.row}
+        asked |= {each.settings: each.tokens() for each in (self.evaluated, self.chat, self.own) if each}
+        for name, length in asked.items():
+            if length > context:
+                raise UserError(f"{name} is {length}, but {room}")
+
+    @property
+    def chat_tokens(self) -> int:
+        """Tokens of the longest chat of the source `self`; 0 without it."""
+        return self.turns * self.chat.tokens() if self.chat else 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document that is trained on."""
+        most = max(self.row, self.chat_tokens)
+        return self.own.tokens(most) if self.own else most
+
+
+def with_sizes_of_target(
+    config: RunConfig, text: PreTrainedConfig | None, start: SpeculatorConfig | None = None
+) -> RunConfig:
     """Return the config with a row length, if it has none: a warm start's, or 4,096, within the target's context.
 
     A draft vocabulary that the target's own does not exceed becomes 0, which stands for all tokens.
 
     Args:
         text: the target's text config; None if it is unknown.
+        start: config of the head of a warm start.
     """
     data, head = config.data, config.speculator
     if not data.seq_length:
-        most = _LONGEST
-        if head.warm_start:  # as long as it was trained on
-            most = read_config(head_folder(head.warm_start, head.warm_start_revision)).get("trained_length") or most
+        most = (start and start.trained_length) or _LONGEST  # as long as it was trained on
         context = usable_context(text) or most
         # A server generates a token after each text, see `ServerTarget`.
         data = replace(data, seq_length=min(most, context - bool(config.target.server)))
-    if head.draft_vocab_size >= getattr(text, "vocab_size", inf):
+    if head.draft_vocab_size >= getattr(text, "vocab_size", start.vocab_size if start else inf):
         head = replace(head, draft_vocab_size=0)
     return replace(config, data=data, speculator=head)
 
@@ -121,19 +191,19 @@ def with_steps(stage: StageConfig, rows: int, processes: int, width: int) -> Sta
     )
 
 
-def expected_rows(run: Run, length: int) -> int | None:
+def expected_rows(config: RunConfig, mixture: Mixture, chat_tokens: int, length: int) -> int | None:
     """Estimate the training rows of stage 1 before anything is read: 4 bytes of text per token.
 
     For data on the hub it is `data.max_tokens` that counts; None without it.
 
     Args:
+        chat_tokens: tokens of a chat of the source `self`.
         length: number of tokens in a row.
     """
-    config = run.config
-    tokens, own, most = 0.0, config.data.self_source, config.data.max_tokens
-    for source in run.mixture.sources:
+    tokens, most = 0.0, config.data.max_tokens
+    for source in mixture.sources:
         if source.location == SELF:
-            tokens += own.max_rows * own.turns * (own.max_prompt_tokens + own.max_new_tokens)
+            tokens += config.data.self_source.max_rows * chat_tokens
         elif os.path.exists(source.location):
             # 90% of a source train; a token has four bytes, as in English text.
             tokens += 0.9 * sum(map(_bytes_of_text, source_files(Path(source.location)))) / 4
@@ -170,13 +240,13 @@ class Prompt:
     answers: int = 1
 
 
-def expected_prompts(run: Run) -> list[Prompt] | None:
+def expected_prompts(config: RunConfig, mixture: Mixture) -> list[Prompt] | None:
     """Estimate the prompts of stage 2 by the first documents of each source, at 4 characters per token.
 
     None if a source is on the hub or can't be read.
     """
-    own, generate, found = run.config.data.self_source, run.config.stage2.generate, list[Prompt]()
-    for source in run.mixture.sources:
+    own, generate, found = config.data.self_source, config.stage2.generate, list[Prompt]()
+    for source in mixture.sources:
         if source.location == SELF:
             found.append(Prompt(own.turns * own.max_prompt_tokens, own.turns))
             continue
@@ -212,26 +282,3 @@ def longest(rows: datasets.Dataset) -> int:
     """Return the number of tokens of the longest row."""
     tables = rows.with_format("arrow").iter(batch_size=1000)
     return max(compute.max(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
-
-
-def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
-    """Print the number of rows and steps of a stage, and which of its settings were adapted to the rows.
-
-    Args:
-        name: "stage1" or "stage2".
-        length: number of tokens in a row, which is printed if it is not `data.seq_length`.
-    """
-    before, stage = getattr(run.config, name), run.stage(name, len(rows))
-    batch, was = (each.rows_per_step for each in (stage, before))
-    notes = [f"rows of {length} tokens"] * (length != run.config.data.seq_length)
-    notes += [f"batches of {batch}, not {was}"] * (batch != was)
-    adapted = f"; this is little text, so {' and '.join(notes)}" if notes else ""
-    if stage.learning_rate != before.learning_rate:
-        base = before.base_batch_size or was * run.processes
-        width = run.head.emb_dim
-        adapted += (
-            f"; the learning rate is {stage.learning_rate:.2g} for {batch * run.processes} rows a step and a target of "
-            f"width {width}: {before.learning_rate:.2g} is for {base} rows and width {before.base_width or width}"
-        )
-    size = f"{count_of_tokens(rows):,} tokens in {len(rows):,} rows"
-    log(f"{name.replace('stage', 'stage ')} trains on {size}, for {stage.max_steps:,} steps{adapted}")

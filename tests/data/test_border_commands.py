@@ -15,6 +15,7 @@ from speculator.target.model import Target
 from train.command_line import parse
 from train.config import ROOT
 from train.inputs import load_target, read_inputs
+from train.plan import Plan
 from train.settle import settle
 
 KINDS = [None, 7, "text", ["a"], {"a": 1}]
@@ -90,7 +91,7 @@ def test_a_training_run_accounts_once_for_its_rows_and_for_its_prompts(folder, t
     named = ["--target.name_or_path", str(folder / "TARGET"), "--data.sources", f"[{folder / 'rows.jsonl'}]"]
     named += ["--output_dir", str(tmp_path / "run"), "--report_to", "none", "--data.num_proc", "1"]
     settled = settle(parse(["--config", str(ROOT / "tests" / "plain.yaml"), *named, *sizes]), processes=1)
-    inputs = read_inputs(settled, load_target(settled))
+    inputs = read_inputs(Plan(settled), load_target(settled))
     said = said_of_rows(capfd.readouterr().err)
     assert all(read == used + left_out and used for read, used, left_out in said.values())
     train, *others = (f"the {split} split of {settled.mixture}" for split in ("train", "validation", "held-out"))

@@ -26,7 +26,6 @@ from train.command_line import parse
 from train.initialise import new_head
 from train.run import main
 from train.settle import settle
-from train.sizes import with_sizes_of_target
 from train.trainer import SpeculatorTrainer, has_ended
 
 
@@ -123,7 +122,7 @@ def test_a_head_that_stores_its_targets_embedding_goes_on_with_its_own_settings(
     config = parse(flags)
     assert config.loss.d_pace == 0.5
     assert parse([*flags, "--loss.d_pace", "1"]).loss.d_pace == 1
-    assert with_sizes_of_target(config, target.config).data.seq_length == 96
+    assert settled(config, target).config.data.seq_length == 96
     made = new_head(settled(config, target), target, Dataset.from_list([{"input_ids": [1, 2, 3]}]), length=32)
     assert not made.config.own_embedding
     assert made.config.trained_length == made.config.max_position_embeddings == 96
@@ -213,8 +212,8 @@ def test_a_recipes_draft_vocabulary_of_all_tokens_is_none(target_folder, tmp_pat
     size = "--speculator.draft_vocab_size"
     found = [parse([*flags, size, str(start.vocab_size + more)]).speculator.draft_vocab_size for more in (0, 1)]
     assert found == [start.vocab_size, start.vocab_size + 1]  # which the target's config turns into 0
-    with pytest.raises(SystemExit):
-        parse([*flags, size, str(start.vocab_size - 1)])
+    with pytest.raises(UserError, match="has draft_vocab_size None, but this run's head has 31"):
+        settle(parse([*flags, "--target.name_or_path", "x", size, "31"]), processes=1, local_only=True)
 
 
 def test_a_start_that_is_cut_off_is_refused_before_the_target_is_loaded(target_folder, tmp_path):

@@ -19,7 +19,7 @@ from transformers import FalconConfig, Glm4MoeConfig, LlamaConfig, Qwen3Config
 
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES
-from train import checks, dry_run, run
+from train import dry_run, run
 from train.command_line import parse
 from train.dry_run import run_on_stand_ins
 from train.folder import check_same_run, write_record
@@ -82,7 +82,7 @@ def try_out(recipe: Path, *flags: str) -> None:
 
 @pytest.mark.parametrize("recipe", LONG)
 def test_a_recipe_passes_the_checks_of_its_settings(recipe):
-    checks.settings(settled(parse(["--config", str(ROOT / "configs" / f"{recipe}.yaml")])))
+    settled(parse(["--config", str(ROOT / "configs" / f"{recipe}.yaml")]), checked=True)
 
 
 def test_a_dry_run_of_raw_text_has_no_chats(figures_only, unmeasured):

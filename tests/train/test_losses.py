@@ -1,17 +1,25 @@
-from dataclasses import asdict
+import re
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from textwrap import indent
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import settled
 from forked import finish, launch
 from torch import nn
 from torch.nn import functional as F
 
+from speculator.errors import UserError
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch, forecast_error, step_metrics
 from speculator.heads.unrolled import UnrolledHead, align
 from speculator.kernels.compiled import can_compile
+from train import checks, loss_table
+from train import config as config_module
 from train import losses as losses_module
+from train.command_line import parse
 from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 
@@ -140,6 +148,47 @@ def test_chunked_loss_and_gradients_equal_the_naive_ones(name, tied, chunk):
     torch.testing.assert_close(sums["loss"].sum(), expected, rtol=0, atol=1e-9)
     for got, wanted in zip(case.gradients(sums["objective"] * 0.7), case.gradients(expected * 0.7), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_loss_of_the_contributors_page_is_trained_on(monkeypatch):
+    """A function, a line of the table and a field are all that a loss needs, in the losses' only branch too."""
+    function, line, field, test = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/contributing/add-a-loss.md").read_text(), re.DOTALL
+    )
+    names = {
+        **vars(loss_table),
+        **vars(config_module),
+        "Tensor": torch.Tensor,
+        "rejection": rejection,
+        "CASES": {},
+        "__name__": __name__,
+    }
+    exec(function, names)
+    monkeypatch.setattr(loss_table, "LOSSES", loss_table.LOSSES | eval(f"{{{line}}}", names))
+    monkeypatch.setattr(config_module, "LOSSES", loss_table.LOSSES)
+    monkeypatch.setattr(checks, "LOSSES", loss_table.LOSSES)
+    exec(f"@dataclass\nclass More(LossConfig):\n{indent(field, '    ')}", names)
+    exec(test, names | {"LossConfig": names["More"]})
+    ((weights, naive),) = names["CASES"].values()
+    case = Case(tied=True)
+    sums, expected = case.measure(weights, chunk=4), case.naive(naive)
+    assert expected > 1
+    torch.testing.assert_close(sums["objective"], expected, rtol=0, atol=1e-9)
+    for got, wanted in zip(case.gradients(sums["objective"]), case.gradients(expected), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+    assert "overlap" in sums, "the training log shows what the loss needs"
+    settled(replace(parse([]), loss=weights), checked=True)
+    with pytest.raises(UserError, match="lk, log_acceptance must be above 0"):
+        settled(replace(parse([]), loss=replace(weights, log_acceptance=0)), checked=True)
+
+
+def test_every_loss_has_a_weight_and_a_row_of_its_page():
+    page = (ROOT / "docs/explanation/losses.md").read_text()
+    assert {field.name for field in fields(LossConfig)} - {"head_decay", "d_pace"} == set(loss_table.LOSSES)
+    assert [name for name in loss_table.LOSSES if f"\n| `{name}`" not in page] == []
 
 
 # ---- token weights

@@ -9,7 +9,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from speculator import Target
 from speculator.errors import UserError
-from train import checks
 from train.command_line import parse
 from train.muon import MuonAndAdamW, muon_weights
 
@@ -78,5 +77,5 @@ def test_a_loaded_state_goes_on_with_the_schedule():
 def test_it_is_not_sharded():
     muon = ["--stage1.optimizer", "adamw", "--shard_optimizer", "true", "--stage2.optimizer", "muon"]
     with pytest.raises(UserError, match=r"shard_optimizer .* --stage2\.optimizer adamw"):
-        checks.settings(settled(parse(muon)))
-    checks.settings(settled(parse([*muon, "--stage2.max_steps", "0"])))
+        settled(parse(muon), checked=True)
+    settled(parse([*muon, "--stage2.max_steps", "0"]), checked=True)

@@ -21,7 +21,7 @@ from train import settle as settling
 from train.command_line import parse
 from train.config import HERE
 from train.gpus import GPUS, Place, gpu_named, place_of
-from train.initialise import head_config
+from train.head import head_config
 from train.plan import Plan
 from train.settle import settle
 from train.sharded_adam import largest_share
@@ -29,7 +29,9 @@ from train.sizes import Prompt
 
 H100 = place_of("H100", 1)
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
-LLAMA = LlamaConfig(vocab_size=128_256, intermediate_size=14_336, num_hidden_layers=32, **SIZES)
+LLAMA = LlamaConfig(
+    vocab_size=128_256, intermediate_size=14_336, num_hidden_layers=32, max_position_embeddings=131_072, **SIZES
+)
 QWEN = Qwen3Config(vocab_size=151_936, intermediate_size=12_288, num_hidden_layers=36, **SIZES)
 SMOLLM = LlamaConfig(
     vocab_size=49_152,
@@ -263,6 +265,23 @@ def test_shards_that_cannot_be_are_refused(target_folder, flags, message):
         planned(config_of(target_folder, "--plan", "8xH100", "--target.parallel", *flags))
 
 
+@pytest.mark.parametrize(("flags", "reason"), [(["--target.parallel", "device_map"], "device_map"), ([], "no meta")])
+def test_what_is_not_counted_is_named_and_the_rest_can_be_refused(flags, reason, target_folder, monkeypatch):
+    def fail(_):
+        raise ValueError(reason)
+
+    if not flags:
+        monkeypatch.setattr("train.plan.auto_class", fail)
+    made = planned(config_of(target_folder, "--plan", "H100", *flags))
+    assert reason in made.uncounted
+    assert "NOT COUNTED: the target's layers" in str(made)
+    assert "| fits | ? |" in str(made)
+    made.refuse_too_large()
+    made.place = replace(made.place, memory=10**5)
+    with pytest.raises(UserError, match=r"to train: take a smaller speculator\.inner_dim"):
+        made.refuse_too_large()
+
+
 @pytest.mark.parametrize(
     ("name", "processes", "memory"),
     [("4xA100-40GB", 4, 40), ("v100-16gb", 1, 16), ("2 x A100-SXM4-40G", 2, 40), ("RTX 4090", 1, 24), ("A10G", 1, 24)],
@@ -300,7 +319,7 @@ def test_memory_that_a_server_holds_is_not_free(target_folder, monkeypatch):
     assert (place.memory, place.taken) == (8 * 10**9, 72 * 10**9)
     made = settled(config_of(target_folder), AutoConfig.from_pretrained(target_folder), replace(place, memory=10**6))
     with pytest.raises(UserError, match=r"Other processes hold 72\.0 GB .* CUDA_VISIBLE_DEVICES"):
-        made.plan.refuse_too_large()
+        Plan(made).refuse_too_large()
 
 
 @pytest.mark.parametrize("name", ["stage1.per_device_train_batch_size", "stage2.generate.batch_size"])
@@ -331,7 +350,7 @@ def test_a_quantised_target_takes_its_bits_outside_the_embedding_and_the_output_
 
 def test_a_target_quantised_in_an_unknown_way_is_not_refused():
     config = parse(["--config", "configs/llama-3.1-8b-instruct-eagle3.yaml"])
-    made = settled(config, quantised(quant_method="new"), place_of("T4", 1)).plan
+    made = Plan(settled(config, quantised(quant_method="new"), place_of("V100", 1)))
     assert "its weights take less than here" in str(made)
     made.refuse_too_large()
 
@@ -398,7 +417,15 @@ def test_gradients_of_several_micro_batches_lie_beside_the_buckets_of_ddp(target
 def test_time_is_within_a_factor_of_two_of_what_an_h100_measured(recipe, target, measured):
     """Tokens a second of docs/results.md."""
     made = Plan(settled(parse(["--config", f"configs/{recipe}.yaml"]), target, H100))
-    assert 0.5 < made.tokens()["stage1"] / made.expected_seconds("stage1") / measured < 2
+    row = made.expected_speed().row["stage1"]
+    assert 0.5 < made.length("stage1") / row / measured < 2
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(1, 9.27e-3), (32, 11.44e-3)])
+def test_a_decoding_step_is_within_a_quarter_of_what_an_h100_measured(rows, measured):
+    """Plain steps of docs/results.md."""
+    made = Plan(settled(parse(["--config", "configs/llama-3.1-8b-instruct.yaml"]), LLAMA, H100))
+    assert made.expected_speed().decode(rows) == pytest.approx(measured, rel=0.25)
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_loaded(target_folder, tmp_path, monkeypatch):
@@ -442,17 +469,16 @@ def test_all_that_a_target_writes_itself_counts_up_to_its_context(target_folder)
 
 def test_chats_are_planned_with_the_prompts_that_they_have(tmp_path):
     """Prompts of text are cut to `prompt_tokens`, those of chats are taken whole, with all turns."""
-    target = LlamaConfig(**{**LLAMA.to_diff_dict(), "max_position_embeddings": 131_072})
     file = tmp_path / "chats.jsonl"
     turns = [{"role": role, "content": "x" * 4000} for _ in range(2) for role in ("user", "assistant")]
     file.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(30)))
     flags = ["--config", "configs/eagle3.yaml", "--data.seq_length", "4096", "--target.name_or_path", "x"]
-    chats = Plan(settled(parse([*flags, "--data.sources", f"[{file}]"]), target, H100))
+    chats = Plan(settled(parse([*flags, "--data.sources", f"[{file}]"]), LLAMA, H100))
     assert chats.generated["generating"].length == 2 * (1000 + 256)
     assert chats.tokens()["generating"] == 4000 * 2 * 256
     assert chats.length("stage2") == 4096
     assert not chats.guessed
-    unknown = Plan(settled(parse([*flags, "--data.sources", "[org/chats]"]), target, H100))
+    unknown = Plan(settled(parse([*flags, "--data.sources", "[org/chats]"]), LLAMA, H100))
     assert unknown.generated["generating"].length == 64 + 256
     assert "the prompts are not known yet" in str(unknown)
     counted = unknown.knowing(4096, [Prompt(9000, 3), Prompt(100)])

@@ -1,19 +1,22 @@
 """The pace of training, and the line that says it."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import settled
+from transformers import LlamaConfig
 
 from eval.validation import NEW_TOKENS
 from speculator.heads.training import IGNORE
-from train import duration, progress, timing
+from train import progress, timing
 from train.checkpoint import METRIC
 from train.config import RunConfig
-from train.plan import GeneratedText
+from train.plan import Plan, Speed
 from train.progress import ProgressLine, Throughput, log_line
+from train.sizes import Prompt
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:
@@ -64,44 +67,42 @@ def test_a_log_line_has_at_most_120_characters_and_no_names_of_metrics(monkeypat
     assert "_" not in line
 
 
-def inputs(own_prompts, epochs: int | None = None) -> SimpleNamespace:
+def plan(**own) -> Plan:
     """Stage 1: 100 steps of 2 rows, an evaluation every 50; stage 2: 40 steps of 1 row, one every 20."""
     config = RunConfig()
     stage1 = replace(config.stage1, max_steps=100, per_device_train_batch_size=2, eval_steps=50)
     generate = replace(config.stage2.generate, max_rows=64, batch_size=8, max_new_tokens=10)
     stage2 = replace(config.stage2, max_steps=40, per_device_train_batch_size=1, eval_steps=20, generate=generate)
-    stage2 = replace(stage2, epochs=epochs)
-    settings = replace(config.eval, max_new_tokens=5, tune_prompts=2)
-    config = replace(config, stage1=stage1, stage2=stage2, eval=settings)
-    suites = {"validation": SimpleNamespace(prompts=[[1]] * 3), "held-out": SimpleNamespace(prompts=[[1]] * 4)}
-    lists = {"train_rows": [0] * 9, "validation_rows": [0] * 6}
-    return SimpleNamespace(run=settled(config), length=256, **lists, suites=suites, own_prompts=own_prompts)
+    settings = replace(config.eval, validation_rows=6, validation_prompts=3, max_prompts=4, max_new_tokens=5)
+    config = replace(config, stage1=stage1, stage2=replace(stage2, **own), eval=replace(settings, tune_prompts=2))
+    target = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4)
+    return Plan(settled(config, target))
 
 
-def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
+def test_the_time_of_a_run_is_said_by_phase_after_its_first_steps(monkeypatch):
     # A row takes 3 s in training and 1 s in an evaluation; n rows decode a step in n / 10 s.
-    text = GeneratedText(rows=64, batch_size=8, length=50, new=10, answers=1, mean=40)
-    parts = duration.expected_parts(inputs(None), text, 6.0, lambda rows: rows / 10)
+    speed = Speed({"stage1": 3.0, "stage2": 3.0}, lambda rows: rows / 10)
     check = 6 * 1 + 2 * NEW_TOKENS * 0.3
-    assert parts == pytest.approx(
+    known = plan().knowing(256, [Prompt(40)] * 64, stage1=9)
+    assert known.seconds(speed) == pytest.approx(
         {
-            "stage 1": 600 + 2 * check,
-            "text for stage 2": 8 * 10 * 0.8,
-            "stage 2": 120 + 2 * check,
-            "tuning and measuring": 90 + 2 * 2 * 5 * 0.1 + 2 * 4 * 5 * 5 * 0.1,
+            "stage1": 600 + 2 * check,
+            "generating": 8 * 10 * 0.8,
+            "stage2": 120 + 2 * check,
+            "measuring": 90 + 2 * 2 * 5 * 0.1 + 2 * 4 * 5 * 5 * 0.1,
         }
     )
-    few = replace(text, rows=5, answers=2)
-    assert duration.expected_parts(inputs(None), few, 6.0, lambda rows: rows / 10)["text for stage 2"] == 20 * 0.5
-    run = inputs(None, epochs=5)
-    run.length = 160  # 64 texts of 40 tokens fill 16 rows
-    assert duration.expected_parts(run, text, 6.0, lambda rows: rows / 10)["stage 2"] == 5 * 16 * 3 + 4 * check
+    few = plan().knowing(256, [Prompt(40, answers=2)] * 5, stage1=9)
+    assert few.seconds(speed)["generating"] == 20 * 0.5
+    # 64 texts of 30 + 10 tokens fill 16 rows of 160.
+    epochs = plan(epochs=5).knowing(160, [Prompt(30)] * 64, stage1=9)
+    assert epochs.seconds(speed)["stage2"] == 5 * 16 * 3 + 4 * check
+    assert list(known.seconds(Speed(speed.row, None))) == ["stage1", "stage2"]
 
     said, now = [], [0.0]
     monkeypatch.setattr(progress, "log", said.append)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    target = SimpleNamespace(device=torch.device("cpu"), config=None, encoder=None)  # one that is not decoded here
-    line = ProgressLine("stage 1", lambda step: duration.line(inputs(None), target, step))
+    line = ProgressLine("stage 1", partial(known.outlook, None, [], "stage1"))  # a target that is not decoded here
     state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100)
     line.on_train_begin(None, state, None)
     for state.global_step in range(1, 6):
@@ -109,7 +110,7 @@ def test_the_time_of_a_run_is_said_by_part_after_its_first_steps(monkeypatch):
         line.on_step_end(None, state, None)
     line.training_bar.close()
     (text,) = said
-    assert all(part in text for part in ("0:12:24", "stage 1 0:10:12", "--stage1.max_steps"))
+    assert all(part in text for part in ("0:12:24", "stage1 0:10:12", "--stage1.max_steps"))
 
 
 def test_the_first_estimate_takes_seconds_of_short_steps(monkeypatch):

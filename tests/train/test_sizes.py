@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 from speculator import UserError
 from train.command_line import parse
 from train.config import HeadOptions, StageConfig
-from train.initialise import head_config
+from train.head import head_config
 from train.sizes import (
     count_of_tokens,
     expected_rows,
@@ -43,16 +43,14 @@ def test_a_recipe_fits_targets_of_all_shapes(recipe, layers, vocab_size):
         assert made.aux_layers == [2, layers // 2, layers - 3]
 
 
-def test_the_row_length_is_the_targets_context_up_to_a_limit(tmp_path):
+def test_the_row_length_is_the_targets_context_up_to_a_limit():
     config = parse(["--config", "configs/eagle3.yaml"])
     assert with_sizes_of_target(config, shaped(8, 99, 131_072)).data.seq_length == 4096
     assert with_sizes_of_target(config, None).data.seq_length == 4096
     assert with_sizes_of_target(config, AutoConfig.for_model("mamba")).data.seq_length == 4096
-    head = tiny_head()
-    head.config.trained_length = 60
-    head.save_pretrained(tmp_path)
-    continued = replace(config, speculator=replace(config.speculator, warm_start=str(tmp_path)))
-    assert with_sizes_of_target(continued, shaped(8, 99)).data.seq_length == 60
+    start = tiny_head().config
+    start.trained_length = 60
+    assert with_sizes_of_target(config, shaped(8, 99), start).data.seq_length == 60
     longrope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     phi = shaped(8, 99)
     phi.rope_parameters, phi.original_max_position_embeddings = longrope, 64  # all that `Target` reads
@@ -137,7 +135,7 @@ def test_little_text_has_shorter_rows(tokens, length):
 
 
 def rows_of(run) -> int | None:
-    return expected_rows(run, run.config.data.seq_length)
+    return expected_rows(run.config, run.mixture, run.lengths.chat_tokens, run.config.data.seq_length)
 
 
 def test_the_size_of_local_data_is_estimated(tmp_path):

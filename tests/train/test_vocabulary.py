@@ -12,10 +12,10 @@ from speculator import Target, UserError
 from speculator.checkpoints import layout_of, save
 from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
-from train import checks
 from train.command_line import parse
 from train.config import DataConfig, HeadOptions, RunConfig, TargetConfig
-from train.initialise import copy_weights, for_rows, new_head, parameters, with_settings_of_start
+from train.head import with_settings_of_start, without_memory
+from train.initialise import copy_weights, for_rows, new_head
 from train.plan import Plan
 from train.settle import settle
 from train.vocabulary import count_tokens, most_frequent, unused_token
@@ -118,7 +118,7 @@ def test_a_warm_start_from_another_shape_raises(target, tmp_path, shape, message
 
 def test_a_missing_warm_start_is_found_before_the_target_is_loaded(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
-        checks.settings(settled(RunConfig(speculator=HeadOptions(warm_start=str(tmp_path / "nowhere")))))
+        settled(RunConfig(speculator=HeadOptions(warm_start=str(tmp_path / "nowhere"))))
 
 
 def test_a_warm_start_from_ibms_layout_copies_its_weights(target, tmp_path):
@@ -156,21 +156,21 @@ def test_a_dflash_2_head_starts_from_a_dflash_head(target, tmp_path):
 
 def test_only_the_parts_of_an_extension_may_be_missing_in_the_head_of_a_warm_start(target):
     start = tiny_block_head(target, **DFLASH)
-    copy_weights(tiny_block_head(target, **DFLASH2), start, HeadOptions(), "HEAD")
+    copy_weights(tiny_block_head(target, **DFLASH2), start, "HEAD")
     with pytest.raises(UserError, match=r"HEAD has no confidence_head\..*weight, confidence_head\..*bias, which"):
-        copy_weights(tiny_block_head(target, **DFLASH | {"confidence_head": True}), start, HeadOptions(), "HEAD")
+        copy_weights(tiny_block_head(target, **DFLASH | {"confidence_head": True}), start, "HEAD")
 
 
-def test_all_options_that_contradict_a_warm_start_are_named_before_the_target_is_loaded(target, tmp_path, capsys):
+def test_all_options_that_contradict_a_warm_start_are_named_before_the_target_is_loaded(target, tmp_path):
     first = new_head(settled(completed(architecture="dspark", n_predict=2, options=BLOCK), target), target, ROWS, 6)
     first.save_pretrained(tmp_path)
     flags = ["--target.name_or_path", "x", "--speculator.warm_start", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        parse(["--config", "configs/qwen3-8b-dflash2.yaml", *flags])
+    with pytest.raises(UserError) as refusal:
+        settled(parse(["--config", "configs/qwen3-8b-dflash2.yaml", *flags]))
     assert (
-        "has n_predict 2 and num_hidden_layers 1 and sliding_window None and mask_token_id 3 and aux_layers [0, 1], "
-        "but this run's head has 7 and 5 and 2048 and 151669 and [2, 10, 18, 26, 34]"
-    ) in capsys.readouterr().err
+        "has n_predict 2 and aux_layers [0, 1] and num_hidden_layers 1 and sliding_window None and mask_token_id 3, "
+        "but this run's head has 7 and [2, 10, 18, 26, 34] and 5 and 2048 and 151669"
+    ) in str(refusal.value)
     parts = "{conv_group_size: 8, selector_rank: 4, selector_top_k: 6}"
     run = settled(parse([*flags, "--speculator.options", parts]), target)
     assert new_head(run, target, ROWS, 6).config.is_dflash2
@@ -215,7 +215,7 @@ def test_a_warm_start_is_checked_and_counted_as_it_is_trained(tmp_path, layers):
     given = ["--target.name_or_path", str(tmp_path / "target"), "--speculator.warm_start", str(tmp_path / "head")]
     found = parse([*given, "--plan"])
     run = settle(found, processes=1)
-    assert parameters(run) == head.num_parameters()
+    assert without_memory(run.head).num_parameters() == head.num_parameters()
     assert Plan(run).trained == sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
 

@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from speculator import Target, UserError
 from speculator.__main__ import main
 from speculator.checkpoints import head_folder, load_any, recognise
-from train.checks import settings
 from train.config import HeadOptions, RunConfig
-from train.initialise import with_settings_of_start
+from train.head import with_settings_of_start
 
 SHA = {"main": "1" * 40, "v2": "2" * 40}
 
@@ -90,7 +89,7 @@ def test_a_run_starts_from_a_head_of_the_hub(hub):
     assert config.speculator.n_predict == hub.head.config.n_predict
     assert set(hub.asked) == {("org/name", "v2")}
     with pytest.raises(UserError, match="warm_start_revision needs"):
-        settings(settled(RunConfig(speculator=HeadOptions(warm_start_revision="v2"))))
+        settled(RunConfig(speculator=HeadOptions(warm_start_revision="v2")), checked=True)
 
 
 @pytest.mark.parametrize(
