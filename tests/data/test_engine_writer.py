@@ -23,7 +23,7 @@ from data.__main__ import main
 from data.engine_writer import EngineWriter
 from data.writing import Writing
 from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
-from speculator.decoding.request import acceptance_length
+from speculator.acceptance import Acceptance
 from speculator.drafters.adaptive import AdaptiveDrafter
 from speculator.drafters.costs import CostEntry, CostTable
 from speculator.drafters.tuning import choices_of, untuned
@@ -116,7 +116,7 @@ def test_steps_that_the_end_has_cut_are_not_in_the_acceptance_length(target, tmp
     steps = [step for row in whole.steps for step in row]
     assert any(step.cut for step in steps)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["acceptance_length"] == pytest.approx(acceptance_length(steps))
+    assert manifest["acceptance_length"] == pytest.approx(Acceptance.of(steps).length)
 
 
 def test_speeds_are_those_of_runs_that_captured_nothing(target, tmp_path, monkeypatch):

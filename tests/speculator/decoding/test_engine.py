@@ -11,7 +11,7 @@ from conftest import RECURRENT_RUNS, VOCAB, Oracle, tiny_head, tiny_model
 from drafters import make_drafter
 from transformers import AutoModelForCausalLM
 
-from data import onpolicy
+from data import engine_writer
 from data.writing import Writing
 from speculator import (
     Candidates,
@@ -34,6 +34,7 @@ from speculator.decoding import streaming
 from speculator.decoding.draft import Draft
 from speculator.decoding.request import Request
 from speculator.decoding.scheduler import PREFILLING, WAITING_FOR_PREFIX, Scheduler
+from speculator.prompts import Conversation
 from speculator.target.cache import kv_cache
 
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1]]
@@ -153,8 +154,8 @@ def test_rejected_tokens_whose_states_are_not_finite_leave_nothing(target, bucke
     [
         lambda target, folder: generate(target, None, PROMPTS, max_new_tokens=2),
         lambda target, folder: Engine(target).generate(PROMPTS, max_new_tokens=2),
-        lambda target, folder: onpolicy.generate_rows(
-            target, None, PROMPTS, folder, Writing(max_new_tokens=2), batch_size=2
+        lambda target, folder: engine_writer.EngineWriter(target, batch_size=2).write(
+            [Conversation(prompt) for prompt in PROMPTS], folder, Writing(max_new_tokens=2)
         ),
     ],
     ids=["generate", "engine", "rows"],
@@ -163,7 +164,7 @@ def test_prompts_are_checked_once(target, tmp_path, work, monkeypatch):
     """All of them together, before one is decoded; a later error would not name the prompt's number."""
     checked, check = [], request_module.check_prompts
     counted = lambda target, prompts: checked.append(len(prompts)) or check(target, prompts)  # noqa: E731
-    for module in (request_module, engine_module, onpolicy):
+    for module in (request_module, engine_module, engine_writer):
         monkeypatch.setattr(module, "check_prompts", counted)
     work(target, tmp_path)
     assert checked == [len(PROMPTS)]
