@@ -416,7 +416,8 @@ class Engine:
         computed: Computed,  # which tokens the logits are for
     ) -> tuple[Tensor, Tensor, Tensor]:  # [R] each
         """Return the verify position where each row's path ends, the next token, and if the logits there are finite."""
-        logits = batch.without_suppressed(logits, draft)
+        if batch.suppressed:
+            logits = batch.suppressed.removed(logits, draft.depths)
         if noise.coupled:
             last, next_token = match(noise.samples(logits, draft, computed.unpadded), draft)
             finite: Tensor | None = None

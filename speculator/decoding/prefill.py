@@ -12,7 +12,7 @@ from speculator.decoding.draft import Draft, take_at
 from speculator.decoding.drafter import Drafter, Sequences
 from speculator.decoding.logprobs import TokenLogprobs, token_logprobs
 from speculator.decoding.request import Request, max_logprobs, suppressed
-from speculator.decoding.sampling import Noise, RowSampling, without_suppressed
+from speculator.decoding.sampling import Noise, RowSampling, Suppressed
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
 
@@ -70,7 +70,9 @@ def first_tokens(
     noise = Noise(sampling, lengths, target.vocab_size, 0, coupled=True)
     allowed = logits[:, None]
     if early := suppressed(requests):
-        allowed = without_suppressed(allowed, early, torch.zeros_like(lengths)[:, None])
+        ends = Suppressed(len(requests), target.vocab_size, hidden.device)
+        ends.put(early)
+        allowed = ends.removed(allowed, torch.zeros_like(lengths)[:, None])
     first = noise.samples(allowed, Draft.none(lengths))[:, 0]
     # A logit that is not finite is the largest of its row, or all are NaN: the chosen token's shows both.
     finite = logits.gather(1, first[:, None])[:, 0].isfinite().tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculator.decoding.draft import Draft
 from speculator.decoding.drafter import Drafter, Memory, Sequences, Shape
 from speculator.decoding.prefill import Chunk
 from speculator.decoding.request import Request, max_logprobs, suppressed
-from speculator.decoding.sampling import RowSampling, without_suppressed
+from speculator.decoding.sampling import RowSampling, Suppressed
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.device import is_out_of_memory
 from speculator.kernels import cuda_graphs
@@ -53,8 +52,7 @@ class Batch:
         sampling: temperature and filters of each row.
         num_logprobs: number of likeliest tokens to report with their log-probabilities; None: report none.
         sequences: tokens of each row, the pending one last; empty for idle rows.
-        suppressed: tokens that may not be sampled yet, see `speculator.decoding.request.suppressed`. Such a step is not
-            captured.
+        suppressed: tokens that may not be sampled yet; None if no row has any.
     """
 
     requests: list[Request]
@@ -63,12 +61,7 @@ class Batch:
     sampling: RowSampling
     num_logprobs: int | None
     sequences: Sequences = ()
-    suppressed: Sequence[tuple[int, int, list[int]]] = ()
-
-    def without_suppressed(self, logits: Tensor, draft: Draft) -> Tensor:  # [R, n + 1, V]
-        """Return the logits with -inf for tokens that may not be sampled yet, see `suppressed`."""
-        # A depth is how far ahead the token is that the logits are for, 0 for the next one.
-        return without_suppressed(logits, self.suppressed, draft.depths) if self.suppressed else logits
+    suppressed: Suppressed | None = None
 
 
 class Rows:
@@ -339,8 +332,15 @@ class Rows:
         if batch is None or requests != batch.requests or rows != len(batch.pending):
             batch = self._batch = self._new_batch(requests, rows)
         batch.sequences = [*(request.sequence for request in requests), *[[] for _ in range(rows - count)]]
-        batch.suppressed = suppressed(requests)
+        early, batch.suppressed = suppressed(requests), None
+        if early:
+            self._suppressed.put(early)
+            batch.suppressed = self._suppressed
         return batch
+
+    @cached_property
+    def _suppressed(self) -> Suppressed:
+        return Suppressed(len(self.scheduler.slots), self.target.vocab_size, self.target.device)
 
     def _new_batch(self, requests: list[Request], rows: int) -> Batch:
         """Return a batch of the first `rows` rows: those of the requests, then idle ones."""
@@ -380,7 +380,7 @@ class Rows:
 
         Only buffers change between replays of one graph. So nothing here may keep the engine: it would never be freed.
         """
-        if not self.capturing or batch.suppressed:
+        if not self.capturing:
             return self._step.work(engine, batch)
         state = [*self.cache.state, self.pending, *self.memory.buffers]
         with cuda_graphs.on(self.target.device):
@@ -394,7 +394,8 @@ class Rows:
     def _key(self, batch: Batch) -> Hashable:
         """Return what shapes and code of a step depend on; whatever changes only values must be in a buffer."""
         drafting = self.drafter and (self.drafter.shape, self.memory.version)
-        return len(batch.pending), self.cache.longest, batch.sampling.kind, drafting, batch.num_logprobs is not None
+        asked = batch.num_logprobs is not None, batch.suppressed is not None
+        return len(batch.pending), self.cache.longest, batch.sampling.kind, drafting, asked
 
     def _saving(self) -> float:
         """Return the share of a step's time that fine buckets of the cache length save, compared with coarse ones.

@@ -167,14 +167,17 @@ class Noise:
         self.coupled = coupled or sampling.greedy
         self._noisy = coupled and not sampling.greedy
         self._block = max(1, _VALUES // size)  # tokens that a CPU samples at a time
-        # All rows, as slices: an index takes three times as long, and settings, seeds and positions need eight.
-        self._blocks = [slice(row, row + self._block) for row in range(0, len(positions), self._block)]
         self._levels: dict[int, Tensor] = {}  # [B, V] by depth, made on first use
         self._gumbel: Tensor | None = None  # [B, depth + 1, V] on a GPU, where fewer kernels matter more
         if self._noisy and positions.device.type != "cpu":
             # Level d of a draft is d positions after the next token: [B, depth + 1].
             levels = positions[:, None] + torch.arange(depth + 1, device=positions.device)
             self._gumbel = _noise_of(self._seeds, levels, size).masked_fill_(sampling.at_zero, 0.0)
+
+    @property
+    def _blocks(self) -> list[slice]:
+        """All rows, in blocks. Slices, because an index takes three times as long, and is needed for eight tensors."""
+        return [slice(row, row + self._block) for row in range(0, len(self.positions), self._block)]
 
     def _level(self, depth: int) -> Tensor:  # [B, V]
         """Return the Gumbel noise of all rows for the token `depth` after the next one; 0 in rows at temperature 0."""
@@ -259,18 +262,38 @@ class Noise:
         return uniforms(self.sampling.seeds, self.positions, count)
 
 
-def without_suppressed(
-    logits: Tensor,  # [B, T, V]
-    suppressed: Iterable[tuple[int, int, list[int]]],  # see `speculator.decoding.request.suppressed`
-    depths: Tensor,  # [B, T] 0: the next token
-) -> Tensor:  # [B, T, V]
-    """Return a copy of the logits with -inf for the ids that may not be sampled yet at their row and depth."""
-    logits = logits.clone()
-    for row, missing, tokens in suppressed:
+class Suppressed:
+    """Tokens that may not be sampled yet, in tensors that captured steps read in place.
+
+    Args:
+        rows: number of rows.
+        size: V, size of the vocabulary.
+    """
+
+    def __init__(self, rows: int, size: int, device: torch.device):
+        self._missing = torch.zeros(rows, dtype=torch.long, device=device)
+        self._tokens = torch.zeros(rows, size, dtype=torch.bool, device=device)
+
+    def put(self, entries: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Set what may not be sampled, see `speculator.decoding.request.suppressed`; other rows may sample all."""
+        missing = [0] * len(self._missing)
+        for row, count, _ in entries:
+            missing[row] = count
+        self._missing.copy_(torch.tensor(missing))
+        places = [(row, token) for row, _, tokens in entries for token in tokens]
+        rows, tokens = torch.tensor(places, dtype=torch.long, device=self._tokens.device).view(-1, 2).T
+        self._tokens.zero_()[rows, tokens] = True
+
+    def removed(
+        self,
+        logits: Tensor,  # [B, T, V]
+        depths: Tensor,  # [B, T] 0: the next token
+    ) -> Tensor:  # [B, T, V]
+        """Return the logits with -inf for the tokens that may not be sampled yet at their row and depth."""
+        rows = len(logits)
         # Depth 0 is the next token: with 2 tokens missing, those at depths 0 and 1 are too early.
-        early = depths[row, :, None] < missing
-        logits[row, :, tokens] = logits[row][:, tokens].masked_fill(early, -torch.inf)
-    return logits
+        early = depths < self._missing[:rows, None]
+        return logits.masked_fill(early[:, :, None] & self._tokens[:rows, None], -torch.inf)
 
 
 def most_likely(scores: Tensor) -> Tensor:  # [..., V] -> [...]

@@ -184,6 +184,30 @@ def test_steps_with_logprobs_are_replayed_too(name, monkeypatch):
     torch.testing.assert_close(again, chances)
 
 
+@pytest.mark.parametrize("name", ["none", "head-chain", "head-tree"])
+def test_steps_of_a_row_that_may_not_end_yet_are_replayed_too(name, monkeypatch):
+    """One row has `min_tokens`, and would have ended at once without it."""
+    target = make_target()
+    ends = set(generate(target, None, PROMPTS[:1], max_new_tokens=6, eos_token_ids=()).tokens[0])
+
+    def decoded(*least: int) -> list:
+        engine = Engine(target, make_drafter(name, target), slots=2)
+        requests = [
+            engine.submit(prompt, max_new_tokens=14, eos_token_ids=ends, min_tokens=own)
+            for prompt, own in zip(PROMPTS, least, strict=False)
+        ]
+        engine.run()
+        return [request.tokens for request in requests]
+
+    expected = decoded(14, 0)
+    assert len(expected[0]) == 14
+    assert len(decoded(0)[0]) == 1
+    capturing(monkeypatch, Double)
+    assert decoded(14, 14)[0] == expected[0]
+    assert Double.made
+    assert decoded(14, 0) == expected
+
+
 def test_a_drop_of_a_pools_only_graph_leaves_its_pool():
     """torch can't capture into a pool whose graphs are gone, so the next keys would fail too."""
     work = graphs.Captured(lambda: None, pool=1)
