@@ -18,12 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from speculator.checkpoints import commands, llama_cpp, speculators
+from speculator.checkpoints import commands, limits, speculators
 from speculator.checkpoints.base_model import base_matrix, lack_of
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import EMBEDDING, LAYER, VERSION, VOCABULARY, from_d2t, read_layers, with_d2t
 from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config
+from speculator.checkpoints.limits import exceeded
 from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, only, same, within
 from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import refuse
@@ -294,20 +295,17 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
         head = ("--speculative-draft-model-path", folder, "--speculative-algorithm", method.upper())
         serve = ("sglang", "serve", "--model-path", BASE, *head, "--speculative-num-draft-tokens", str(slots))
         convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
-        cut = ["a draft vocabulary"] * (config.draft_vocab_size is not None)
-        no_markov = ["a DSpark head of Markov rank 0"] * (name == "dspark" and not config.markov_rank)
-
-        def server(program: str, lacks: list[str], how: str, refused: str | None, ran: bool) -> Server:
-            why = f"does not run {', '.join(lacks)}" if lacks else refused
-            return Server(program, not why, why or how, ran=ran)
-
-        llama = llama_cpp.lacks_of_block(config, name)
         run = f"llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max {config.n_predict}"
-        on = VLLM if name == "dflash" else f"{VLLM} on a GPU"
+        lacks = {server: ", ".join(exceeded(limits.BLOCK[name][server], config)) for server in limits.BLOCK[name]}
+
+        def why(server: str) -> str | None:
+            return f"does not run {lacks[server]}" if lacks[server] else refusal(server, base, method)
+
+        on, ran = (VLLM, True) if name == "dflash" else (f"{VLLM} on a GPU", False)
         return [
-            server(on, no_markov, commands.vllm(base, **options), refusal(VLLM, base), name == "dflash"),
-            server(SGLANG, cut + no_markov, line_for_folder(base, *serve), refusal(SGLANG, base, method), False),
-            server(LLAMA_CPP, llama, f"{convert}, then {run}", refusal(LLAMA_CPP, base), True),
+            Server.of(on, why(VLLM), commands.vllm(base, **options), ran),
+            Server.of(SGLANG, why(SGLANG), line_for_folder(base, *serve), ran=False),
+            Server.of(LLAMA_CPP, why(LLAMA_CPP), f"{convert}, then {run}"),
         ]
 
     return listed

@@ -7,7 +7,7 @@ a head: it lacks what llama.cpp does not ask for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculator.checkpoints import gguf_head, llama_cpp
+from speculator.checkpoints import gguf_head, limits
 from speculator.checkpoints.block_drafters import BOTH_PARTS, OUTPUT, PARTS, kind_of
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layers import with_d2t
 from speculator.checkpoints.layout import Layout, Server
+from speculator.checkpoints.limits import Limit, exceeded
 from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, same, to_json
 from speculator.checkpoints.targets import LLAMA_CPP, refusal
 from speculator.errors import UserError, refuse
-from speculator.files import JsonObject
+from speculator.files import Json, JsonObject
 from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
@@ -97,27 +98,21 @@ def _table(architecture: str, lacks: Table, *more: Row) -> Table:
     )
 
 
-def _eagle3_lacks(config: Any) -> str:
-    return ", ".join(llama_cpp.lacks_of_eagle3(config))
+def _lack(limits_of: Callable[[Any], Iterable[Limit]], advice: str = "", **reads: Json) -> Lack:
+    def named(config: Any) -> str:
+        return ", ".join(exceeded(limits_of(config), config))
 
-
-def _block_lacks(config: Any) -> str:
-    return ", ".join(llama_cpp.lacks_of_block(config, kind_of(config)))
+    return Lack(named, lambda config: f"gguf: llama.cpp does not run {named(config)}{advice}", reads)
 
 
 TABLES: dict[str, Table] = {
     "eagle3": _table(
         "eagle3",
         (
-            Lack(
-                _eagle3_lacks,
-                lambda c: (
-                    f"gguf: llama.cpp does not run {_eagle3_lacks(c)}: configs/llama-cpp.yaml trains a head without"
-                ),
-                {
-                    **dict.fromkeys(("fc_norm", "norm_output", "qk_norm", "attention_bias"), False),
-                    "sliding_window": None,
-                },
+            _lack(
+                lambda c: limits.EAGLE3[LLAMA_CPP],
+                ": configs/llama-cpp.yaml trains a head without",
+                **dict.fromkeys(("fc_norm", "norm_output", "qk_norm", "attention_bias"), False),
             ),
         ),
         Row(None, "target_hidden_size", lambda c: c.emb_dim),
@@ -127,7 +122,7 @@ TABLES: dict[str, Table] = {
     # To llama.cpp a block drafter with a Markov head is DSpark, and one with a selector is DFlash 2.
     "dflash": _table(
         "dflash",
-        (*BOTH_PARTS, Lack(_block_lacks, lambda c: f"gguf: llama.cpp does not run {_block_lacks(c)}")),
+        (*BOTH_PARTS, _lack(lambda c: limits.BLOCK[kind_of(c)][LLAMA_CPP])),
         Row(
             "n_predict",
             "block_size",
@@ -282,15 +277,14 @@ def servers(config: AttentionConfig, folder: str) -> list[Server]:
     block = isinstance(config, DSparkSpeculatorConfig)
     try:
         to_json(TABLES["dflash" if block else "eagle3"], config, "float32")
+        refused = refusal(LLAMA_CPP, config.base_model_name_or_path)
     except UserError as error:
-        return [Server(LLAMA_CPP, False, str(error))]
+        refused = str(error)
     base = config.base_model_name_or_path or ""
-    if refused := refusal(LLAMA_CPP, base):
-        return [Server(LLAMA_CPP, False, refused)]
     kind = config.method(vars(config)) if block else "eagle3"
     head = ("-md", f"{folder}/{FILE}", "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(config.n_predict))
     start = line(base if is_gguf(base) else "TARGET.gguf", "llama-server", "-m", BASE, *head)
-    return [Server(LLAMA_CPP, True, start)]
+    return [Server.of(LLAMA_CPP, refused, start)]
 
 
 GGUF = tuple(

@@ -79,16 +79,16 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
 
 def servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
     """Return one entry, for transformers: the call that uses the head, or the reason that it can't load it."""
+    refused, base = None, base_config(config.base_model_name_or_path)
     try:
         to_json(TABLE, config, "float32")
+        if base is not None and base.model_type.startswith("gemma"):
+            refused = "scales Gemma's embeddings, and the head reads them as stored"
     except UserError as error:
-        return [Server("transformers 5.23", False, str(error))]
-    base = base_config(config.base_model_name_or_path)
-    if base is not None and base.model_type.startswith("gemma"):
-        return [Server("transformers 5.23", False, "scales Gemma's embeddings, and the head reads them as stored")]
-    how = f"model.generate(..., assistant_model=AutoModel.from_pretrained({json.dumps(folder)}), "
-    how += 'speculation_type="dflash")'
-    return [Server("transformers 5.23", True, how)]
+        refused = str(error)
+    head = f"AutoModel.from_pretrained({json.dumps(folder)})"
+    how = f'model.generate(..., assistant_model={head}, speculation_type="dflash")'
+    return [Server.of("transformers 5.23", refused, how)]
 
 
 TRANSFORMERS = Layout(
