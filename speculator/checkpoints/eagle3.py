@@ -31,7 +31,7 @@ from speculator.checkpoints.layers import (
 )
 from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, base_config
 from speculator.checkpoints.limits import OWN_CODE, exceeded
-from speculator.checkpoints.table import ABSENT, DTYPE, Row, Table, constant, same
+from speculator.checkpoints.table import ABSENT, DTYPE, Key, Table, constant, same
 from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
@@ -46,14 +46,14 @@ _LAYER, _OURS = "midlayer.", "layers.0."
 ORIGINAL_HEADS = replace(FULL_HEADS, has=lambda c: not c.qk_norm and FULL_HEADS.has(c))
 ONE_LAYER = (
     *LAYER,
-    Row("qk_norm", "model_type", lambda c: "qwen3" if c.qk_norm else "llama", lambda kind, read: kind == "qwen3"),
+    Key("qk_norm", "model_type", lambda c: "qwen3" if c.qk_norm else "llama", back=lambda kind, read: kind == "qwen3"),
     constant("num_hidden_layers", 1, must=True),
     *same("attention_bias"),
     constant("mlp_bias", False),
-    Row(None, "layer_types", lambda c: ["sliding_attention"] if c.sliding_window else ABSENT),
+    Key(None, "layer_types", lambda c: ["sliding_attention"] if c.sliding_window else ABSENT),
     *same("sliding_window", optional=True),
     # transformers' Qwen 3 has no window without it.
-    Row(None, "use_sliding_window", lambda c: True if c.sliding_window and c.qk_norm else ABSENT),
+    Key(None, "use_sliding_window", lambda c: True if c.sliding_window and c.qk_norm else ABSENT),
 )
 """Rows of a transformers config of the head's only layer: Qwen 3's with `qk_norm`, else Llama's."""
 
@@ -74,19 +74,19 @@ def _nested(config: Any) -> Any:
 
 TABLE: Table = (
     ORIGINAL_HEADS,
-    Row(None, "architectures", lambda c: ["Eagle3Qwen3ForCausalLM"] if c.qk_norm else ABSENT),
+    Key(None, "architectures", lambda c: ["Eagle3Qwen3ForCausalLM"] if c.qk_norm else ABSENT),
     *ONE_LAYER,
-    Row(DTYPE, "torch_dtype"),
+    Key(DTYPE, "torch_dtype"),
     VERSION,
     VOCABULARY,
     *same(*FLAGS),
-    Row("aux_layers", AUX_LAYERS, optional=True),
-    Row(None, "eagle_config", _nested),
-    Row(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
-    Row(None, "rope_scaling", _rope_scaling),
-    Row("n_predict", "ttt_length", default=_STEPS),
+    Key("aux_layers", AUX_LAYERS, optional=True),
+    Key(None, "eagle_config", _nested),
+    Key(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
+    Key(None, "rope_scaling", _rope_scaling),
+    Key("n_predict", "ttt_length", default=_STEPS),
     *ORIGIN,
-    Row("own_embedding", "own_embedding", lambda c: ABSENT),  # the tensors say it
+    Key("own_embedding", "own_embedding", lambda c: ABSENT),  # the tensors say it
 )
 
 

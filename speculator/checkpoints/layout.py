@@ -143,10 +143,10 @@ class Layout:
         content = to_json(self.table, config, dtype)
         return content if self.write else {"architectures": [self.architecture], **content}
 
-    def read_fields(self, read: ForeignConfig, file: Path) -> dict[str, Any]:
+    def read_fields(self, read: ForeignConfig, file: Path) -> ForeignConfig:
         """Return the fields of a head's config, given the content of config.json and its path for errors."""
         canonical = self.canonical(read, file)
-        fields: dict[str, Any] = dict(from_json(self.table, canonical, file))
+        fields: ForeignConfig = {**from_json(self.table, canonical, file)}
         kinds = declared_fields(self.head.config_class) | _WIDTHS
         for name, value in fields.items():
             kind = kinds[name]

@@ -16,7 +16,7 @@ from speculator.checkpoints.block_drafters import ALL_LAYERS, BLOCK, NO_EMBEDDIN
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import FULL_HEADS, VERSION
 from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config, whole_vocabulary
-from speculator.checkpoints.table import DTYPE, Row, Table, constant, only, rows, same, to_json
+from speculator.checkpoints.table import DTYPE, Key, Table, constant, keys, only, same, to_json
 from speculator.errors import UserError, refuse
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
@@ -45,13 +45,13 @@ TABLE: Table = (
     SLOTS,
     *same("mask_token_id"),
     BLOCK[0],
-    Row(DTYPE, "dtype"),
+    Key(DTYPE, "dtype"),
     VERSION,
     _LAYER["hidden_act"],
     *ORIGIN,
 )
 # The class has defaults for all keys of a head, which are Muse Glimmer's, and no vocab_size, which only we read.
-_NEEDED = (*(row.theirs for row in rows(TABLE) if row.ours not in (None, DTYPE) and not row.optional), "layer_types")
+_NEEDED = (*(row.theirs for row in keys(TABLE) if row.ours not in (None, DTYPE) and not row.optional), "layer_types")
 
 
 def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
