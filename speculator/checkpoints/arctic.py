@@ -7,7 +7,7 @@ from dataclasses import replace
 from speculator.checkpoints import commands
 from speculator.checkpoints.ibm import IBM, table
 from speculator.checkpoints.layout import Server, base_config
-from speculator.checkpoints.table import ABSENT, Row
+from speculator.checkpoints.table import ABSENT, Key
 from speculator.heads.base import SpeculatorConfig
 
 
@@ -35,7 +35,7 @@ ARCTIC = replace(
     # arctic-inference checks both, and `architectures` must be a list of exactly one name.
     table=table(
         "arctic",
-        Row(None, "base_model_archs", lambda config: base_archs(config.base_model_name_or_path) or ABSENT),
+        Key(None, "base_model_archs", lambda config: base_archs(config.base_model_name_or_path) or ABSENT),
     ),
     servers=servers,
 )

@@ -18,13 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from speculator.checkpoints import commands, llama_cpp, speculators
+from speculator.checkpoints import commands, limits, speculators
 from speculator.checkpoints.base_model import base_matrix, lack_of
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import EMBEDDING, LAYER, VERSION, VOCABULARY, from_d2t, read_layers, with_d2t
 from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config
-from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, only, same, within
+from speculator.checkpoints.limits import exceeded
+from speculator.checkpoints.table import ABSENT, DTYPE, Key, Lack, Table, constant, given_for, only, same, within
 from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import refuse
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
@@ -93,24 +94,26 @@ ALL_LAYERS = (
     constant("model_type", "qwen3"),
     *same("num_hidden_layers"),
     constant("attention_bias", False, must=True),
-    Row(
+    Key(
         None,
         "layer_types",
         lambda c: ["sliding_attention" if c.sliding_window else "full_attention"] * c.num_hidden_layers,
     ),
     *same("sliding_window", optional=True),
     # llama.cpp reads it, others read layer_types.
-    Row(None, "use_sliding_window", lambda c: True if c.sliding_window else ABSENT),
+    Key(None, "use_sliding_window", lambda c: True if c.sliding_window else ABSENT),
 )
 """Rows of a transformers Qwen 3 config that describes the layers."""
-SLOTS = Row("n_predict", "block_size", lambda c: c.block_size, lambda size, c: size - (not c["sample_from_anchor"]))
+SLOTS = Key(
+    "n_predict", "block_size", lambda c: c.block_size, back=lambda size, c: size - (not c["sample_from_anchor"])
+)
 BLOCK = (
     # A layer is named by its output there, and here by the number of layers before the state.
-    Row(
+    Key(
         "aux_layers",
         "target_layer_ids",
         lambda c: [k - 1 for k in c.aux_layers or ()],
-        lambda ids, read: [k + 1 for k in ids],
+        back=lambda ids, read: [k + 1 for k in ids],
     ),
     *same("mask_token_id"),
     SLOTS,
@@ -118,22 +121,22 @@ BLOCK = (
 FLAT: Table = (
     NO_EMBEDDING,
     *ALL_LAYERS,
-    Row(DTYPE, "dtype"),
+    Key(DTYPE, "dtype"),
     VERSION,
     VOCABULARY,
-    Row(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
+    Key(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
     *same("is_causal", optional=True),
     *BLOCK,
     *within("dflash_config", BLOCK),
-    Row(None, "num_target_layers", _target_layers),
+    Key(None, "num_target_layers", _target_layers),
     *ORIGIN,
 )
 """Rows that the `dspark`, `dflash` and `dflash2` layouts share."""
 OWN = (
     *same("markov_rank"),
     constant("markov_head_type", "vanilla", must=True),
-    Row("confidence_head", "enable_confidence_head"),
-    Row(None, "confidence_head_with_markov", lambda c: c.confidence_head and c.markov_rank > 0),
+    Key("confidence_head", "enable_confidence_head"),
+    Key(None, "confidence_head_with_markov", lambda c: c.confidence_head and c.markov_rank > 0),
 )
 """Rows of what a DSpark head has and a DFlash head lacks."""
 PARTS = (constant("conv_kernel_size", _TAPS), *same("conv_group_size", "selector_rank", "selector_top_k"))
@@ -163,19 +166,19 @@ LIBRARY: Table = (
         "the speculators layout has no causal blocks with full attention: use dspark".format,
     ),
     *BOTH_PARTS,
-    Row(None, "architectures", lambda c: [_SPECULATORS[kind_of(c)]]),
-    Row(None, "speculators_model_type", kind_of),
+    Key(None, "architectures", lambda c: [_SPECULATORS[kind_of(c)]]),
+    Key(None, "speculators_model_type", kind_of),
     constant("speculators_version", speculators.VERSION),
-    Row(DTYPE, "dtype"),
+    Key(DTYPE, "dtype"),
     VERSION,
     VOCABULARY,
     SLOTS,
     *same("mask_token_id", "sample_from_anchor"),
     *given_for(lambda c: kind_of(c) == "dspark", OWN),
     *given_for(lambda c: kind_of(c) == "dflash2", PARTS),
-    Row("is_causal", "sliding_window_non_causal", lambda c: not c.is_causal, lambda both, read: not both),
+    Key("is_causal", "sliding_window_non_causal", lambda c: not c.is_causal, back=lambda both, read: not both),
     constant("target_hidden_size", None),
-    Row("aux_layers", "aux_hidden_state_layer_ids", lambda c: c.aux_layers),
+    Key("aux_layers", "aux_hidden_state_layer_ids", lambda c: c.aux_layers),
     *speculators.method(kind_of),
     *within("transformer_layer_config", ALL_LAYERS),
     *ORIGIN,
@@ -294,20 +297,17 @@ def servers(name: str) -> Callable[[DSparkSpeculatorConfig, str], list[Server]]:
         head = ("--speculative-draft-model-path", folder, "--speculative-algorithm", method.upper())
         serve = ("sglang", "serve", "--model-path", BASE, *head, "--speculative-num-draft-tokens", str(slots))
         convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
-        cut = ["a draft vocabulary"] * (config.draft_vocab_size is not None)
-        no_markov = ["a DSpark head of Markov rank 0"] * (name == "dspark" and not config.markov_rank)
-
-        def server(program: str, lacks: list[str], how: str, refused: str | None, ran: bool) -> Server:
-            why = f"does not run {', '.join(lacks)}" if lacks else refused
-            return Server(program, not why, why or how, ran=ran)
-
-        llama = llama_cpp.lacks_of_block(config, name)
         run = f"llama-server -md HEAD.gguf --spec-type draft-{method} --spec-draft-n-max {config.n_predict}"
-        on = VLLM if name == "dflash" else f"{VLLM} on a GPU"
+        lacks = {server: ", ".join(exceeded(limits.BLOCK[name][server], config)) for server in limits.BLOCK[name]}
+
+        def why(server: str) -> str | None:
+            return f"does not run {lacks[server]}" if lacks[server] else refusal(server, base, method)
+
+        on, ran = (VLLM, True) if name == "dflash" else (f"{VLLM} on a GPU", False)
         return [
-            server(on, no_markov, commands.vllm(base, **options), refusal(VLLM, base), name == "dflash"),
-            server(SGLANG, cut + no_markov, line_for_folder(base, *serve), refusal(SGLANG, base, method), False),
-            server(LLAMA_CPP, llama, f"{convert}, then {run}", refusal(LLAMA_CPP, base), True),
+            Server.of(on, why(VLLM), commands.vllm(base, **options), ran),
+            Server.of(SGLANG, why(SGLANG), line_for_folder(base, *serve), ran=False),
+            Server.of(LLAMA_CPP, why(LLAMA_CPP), f"{convert}, then {run}"),
         ]
 
     return listed

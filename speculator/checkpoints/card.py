@@ -31,12 +31,7 @@ _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
 def write_card(folder: str | Path, run: tuple[RunRecord, Report | None] | None = None) -> Path:
-    """Write README.md into a head's folder and return its path.
-
-    Args:
-        folder: the head's folder.
-        run: result of `read_run`; default: that of the run that contains the folder.
-    """
+    """Write README.md into a head's folder and return its path; `run` is as in `card_of`."""
     folder = Path(folder)
     write_text(folder / NAME, card_of(folder, run))
     return folder / NAME

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speculator.checkpoints import commands, files, llama_cpp, sglang
+from speculator.checkpoints import commands, files, limits, sglang
 from speculator.checkpoints.commands import BASE, line_for_folder
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import (
@@ -30,11 +30,12 @@ from speculator.checkpoints.layers import (
     with_d2t,
 )
 from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, base_config
-from speculator.checkpoints.table import ABSENT, DTYPE, Row, Table, constant, same
+from speculator.checkpoints.limits import OWN_CODE, exceeded
+from speculator.checkpoints.table import ABSENT, DTYPE, Key, Table, constant, same
 from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
-from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, default_aux_layers
+from speculator.heads.attention.base import DEFAULT_AUX_LAYERS
 from speculator.heads.eagle3.config import Eagle3SpeculatorConfig
 from speculator.heads.eagle3.model import Eagle3Speculator
 
@@ -45,14 +46,14 @@ _LAYER, _OURS = "midlayer.", "layers.0."
 ORIGINAL_HEADS = replace(FULL_HEADS, has=lambda c: not c.qk_norm and FULL_HEADS.has(c))
 ONE_LAYER = (
     *LAYER,
-    Row("qk_norm", "model_type", lambda c: "qwen3" if c.qk_norm else "llama", lambda kind, read: kind == "qwen3"),
+    Key("qk_norm", "model_type", lambda c: "qwen3" if c.qk_norm else "llama", back=lambda kind, read: kind == "qwen3"),
     constant("num_hidden_layers", 1, must=True),
     *same("attention_bias"),
     constant("mlp_bias", False),
-    Row(None, "layer_types", lambda c: ["sliding_attention"] if c.sliding_window else ABSENT),
+    Key(None, "layer_types", lambda c: ["sliding_attention"] if c.sliding_window else ABSENT),
     *same("sliding_window", optional=True),
     # transformers' Qwen 3 has no window without it.
-    Row(None, "use_sliding_window", lambda c: True if c.sliding_window and c.qk_norm else ABSENT),
+    Key(None, "use_sliding_window", lambda c: True if c.sliding_window and c.qk_norm else ABSENT),
 )
 """Rows of a transformers config of the head's only layer: Qwen 3's with `qk_norm`, else Llama's."""
 
@@ -73,19 +74,19 @@ def _nested(config: Any) -> Any:
 
 TABLE: Table = (
     ORIGINAL_HEADS,
-    Row(None, "architectures", lambda c: ["Eagle3Qwen3ForCausalLM"] if c.qk_norm else ABSENT),
+    Key(None, "architectures", lambda c: ["Eagle3Qwen3ForCausalLM"] if c.qk_norm else ABSENT),
     *ONE_LAYER,
-    Row(DTYPE, "torch_dtype"),
+    Key(DTYPE, "torch_dtype"),
     VERSION,
     VOCABULARY,
     *same(*FLAGS),
-    Row("aux_layers", AUX_LAYERS, optional=True),
-    Row(None, "eagle_config", _nested),
-    Row(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
-    Row(None, "rope_scaling", _rope_scaling),
-    Row("n_predict", "ttt_length", default=_STEPS),
+    Key("aux_layers", AUX_LAYERS, optional=True),
+    Key(None, "eagle_config", _nested),
+    Key(None, "rope_theta", lambda c: c.rope_parameters["rope_theta"]),
+    Key(None, "rope_scaling", _rope_scaling),
+    Key("n_predict", "ttt_length", default=_STEPS),
     *ORIGIN,
-    Row("own_embedding", "own_embedding", lambda c: ABSENT),  # the tensors say it
+    Key("own_embedding", "own_embedding", lambda c: ABSENT),  # the tensors say it
 )
 
 
@@ -172,50 +173,24 @@ def vllm_server(config: Eagle3SpeculatorConfig, folder: str) -> Server:
     return Server("vLLM 0.32 and 0.33", True, commands.vllm(config.base_model_name_or_path, **options))
 
 
-def _are_default(aux_layers: list[int], base: str | None) -> bool:
-    """Return whether these are the default layers of the target, or of any if it isn't found."""
-    target = base_config(base)
-    layers = target.get_text_config().num_hidden_layers if target else max(aux_layers[-1] + 3, 7)
-    return layers >= 7 and aux_layers == default_aux_layers(layers)
-
-
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load an `eagle3` head, each with its command or the reason that it can't.
 
     SGLang and EAGLE's own code count as unable if the head sets a field that they would silently ignore.
     """
-    base, aux_layers = config.base_model_name_or_path, config.aux_layers
-    foreign = {
-        "norm_before_residual": config.norm_before_residual,
-        "attention_bias": config.attention_bias,
-        "sliding_window": config.sliding_window is not None,
-        "qk_norm": config.qk_norm,
-        "an embedding of its own": config.own_embedding,
-    }
-    ignored = [name for name, used in foreign.items() if used]
-    eagle = ignored + [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
-    if aux_layers and not _are_default(aux_layers, base):
-        eagle.append("aux_layers")
-    if (config.rope_parameters or {}).get("rope_type", "default") != "default":
-        eagle.append("the rope")
-    if aux_layers and sglang.write_ids(aux_layers, base) is None:
-        ignored.append("aux_layers")
-    llama = llama_cpp.lacks_of_eagle3(config)
-    refused = f"does not run {', '.join(llama)}" if llama else refusal(LLAMA_CPP, base)
-    convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
+    base = config.base_model_name_or_path
+    lacks = {server: ", ".join(exceeded(limits.EAGLE3[server], config)) for server in limits.EAGLE3}
+    why = {server: text and f"silently ignores {text}, so it drafts something else" for server, text in lacks.items()}
+    why[LLAMA_CPP] = lacks[LLAMA_CPP] and f"does not run {lacks[LLAMA_CPP]}"
     algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
-    how = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
-    ignores = "silently ignores {}, so it drafts something else".format
-    unable = ignores(", ".join(ignored)) if ignored else refusal(SGLANG, base)
+    serve = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
+    convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
+    run = f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3"
     return [
         vllm_server(config, folder),
-        Server(SGLANG, not unable, unable or how, ran=False),
-        Server(
-            LLAMA_CPP,
-            refused is None,
-            refused or f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3",
-        ),
-        Server("EAGLE's own code", not eagle, ignores(", ".join(eagle)) if eagle else "by the folder", ran=False),
+        Server.of(SGLANG, why[SGLANG] or refusal(SGLANG, base), serve, ran=False),
+        Server.of(LLAMA_CPP, why[LLAMA_CPP] or refusal(LLAMA_CPP, base), run),
+        Server.of(OWN_CODE, why[OWN_CODE], "by the folder", ran=False),
     ]
 
 

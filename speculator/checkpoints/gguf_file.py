@@ -7,7 +7,7 @@ a head: it lacks what llama.cpp does not ask for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculator.checkpoints import gguf_head, llama_cpp
+from speculator.checkpoints import gguf_head, limits
 from speculator.checkpoints.block_drafters import BOTH_PARTS, OUTPUT, PARTS, kind_of
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.layers import with_d2t
 from speculator.checkpoints.layout import Layout, Server
-from speculator.checkpoints.table import ABSENT, DTYPE, Lack, Row, Table, constant, given_for, same, to_json
+from speculator.checkpoints.limits import Limit, exceeded
+from speculator.checkpoints.table import ABSENT, DTYPE, Key, Lack, Table, constant, given_for, same, to_json
 from speculator.checkpoints.targets import LLAMA_CPP, refusal
 from speculator.errors import UserError, refuse
-from speculator.files import JsonObject
+from speculator.files import Json, JsonObject
 from speculator.heads.attention.base import AttentionConfig
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
@@ -70,20 +71,20 @@ _WHOLE = {
 """Tensors whose names don't end in weight or bias, as named here and in llama.cpp."""
 
 
-def _table(architecture: str, lacks: Table, *more: Row) -> Table:
+def _table(architecture: str, lacks: Table, *more: Key) -> Table:
     """Return the rows of a head's GGUF metadata, whose keys begin with `architecture`."""
     own = (
-        Row("num_hidden_layers", "block_count") if architecture == "dflash" else constant("block_count", 1),
-        Row("max_position_embeddings", "context_length"),
-        Row("emb_dim", "embedding_length"),
-        Row("inner_dim", "feed_forward_length"),
-        Row("num_attention_heads", "attention.head_count"),
-        Row("num_key_value_heads", "attention.head_count_kv"),
-        Row("head_dim", "attention.key_length"),
-        Row(None, "attention.value_length", lambda c: c.head_dim),
-        Row("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
-        Row(None, "rope.freq_base", lambda c: float(c.rope_parameters["rope_theta"])),
-        Row("aux_layers", "target_layers"),
+        Key("num_hidden_layers", "block_count") if architecture == "dflash" else constant("block_count", 1),
+        Key("max_position_embeddings", "context_length"),
+        Key("emb_dim", "embedding_length"),
+        Key("inner_dim", "feed_forward_length"),
+        Key("num_attention_heads", "attention.head_count"),
+        Key("num_key_value_heads", "attention.head_count_kv"),
+        Key("head_dim", "attention.key_length"),
+        Key(None, "attention.value_length", lambda c: c.head_dim),
+        Key("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+        Key(None, "rope.freq_base", lambda c: float(c.rope_parameters["rope_theta"])),
+        Key("aux_layers", "target_layers"),
         *more,
     )
     return (
@@ -91,53 +92,47 @@ def _table(architecture: str, lacks: Table, *more: Row) -> Table:
         Lack(lambda c: not c.aux_layers, "gguf: the head names no auxiliary layers".format),
         constant("general.type", "model"),
         constant("general.name", "head"),
-        Row(DTYPE, "general.file_type", _FILE_TYPES.get),
+        Key(DTYPE, "general.file_type", _FILE_TYPES.get),
         constant("general.quantization_version", 2),
         *(replace(row, theirs=f"{architecture}.{row.theirs}") for row in own),
     )
 
 
-def _eagle3_lacks(config: Any) -> str:
-    return ", ".join(llama_cpp.lacks_of_eagle3(config))
+def _lack(limits_of: Callable[[Any], Iterable[Limit]], advice: str = "", **reads: Json) -> Lack:
+    def named(config: Any) -> str:
+        return ", ".join(exceeded(limits_of(config), config))
 
-
-def _block_lacks(config: Any) -> str:
-    return ", ".join(llama_cpp.lacks_of_block(config, kind_of(config)))
+    return Lack(named, lambda config: f"gguf: llama.cpp does not run {named(config)}{advice}", reads)
 
 
 TABLES: dict[str, Table] = {
     "eagle3": _table(
         "eagle3",
         (
-            Lack(
-                _eagle3_lacks,
-                lambda c: (
-                    f"gguf: llama.cpp does not run {_eagle3_lacks(c)}: configs/llama-cpp.yaml trains a head without"
-                ),
-                {
-                    **dict.fromkeys(("fc_norm", "norm_output", "qk_norm", "attention_bias"), False),
-                    "sliding_window": None,
-                },
+            _lack(
+                lambda c: limits.EAGLE3[LLAMA_CPP],
+                ": configs/llama-cpp.yaml trains a head without",
+                **dict.fromkeys(("fc_norm", "norm_output", "qk_norm", "attention_bias"), False),
             ),
         ),
-        Row(None, "target_hidden_size", lambda c: c.emb_dim),
+        Key(None, "target_hidden_size", lambda c: c.emb_dim),
         *same("norm_before_residual", "norm_before_fc", "vocab_size"),
-        Row(None, "rope.dimension_count", lambda c: c.head_dim),
+        Key(None, "rope.dimension_count", lambda c: c.head_dim),
     ),
     # To llama.cpp a block drafter with a Markov head is DSpark, and one with a selector is DFlash 2.
     "dflash": _table(
         "dflash",
-        (*BOTH_PARTS, Lack(_block_lacks, lambda c: f"gguf: llama.cpp does not run {_block_lacks(c)}")),
-        Row(
+        (*BOTH_PARTS, _lack(lambda c: limits.BLOCK[kind_of(c)][LLAMA_CPP])),
+        Key(
             "n_predict",
             "block_size",
             lambda c: c.block_size,
-            lambda size, read: size - (not read.get("dflash.sample_from_anchor", False)),
+            back=lambda size, read: size - (not read.get("dflash.sample_from_anchor", False)),
         ),
-        Row("is_causal", "attention.causal"),
+        Key("is_causal", "attention.causal"),
         *given_for(lambda c: kind_of(c) == "dflash2", PARTS),
-        Row("sliding_window", "attention.sliding_window", optional=True),
-        Row(
+        Key("sliding_window", "attention.sliding_window", optional=True),
+        Key(
             None,
             "attention.sliding_window_pattern",
             lambda c: [True] * c.num_hidden_layers if c.sliding_window else ABSENT,
@@ -145,8 +140,8 @@ TABLES: dict[str, Table] = {
         *given_for(
             lambda c: kind_of(c) == "dspark",
             (
-                Row("sample_from_anchor", "sample_from_anchor", default=False),
-                Row("confidence_head", "has_confidence_head", default=False),
+                Key("sample_from_anchor", "sample_from_anchor", default=False),
+                Key("confidence_head", "has_confidence_head", default=False),
             ),
         ),
     ),
@@ -282,15 +277,14 @@ def servers(config: AttentionConfig, folder: str) -> list[Server]:
     block = isinstance(config, DSparkSpeculatorConfig)
     try:
         to_json(TABLES["dflash" if block else "eagle3"], config, "float32")
+        refused = refusal(LLAMA_CPP, config.base_model_name_or_path)
     except UserError as error:
-        return [Server(LLAMA_CPP, False, str(error))]
+        refused = str(error)
     base = config.base_model_name_or_path or ""
-    if refused := refusal(LLAMA_CPP, base):
-        return [Server(LLAMA_CPP, False, refused)]
     kind = config.method(vars(config)) if block else "eagle3"
     head = ("-md", f"{folder}/{FILE}", "--spec-type", f"draft-{kind}", "--spec-draft-n-max", str(config.n_predict))
     start = line(base if is_gguf(base) else "TARGET.gguf", "llama-server", "-m", BASE, *head)
-    return [Server(LLAMA_CPP, True, start)]
+    return [Server.of(LLAMA_CPP, refused, start)]
 
 
 GGUF = tuple(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speculator.checkpoints.table import Table, from_json, rows
+from speculator.checkpoints.table import Table, from_json, keys
 from speculator.files import JsonObject
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ def differences(head: Any, file: Path, table: Table) -> list[str]:
 
     found = GGUFReader(file)
     stored = {each.name: each for each in found.tensors}
-    keys = {row.theirs: found.fields[row.theirs].contents() for row in rows(table) if row.theirs in found.fields}
+    read = {row.theirs: found.fields[row.theirs].contents() for row in keys(table) if row.theirs in found.fields}
     kind = found.fields["general.architecture"].contents()
-    config = from_json(table, keys, file) | _others(found, stored, kind)
+    config = from_json(table, read, file) | _others(found, stored, kind)
     differ = [name for name, value in config.items() if not _same(getattr(head.config, name), value)]
     if differ:
         return differ
-    angles = keys[f"{kind}.rope.freq_base"] ** -np.arange(0, 1, 2 / head.config.head_dim)
+    angles = read[f"{kind}.rope.freq_base"] ** -np.arange(0, 1, 2 / head.config.head_dim)
     angles = angles / stored[_FACTORS].data if _FACTORS in stored else angles
     if not np.allclose(angles, head.rope.frequencies()[0], rtol=1e-5, atol=0):
         return ["rope"]

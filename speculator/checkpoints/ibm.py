@@ -10,14 +10,14 @@ from speculator.checkpoints import commands
 from speculator.checkpoints.base_model import needs_embedding, with_own_embedding
 from speculator.checkpoints.commands import line
 from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, whole_vocabulary
-from speculator.checkpoints.table import DTYPE, Row, Table, constant, same
+from speculator.checkpoints.table import DTYPE, Key, Table, constant, same
 from speculator.heads.base import SpeculatorConfig
 from speculator.heads.mlp.model import MLPSpeculator
 
 _REFUSED = "Model architectures ['MLPSpeculatorPreTrainedModel'] are not supported for now"
 
 
-def table(name: str, *more: Row) -> Table:
+def table(name: str, *more: Key) -> Table:
     """Return the rows of IBM's layout under another name, with more at the end.
 
     Every key is written, because some loaders have other defaults, or none. `top_k_tokens_per_head` and `n_candidates`
@@ -26,15 +26,15 @@ def table(name: str, *more: Row) -> Table:
     return (
         whole_vocabulary(name),
         constant("model_type", "mlp_speculator"),
-        Row(DTYPE, "torch_dtype"),
+        Key(DTYPE, "torch_dtype"),
         constant("transformers_version", transformers.__version__),
         *same("vocab_size", "emb_dim"),
-        Row("inner_dim", "inner_dim", default=0),  # never written as 0: TGI reads that as zero embeddings
+        Key("inner_dim", "inner_dim", default=0),  # never written as 0: TGI reads that as zero embeddings
         *same("n_predict"),
-        Row("top_k_tokens_per_head", "top_k_tokens_per_head", _widths, optional=True),
-        Row("n_candidates", "n_candidates", lambda config: getattr(config, "n_candidates", None) or 4, optional=True),
+        Key("top_k_tokens_per_head", "top_k_tokens_per_head", _widths, optional=True),
+        Key("n_candidates", "n_candidates", lambda config: getattr(config, "n_candidates", None) or 4, optional=True),
         # Heads published before July 2024 lack both, which are then false.
-        *(Row(key, key, default=False) for key in ("tie_weights", "scale_input")),
+        *(Key(key, key, default=False) for key in ("tie_weights", "scale_input")),
         *ORIGIN,
         *more,
     )

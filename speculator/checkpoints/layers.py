@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from speculator.checkpoints.files import ForeignConfig
-from speculator.checkpoints.table import Lack, Row, Table, constant, rows, same
+from speculator.checkpoints.table import Key, Lack, Table, constant, keys, same
 from speculator.device import dtype_name
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
@@ -22,16 +22,16 @@ from speculator.heads.base import Speculator
 EMBEDDING = "embed_tokens.weight"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 VERSION = constant("transformers_version", transformers.__version__)
-VOCABULARY = Row(
+VOCABULARY = Key(
     "draft_vocab_size",
     "draft_vocab_size",
     lambda config: config.output_size,
-    lambda size, read: None if size == read["vocab_size"] else size,
+    back=lambda size, read: None if size == read["vocab_size"] else size,
     optional=True,
 )
 LAYER = (
-    Row("emb_dim", "hidden_size"),
-    Row("inner_dim", "intermediate_size"),
+    Key("emb_dim", "hidden_size"),
+    Key("inner_dim", "intermediate_size"),
     *same("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     constant("hidden_act", "silu", must=True),
     *same("rms_norm_eps", "rope_parameters", "max_position_embeddings"),
@@ -86,8 +86,8 @@ def read_layers(read: ForeignConfig, file: Path, table: Table, *kinds: str) -> F
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"{file}: {' '.join(str(error).split())}") from None
     size = read.get("target_hidden_size")
-    known = {*type(layers)().to_dict(), *NEUTRAL, *_HARMLESS, *(row.theirs.split("/")[0] for row in rows(table))}
-    nested = known | {row.theirs.split("/")[-1] for row in rows(table)}
+    known = {*type(layers)().to_dict(), *NEUTRAL, *_HARMLESS, *(row.theirs.split("/")[0] for row in keys(table))}
+    nested = known | {row.theirs.split("/")[-1] for row in keys(table)}
     strange = [name for name in read if name not in known and not name.startswith(("_", "speculators_"))]
     for part in ("eagle_config", "dflash_config"):
         strange += [f"{name} in {part}" for name in read.get(part) or () if name not in nested]
@@ -106,7 +106,7 @@ def read_layers(read: ForeignConfig, file: Path, table: Table, *kinds: str) -> F
 def with_d2t(head: Speculator) -> dict[str, Tensor]:
     """Return the head's tensors by name, with a draft vocabulary, if any, as d2t [V_d] and t2d [V], as servers read it.
 
-    They replace `draft_tokens`. Row i of the output matrix is token i + d2t[i], and t2d is True at these tokens.
+    They replace `draft_tokens`. Key i of the output matrix is token i + d2t[i], and t2d is True at these tokens.
     """
     tensors = dict(head.state_dict())
     tokens = tensors.pop("draft_tokens", None)
@@ -136,7 +136,7 @@ def from_d2t(where: Path, head: Speculator, tensors: dict[str, Tensor]) -> dict[
         (offsets.shape != shape, f"{where}: d2t is {list(offsets.shape)}, config.json says {list(shape)}"),
         (not integer, f"{where}: d2t is {dtype_name(offsets.dtype)}, not int64"),
     )
-    # Row i is token i + d2t[i]: [2, 2, 5] stands for the tokens 2, 3, 7.
+    # Key i is token i + d2t[i]: [2, 2, 5] stands for the tokens 2, 3, 7.
     tokens = offsets.long() + torch.arange(len(offsets))
     # t2d follows from d2t, and some heads come without it.
     same = mask is None or (mask.shape == (config.vocab_size,) and torch.equal(mask.nonzero()[:, 0], tokens))

@@ -63,6 +63,11 @@ class Server:
     how: str
     ran: bool = field(default=True, kw_only=True)
 
+    @classmethod
+    def of(cls, name: str, refused: str | None, how: str, ran: bool = True) -> Server:
+        """Return the entry of a program that loads the head as `how` says, unless there is a reason that it can't."""
+        return cls(name, not refused, refused or how, ran=ran)
+
     @property
     def verdict(self) -> str:
         """`loads` in words, before a server's name: "loads in", "DOES NOT LOAD in" or "not tried in"."""
@@ -138,10 +143,10 @@ class Layout:
         content = to_json(self.table, config, dtype)
         return content if self.write else {"architectures": [self.architecture], **content}
 
-    def read_fields(self, read: ForeignConfig, file: Path) -> dict[str, Any]:
+    def read_fields(self, read: ForeignConfig, file: Path) -> ForeignConfig:
         """Return the fields of a head's config, given the content of config.json and its path for errors."""
         canonical = self.canonical(read, file)
-        fields: dict[str, Any] = dict(from_json(self.table, canonical, file))
+        fields: ForeignConfig = {**from_json(self.table, canonical, file)}
         kinds = declared_fields(self.head.config_class) | _WIDTHS
         for name, value in fields.items():
             kind = kinds[name]
@@ -339,7 +344,9 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
     """
     config: Any = head.config
     stored = files.read_tensors(folder)
-    tensors = stored.keys() == written.keys() and all(_same(stored[name], written[name]) for name in stored)
+    tensors = stored.keys() == written.keys() and all(
+        stored[name].dtype == each.dtype and torch.equal(stored[name], each.cpu()) for name, each in written.items()
+    )
     del stored  # the head is read again, and may be large
     # By the same code that users call: whatever a reader would reject is found before the folder appears.
     again: Any = load(folder, layout)
@@ -356,7 +363,3 @@ def _compare(head: Speculator, folder: Path, layout: Layout, written: dict[str, 
     }
     if differing := [name for name, same in equal.items() if not same]:
         raise UserError(f"the written head differs in {', '.join(differing)}; nothing was kept")
-
-
-def _same(stored: Tensor, written: Tensor) -> bool:
-    return stored.dtype == written.dtype and torch.equal(stored, written.cpu())

@@ -319,8 +319,10 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
     new = _as_stored(head, stored)
     options = {name: value for name, value in _options(head.config).items() if value != _DEFAULT[name]}
     changed: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    one_file = (stored.folder / _WEIGHTS).is_file()
+    added = _WEIGHTS if one_file and not stored.layers else _ADDED
     for name, tensor in new.items():
-        changed[stored.shards.get(name, _WEIGHTS if not stored.layers and _single(stored) else _ADDED)][name] = tensor
+        changed[stored.shards.get(name, added)][name] = tensor
     for source in sorted(stored.folder.rglob("*")):
         copy = source.relative_to(stored.folder)
         if source.is_dir():
@@ -359,10 +361,6 @@ def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
 def _options(config: MTPSpeculatorConfig) -> JsonObject:
     """Return the options that change drafts and that no target's config.json holds."""
     return {name: getattr(config, name) for name in _DEFAULT}
-
-
-def _single(stored: Stored) -> bool:
-    return (stored.folder / _WEIGHTS).is_file()
 
 
 def _check(head: MTPSpeculator, stored: Stored) -> None:

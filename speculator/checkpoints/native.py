@@ -8,7 +8,7 @@ from functools import cache
 from speculator.checkpoints.commands import BASE, line
 from speculator.checkpoints.eagle3 import FLAGS
 from speculator.checkpoints.layout import Layout, Server, declared_fields
-from speculator.checkpoints.table import Row
+from speculator.checkpoints.table import Key
 from speculator.files import JsonObject
 from speculator.heads.base import Speculator, SpeculatorConfig
 
@@ -43,7 +43,7 @@ def native_layout(head: type[Speculator]) -> Layout:
         name="native",
         head=head,
         architecture=head.__name__,
-        table=tuple(Row(name, name, optional=name not in _NEEDED) for name in names),
+        table=tuple(Key(name, name, optional=name not in _NEEDED) for name in names),
         servers=servers,
         written=written,
     )

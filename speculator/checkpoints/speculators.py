@@ -21,7 +21,7 @@ from speculator.checkpoints.eagle3 import FLAGS, ONE_LAYER, ORIGINAL_HEADS, othe
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import AUX_LAYERS, EMBEDDING, from_d2t, with_d2t
 from speculator.checkpoints.layout import ORIGIN, Layout, Server
-from speculator.checkpoints.table import ABSENT, DTYPE, Row, Table, constant, same, within
+from speculator.checkpoints.table import ABSENT, DTYPE, Key, Table, constant, same, within
 from speculator.errors import refuse
 from speculator.files import Json
 from speculator.heads.attention.base import DEFAULT_AUX_LAYERS
@@ -31,7 +31,7 @@ from speculator.heads.eagle3.model import Eagle3Speculator
 VERSION = "0.9.0"
 
 
-def method(algorithm: Callable[[Any], str]) -> tuple[Row, ...]:
+def method(algorithm: Callable[[Any], str]) -> tuple[Key, ...]:
     """Return the rows of `speculators_config`: how to draft, and for which target; `algorithm` is that of a config."""
 
     def methods(config: Any) -> Json:
@@ -41,11 +41,11 @@ def method(algorithm: Callable[[Any], str]) -> tuple[Row, ...]:
     return within(
         "speculators_config",
         (
-            Row(None, "algorithm", algorithm),
+            Key(None, "algorithm", algorithm),
             constant("default_proposal_method", "greedy"),
-            Row("n_predict", "proposal_methods", methods, lambda found, read: found[0]["speculative_tokens"]),
-            Row("base_model_name_or_path", "verifier/name_or_path", lambda c: c.base_model_name_or_path, optional=True),
-            Row(None, "verifier/architectures", lambda config: base_archs(config.base_model_name_or_path)),
+            Key("n_predict", "proposal_methods", methods, back=lambda found, read: found[0]["speculative_tokens"]),
+            Key("base_model_name_or_path", "verifier/name_or_path", lambda c: c.base_model_name_or_path, optional=True),
+            Key(None, "verifier/architectures", lambda config: base_archs(config.base_model_name_or_path)),
         ),
     )
 
@@ -59,15 +59,15 @@ TABLE: Table = (
     ORIGINAL_HEADS,
     constant("speculators_model_type", "eagle3", must=True),
     constant("speculators_version", VERSION),
-    Row(DTYPE, "dtype"),
+    Key(DTYPE, "dtype"),
     layers.VERSION,
     layers.VOCABULARY,
     *same(*FLAGS),
-    Row("own_embedding", "embed_requires_grad", optional=True),
+    Key("own_embedding", "embed_requires_grad", optional=True),
     constant("target_hidden_size", None),
-    Row("aux_layers", AUX_LAYERS, lambda config: config.aux_layers, optional=True),
+    Key("aux_layers", AUX_LAYERS, lambda config: config.aux_layers, optional=True),
     *method(lambda config: "eagle3"),
-    *within("transformer_layer_config", (*ONE_LAYER, Row(None, "num_aux_hidden_states", _number_of_layers))),
+    *within("transformer_layer_config", (*ONE_LAYER, Key(None, "num_aux_hidden_states", _number_of_layers))),
     *ORIGIN,
 )
 # No key is left out, because readers have different defaults, or none.

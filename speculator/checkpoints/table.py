@@ -17,11 +17,11 @@ from speculator.files import Json, JsonObject
 ABSENT: Any = object()
 """In place of a value: the key is not there."""
 DTYPE = "dtype"
-"""`Row.ours` of a key for the name of the weights' dtype, which is written only."""
+"""`Key.ours` of a key for the name of the weights' dtype, which is written only."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Key:
     """One key of config.json.
 
     Attributes:
@@ -38,7 +38,7 @@ class Row:
     ours: str | None
     theirs: str
     to: Callable[[Any], Any] | None = None
-    back: Callable[[Any, ForeignConfig], Any] = lambda value, read: value
+    back: Callable[[Any, ForeignConfig], Any] = field(default=lambda value, read: value, kw_only=True)
     optional: bool = field(default=False, kw_only=True)
     default: Any = field(default=ABSENT, kw_only=True)
     must: Any = field(default=ABSENT, kw_only=True)
@@ -75,7 +75,7 @@ class Lack:
     reads: JsonObject = field(default_factory=dict)
 
 
-Table = tuple[Row | Lack, ...]
+Table = tuple[Key | Lack, ...]
 
 
 def only(ours: str, value: Json, why: str) -> Lack:
@@ -83,37 +83,37 @@ def only(ours: str, value: Json, why: str) -> Lack:
     return Lack(lambda config: getattr(config, ours) != value, why.format, {ours: value})
 
 
-def same(*names: str, optional: bool = False) -> tuple[Row, ...]:
+def same(*names: str, optional: bool = False) -> tuple[Key, ...]:
     """Return rows of keys that are called as the fields."""
-    return tuple(Row(name, name, optional=optional) for name in names)
+    return tuple(Key(name, name, optional=optional) for name in names)
 
 
-def constant(theirs: str, value: Json, must: bool = False) -> Row:
+def constant(theirs: str, value: Json, must: bool = False) -> Key:
     """Return the row of a key that always has this value; `must`: a head that has another is refused."""
-    return Row(None, theirs, lambda config: value, must=value if must else ABSENT)
+    return Key(None, theirs, lambda config: value, must=value if must else ABSENT)
 
 
-def within(outer: str, rows: Iterable[Row]) -> tuple[Row, ...]:
+def within(outer: str, rows: Iterable[Key]) -> tuple[Key, ...]:
     """Return the rows with their keys in the object `outer`."""
     return tuple(replace(row, theirs=f"{outer}/{row.theirs}") for row in rows)
 
 
-def given_for(condition: Callable[[Any], bool], rows: Iterable[Row]) -> tuple[Row, ...]:
+def given_for(condition: Callable[[Any], bool], rows: Iterable[Key]) -> tuple[Key, ...]:
     """Return optional rows that are written for the heads whose config meets the condition."""
 
-    def limited(row: Row) -> Row:
+    def limited(row: Key) -> Key:
         return replace(row, to=lambda config: row.written(config, "") if condition(config) else ABSENT, optional=True)
 
     return tuple(map(limited, rows))
 
 
-def rows(table: Table) -> list[Row]:
-    return [row for row in table if isinstance(row, Row)]
+def keys(table: Table) -> list[Key]:
+    return [row for row in table if isinstance(row, Key)]
 
 
 def fields_in(table: Table) -> set[str]:
     """Return the fields of a head's config that a table has."""
-    named = {row.ours for row in rows(table) if row.ours not in (None, DTYPE)}
+    named = {row.ours for row in keys(table) if row.ours not in (None, DTYPE)}
     return {str(name) for name in named}.union(*(each.reads for each in table if isinstance(each, Lack)))
 
 
@@ -123,7 +123,7 @@ def to_json(table: Table, config: Any, dtype: str) -> JsonObject:
         if isinstance(lack, Lack) and lack.has(config):
             raise UserError(lack.why(config))
     made: JsonObject = {}
-    for row in rows(table):
+    for row in keys(table):
         if (value := row.written(config, dtype)) is not ABSENT:
             *outer, key = row.theirs.split("/")
             place: Any = made

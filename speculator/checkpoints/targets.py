@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import yaml
+from typing_extensions import NotRequired
 
 from speculator.checkpoints.layout import base_config
 from speculator.errors import UserError
@@ -16,9 +18,19 @@ from speculator.target.gguf.file import is_gguf, metadata
 VLLM, SGLANG, LLAMA_CPP = "vLLM 0.32", "SGLang 0.5.23", "llama.cpp 0.5"
 
 
+class Known(TypedDict):
+    """What targets.yaml has about a server; texts of model types are by the algorithms of heads."""
+
+    source: str
+    read: date
+    runs: NotRequired[dict[str, str]]
+    refuses: NotRequired[dict[str, str]]
+    why: dict[str, str]
+
+
 @cache
-def lists() -> dict[str, Any]:
-    """Return the content of targets.yaml: what is known of each server, by its name."""
+def lists() -> dict[str, Known]:
+    """Return the content of targets.yaml by server."""
     return yaml.safe_load(read_text(Path(__file__).with_name("targets.yaml")))
 
 
@@ -37,9 +49,9 @@ def refusal(server: str, base: str | None, algorithm: str = "eagle3") -> str | N
             kind = None
     known = lists()[server]
 
-    def stated(part: str) -> str:
-        return " ".join(text for heads, text in known.get(part, {}).items() if algorithm in heads.split())
+    def of_algorithm(texts: dict[str, str]) -> str:
+        return " ".join(text for heads, text in texts.items() if algorithm in heads.split())
 
-    if kind is None or (kind in stated("runs").split() if "runs" in known else kind not in stated("refuses").split()):
+    if kind is None or (kind in of_algorithm(known.get("runs") or known["refuses"]).split()) is ("runs" in known):
         return None
-    return f"gives a head no hidden states of {kind} models: {stated('why')}"
+    return f"gives a head no hidden states of {kind} models: {of_algorithm(known['why'])}"

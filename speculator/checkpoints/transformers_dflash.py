@@ -16,7 +16,7 @@ from speculator.checkpoints.block_drafters import ALL_LAYERS, BLOCK, NO_EMBEDDIN
 from speculator.checkpoints.files import ForeignConfig
 from speculator.checkpoints.layers import FULL_HEADS, VERSION
 from speculator.checkpoints.layout import ORIGIN, Layout, Server, base_config, whole_vocabulary
-from speculator.checkpoints.table import DTYPE, Row, Table, constant, only, rows, same, to_json
+from speculator.checkpoints.table import DTYPE, Key, Table, constant, keys, only, same, to_json
 from speculator.errors import UserError, refuse
 from speculator.heads.dspark.config import DSparkSpeculatorConfig
 from speculator.heads.dspark.model import DSparkSpeculator
@@ -45,13 +45,13 @@ TABLE: Table = (
     SLOTS,
     *same("mask_token_id"),
     BLOCK[0],
-    Row(DTYPE, "dtype"),
+    Key(DTYPE, "dtype"),
     VERSION,
     _LAYER["hidden_act"],
     *ORIGIN,
 )
 # The class has defaults for all keys of a head, which are Muse Glimmer's, and no vocab_size, which only we read.
-_NEEDED = (*(row.theirs for row in rows(TABLE) if row.ours not in (None, DTYPE) and not row.optional), "layer_types")
+_NEEDED = (*(row.theirs for row in keys(TABLE) if row.ours not in (None, DTYPE) and not row.optional), "layer_types")
 
 
 def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
@@ -79,16 +79,16 @@ def unpack(where: Path, head: DSparkSpeculator, tensors: dict[str, Tensor]) -> d
 
 def servers(config: DSparkSpeculatorConfig, folder: str) -> list[Server]:
     """Return one entry, for transformers: the call that uses the head, or the reason that it can't load it."""
+    refused, base = None, base_config(config.base_model_name_or_path)
     try:
         to_json(TABLE, config, "float32")
+        if base is not None and base.model_type.startswith("gemma"):
+            refused = "scales Gemma's embeddings, and the head reads them as stored"
     except UserError as error:
-        return [Server("transformers 5.23", False, str(error))]
-    base = base_config(config.base_model_name_or_path)
-    if base is not None and base.model_type.startswith("gemma"):
-        return [Server("transformers 5.23", False, "scales Gemma's embeddings, and the head reads them as stored")]
-    how = f"model.generate(..., assistant_model=AutoModel.from_pretrained({json.dumps(folder)}), "
-    how += 'speculation_type="dflash")'
-    return [Server("transformers 5.23", True, how)]
+        refused = str(error)
+    head = f"AutoModel.from_pretrained({json.dumps(folder)})"
+    how = f'model.generate(..., assistant_model={head}, speculation_type="dflash")'
+    return [Server.of("transformers 5.23", refused, how)]
 
 
 TRANSFORMERS = Layout(

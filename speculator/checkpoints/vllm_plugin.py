@@ -14,7 +14,7 @@ import transformers
 from speculator.checkpoints import commands
 from speculator.checkpoints.base_model import needs_embedding, with_own_embedding
 from speculator.checkpoints.layout import ORIGIN, Layout, Server
-from speculator.checkpoints.table import DTYPE, Row, constant, same
+from speculator.checkpoints.table import DTYPE, Key, constant, same
 from speculator.heads import MLPSpeculator
 from speculator.heads.base import SpeculatorConfig
 
@@ -42,14 +42,14 @@ VLLM_PLUGIN = Layout(
     # vLLM checks the Llama's sizes, but uses only `hidden_size` and `vocab_size`.
     table=(
         constant("model_type", "llama"),
-        Row(DTYPE, "dtype"),
+        Key(DTYPE, "dtype"),
         constant("transformers_version", transformers.__version__),
-        Row(None, "hidden_size", lambda config: config.emb_dim),
-        Row(None, "intermediate_size", lambda config: config.inner_dim),
+        Key(None, "hidden_size", lambda config: config.emb_dim),
+        Key(None, "intermediate_size", lambda config: config.inner_dim),
         constant("num_hidden_layers", 1),
-        Row(None, "num_attention_heads", _heads),
-        Row(None, "num_key_value_heads", _heads),
-        Row(None, "head_dim", lambda config: config.emb_dim // _heads(config)),
+        Key(None, "num_attention_heads", _heads),
+        Key(None, "num_key_value_heads", _heads),
+        Key(None, "head_dim", lambda config: config.emb_dim // _heads(config)),
         constant("max_position_embeddings", _ANY_LENGTH),
         constant("tie_word_embeddings", False),
         *same("vocab_size", "emb_dim", "inner_dim", "n_predict", "tie_weights", "scale_input"),

@@ -98,12 +98,8 @@ class SpeculatorConfig(PreTrainedConfig):
         return 0
 
     def activation_bytes(self, length: int) -> int:
-        """Estimate the bytes per token that training keeps for the backward pass, for `--plan`; calibrated on a GPU.
-
-        Args:
-            length: tokens of a training row.
-        """
-        return 24 * self.n_predict * self.inner_dim
+        """Estimate the bytes per token that training on rows of `length` tokens keeps for the backward pass."""
+        return 24 * self.n_predict * self.inner_dim  # calibrated on a GPU
 
     @property
     def min_training_length(self) -> int:
@@ -261,11 +257,7 @@ class Speculator(PreTrainedModel, ABC):
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
     def weights_per_token(self, length: int) -> int:
-        """Return the number of weights that training multiplies with each token, from which its FLOPs follow.
-
-        Args:
-            length: tokens of a training row.
-        """
+        """Return the number of weights that training on rows of `length` tokens multiplies with each token."""
         return sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
 
     def draft_rows(

@@ -214,7 +214,8 @@ def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatch
             f"transformers can't load weights quantised with quant_method {scheme['quant_method']!r}: the model does "
             f"not read {_listed(ignored)}; use the unquantised checkpoint"
         )
-    _check_shapes(mismatched_keys)
+    for name, stored, shape in sorted(mismatched_keys):
+        raise UserError(f"{name} has shape {list(stored)} in its files, but {list(shape)} by its {CONFIG}")
     if missing_keys:
         raise UserError(f"its files lack {_listed(missing_keys)}")
     if unread:
@@ -227,8 +228,3 @@ def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatch
 def _listed(names: Iterable[str]) -> str:
     first, *others = sorted(names)
     return f"{first} and {len(others)} more" if others else first
-
-
-def _check_shapes(mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    for name, stored, shape in sorted(mismatched):
-        raise UserError(f"{name} has shape {list(stored)} in its files, but {list(shape)} by its {CONFIG}")

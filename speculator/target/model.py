@@ -91,10 +91,7 @@ class Target(InProcessTarget):
             positions.install(self._body, self.context_length, self.config.pad_token_id)
 
     def text(self, prompt: Sequence[int]) -> Text:
-        """Return the tokens that a completion continues: the prompt, or with an encoder the decoder's start tokens.
-
-        With an encoder the prompt is the source.
-        """
+        """Return the tokens that a completion continues: the prompt, or the decoder's start if the encoder reads it."""
         if isinstance(prompt, Text):
             return prompt
         return Text(self.encoder.prefix, tuple(prompt)) if self.encoder else Text(prompt)

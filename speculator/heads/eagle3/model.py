@@ -81,10 +81,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
     # --- what it shares with its target
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Fill in the default auxiliary layers, and share the target's embedding (see `share_embedding`).
-
-        Raises a UserError if the target's hidden size is not the head's.
-        """
+        """Fill in the default auxiliary layers, and share the target's embedding (see `share_embedding`)."""
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         self.check_width(embedding)
         self.share_embedding(embedding)

@@ -219,10 +219,7 @@ class MLPSpeculator(UnrolledHead):
         return (module for module in self.modules() if isinstance(module, TargetEmbedding))
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Read tokens by the target's embedding, unless the head has its own.
-
-        Raises a UserError if the embedding's width is not the hidden size that the head was made for.
-        """
+        """Read tokens by the target's embedding, of the width that the head was made for, unless it has its own."""
         if not self.config.own_embedding:
             self.check_width(embedding)
         self.share_embedding(embedding)

@@ -47,9 +47,7 @@ class CrossMemory:
     def arguments(self, name: str, own: KVCache) -> dict[str, object]:
         """Return the arguments with which a decoder attends to the selected rows' sources and writes into `own`.
 
-        Args:
-            name: the argument of the decoder that takes a cache.
-            own: the cache of its self-attention.
+        `name` is the argument that takes a cache, and `own` the cache of self-attention.
         """
         # With keys and values at hand, the model asks only whether there are states.
         return {name: EncoderDecoderCache(own, Cache(layers=self._shown)), "encoder_hidden_states": self._dummy}

@@ -525,7 +525,7 @@ def test_a_head_whose_number_of_heads_no_llama_config_can_have_is_not_exported(t
         ({"fc_norm": True}, "fc_norm"),
         ({"aux_layers": [3, 4, 5]}, "aux_layers"),
         ({"aux_layers": [3, 4, 5], "base_model_name_or_path": None}, "aux_layers"),
-        ({"rope_parameters": YARN}, "the rope"),
+        ({"rope_parameters": YARN}, "the yarn rope"),
         ({}, None),
         ({"base_model_name_or_path": None}, None),
         ({"aux_layers": None}, None),
