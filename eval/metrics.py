@@ -40,11 +40,17 @@ def speedup(ours: Timed, baseline: Timed, groups: Sequence[int] | None = None, w
 
 def _conversations(ours: Timed, baseline: Timed, groups: Sequence[int] | None, whole: bool) -> list[list[float]]:
     """Return (tokens, seconds, tokens of the baseline, its seconds) of each conversation that has decoded tokens."""
+    pairs = list(zip(ours.batches, baseline.batches, strict=True))
+    rows = ([*x.counted(whole), *y.counted(whole), x.decoded and y.decoded] for x, y in pairs)
+    return [total[:-1] for total in _added(groups or range(len(pairs)), rows) if total[-1]]
+
+
+def _added(groups: Sequence[int], rows: Iterable[Sequence[float]]) -> list[list[float]]:
+    """Add up the rows of each group: turns of a conversation depend on each other, so a conversation is one sample."""
     sums: dict[int, list[float]] = {}
-    for group, x, y in zip(groups or range(len(ours.batches)), ours.batches, baseline.batches, strict=True):
-        batch = [*x.counted(whole), *y.counted(whole), x.decoded and y.decoded]
-        sums[group] = [a + b for a, b in zip(sums.get(group, [0] * 5), batch, strict=True)]
-    return [total[:-1] for total in sums.values() if total[-1]]
+    for group, row in zip(groups, rows, strict=True):
+        sums[group] = [a + b for a, b in zip(sums.get(group, [0] * len(row)), row, strict=True)]
+    return list(sums.values())
 
 
 def spread(ours: Timed, baseline: Timed, groups: Sequence[int]) -> Spread | None:
@@ -166,13 +172,12 @@ def row(
 
 
 def samples(timed: Timed, measured: Measured) -> list[list[float]]:
-    """Return `ReportRow.samples`: the turns of a conversation depend on each other, so a conversation is one sample."""
-    sums: dict[int, list[float]] = {}
-    for number, ours, plain in zip(measured.conversations, timed.batches, measured.timed["none"].batches, strict=True):
+    """Return `ReportRow.samples`."""
+    rows = []
+    for ours, plain in zip(timed.batches, measured.timed["none"].batches, strict=True):
         steps = Acceptance.of(step for row in ours.steps for step in row)
-        batch = [*ours.counted(whole=True), *plain.counted(whole=True), steps.accepted, steps.steps]
-        sums[number] = [a + b for a, b in zip(sums.get(number, [0] * len(batch)), batch, strict=True)]
-    return list(sums.values())
+        rows.append([*ours.counted(whole=True), *plain.counted(whole=True), steps.accepted, steps.steps])
+    return _added(measured.conversations, rows)
 
 
 def _cost(measured: Measured, decoder: Decoder) -> Cost:

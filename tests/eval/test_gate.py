@@ -122,18 +122,21 @@ def heads(target_folder, tmp_path):
 
 def test_as_another_server_each_head_drafts_as_deep_as_it_would_there(target_folder, heads, text_file, monkeypatch):
     tiny_head(vocab_size=300, n_predict=2).save_pretrained(heads / "new")
-    seen = []
-    monkeypatch.setattr("eval.gate.compare", lambda target, drafters, *given: seen.extend(drafters) or _stop())
+    seen, samplings = [], []
+
+    def compare(target, drafters, suite, sampling, count):
+        seen.extend(drafters)
+        samplings.append(sampling.temperature)
+        raise UserError("seen")
+
+    monkeypatch.setattr("eval.gate.compare", compare)
     argv = ["--target", str(target_folder), "--suite", str(text_file), "--max_prompts", "1", "--prompt_tokens", "16"]
     argv += ["--max_new_tokens", "8"]
     assert main(["gate", str(heads / "old"), str(heads / "new"), *argv, "--as", "vllm"]) == 2
     asked = ["--as", "vllm", "--num_speculative_tokens", "1"]
     assert main(["gate", str(heads / "old"), str(heads / "new"), *argv, *asked]) == 2
     assert [drafter.nodes for drafter in seen] == [3, 2, 1, 1]
-
-
-def _stop():
-    raise UserError("seen")
+    assert samplings == [1.0, 1.0], "as in requests that name no temperature"
 
 
 def timed(seconds):

@@ -60,7 +60,8 @@ def test_drafts_and_accepted_tokens_per_position_are_predicted(tmp_path, run_in,
         lengths=[length],
         server="vllm",
     )["suites"][1]["server_log"]
-    runs = [[{"prompt": prompt, "max_new_tokens": NEW} for prompt in suite.prompts]]
+    ends = sorted(target.eos_token_ids)
+    runs = [[{"prompt": prompt, "max_new_tokens": NEW, "ends": ends} for prompt in suite.prompts]]
     speculative = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": length}
     engine = {"max_model_len": 512, "max_num_seqs": 8}
     (theirs,) = vllm_runs(run_in, tmp_path, runs, speculative, engine=engine)

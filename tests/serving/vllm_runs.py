@@ -76,6 +76,7 @@ def main(inputs: str, output: str) -> None:
                 seed=request.get("seed"),
                 max_tokens=request["max_new_tokens"],
                 ignore_eos=True,
+                stop_token_ids=request.get("ends"),
                 detokenize=False,
             )
             for request in requests

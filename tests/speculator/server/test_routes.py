@@ -21,9 +21,10 @@ from serving_here import outputs, serving, until
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from speculator import Engine, Sampling, Target, generate
+from speculator import Engine, NgramDrafter, Sampling, Target, generate
 from speculator.acceptance import Acceptance
 from speculator.chat import set_template_variables
+from speculator.clients.counters import read_acceptance
 from speculator.decoding.streaming import decode
 from speculator.server import app
 from speculator.server.app import create_app
@@ -357,7 +358,8 @@ def test_a_body_that_is_too_large_gets_status_413(client):
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_metrics_give_acceptance_length_and_rates(chat_target, drafter):
+def test_metrics_give_acceptance_length_and_rates(chat_target):
+    drafter = NgramDrafter(3)
     traffic, engine = Traffic(), Engine(chat_target, drafter)
     metrics = Metrics(traffic, {"queue": ("Waiting", lambda: 3)})
     made = generate(chat_target, drafter, [[5, 6], [7]], max_new_tokens=40)
@@ -368,13 +370,16 @@ def test_metrics_give_acceptance_length_and_rates(chat_target, drafter):
     while engine.busy:
         engine.step()
         assert metrics.page(), "at any time"
-    lines = metrics.page().decode().splitlines()
+    text = metrics.page().decode()
+    assert read_acceptance(text) == Acceptance.of(step for row in made.steps for step in row)
+    lines = text.splitlines()
     page = dict(line.rsplit(" ", 1) for line in lines if line and line[0] != "#")
     count, total = (float(page[f"speculator_acceptance_length_{name}"]) for name in ("count", "sum"))
     assert math.isclose(total / count, made.acceptance_length)
     accepted = [float(value) for name, value in page.items() if name.startswith("speculator_accepted_total{")]
     assert math.isclose(1 + sum(accepted) / count, made.acceptance_length)
     assert accepted == sorted(accepted, reverse=True)
+    assert accepted[0] > 0
     assert float(page["speculator_new_tokens_total"]) == sum(map(len, made.tokens))
     assert float(page["speculator_queue"]) == 3
     assert page['speculator_acceptance_length_bucket{le="17.0"}'] == page["speculator_acceptance_length_count"]
