@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
-from speculator.errors import UserError, printable, removed
+from speculator.errors import CheckedHelp, UserError, printable, removed
 from train.config import (
     HERE,
     ROOT,
@@ -61,10 +61,14 @@ def _check_values(config: RunConfig) -> None:
             _fail(f"{name} must be a finite number, got {value}")
 
 
+class _Parser(CheckedHelp, ArgumentParser):
+    pass
+
+
 @cache
 def build_parser() -> ArgumentParser:
     """Return the parser of train.py: a flag `--section.field` per field of `RunConfig`, with its docstring as help."""
-    parser = ArgumentParser(
+    parser = _Parser(
         prog="train.py",
         description="Train a draft head. Without --config: configs/eagle3.yaml for the target that you name, "
         "configs/continue.yaml if you name a head to start from too, configs/quickstart.yaml if you name neither.",
