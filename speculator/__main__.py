@@ -83,8 +83,7 @@ def run(command: str, argv: list[str]) -> int:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(version_line())
-        parser.exit()
+        parser.exit(run_command(parser.prog, lambda: print(version_line())))
 
 
 def _import(name: str, command: str) -> Any:

@@ -38,7 +38,15 @@ def removed(name: str) -> str | None:
     return why and f"{name} is gone: {why} (docs/results.md, measured and left out)"
 
 
-class OneLineParser(argparse.ArgumentParser):
+class CheckedHelp:
+    """Mixin of argument parsers: help that can't be written is an error. argparse ignores it, or prints a traceback."""
+
+    def print_help(self: Any, file: Any = None) -> None:
+        if code := run_command(self.prog, lambda: print(self.format_help(), end="", file=file)):
+            self.exit(code)
+
+
+class OneLineParser(CheckedHelp, argparse.ArgumentParser):
     """Argument parser that prints one-line errors, and rejects abbreviated flags and empty paths."""
 
     def __init__(self, *positional: Any, **settings: Any):
@@ -175,15 +183,14 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = work() or 0
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         if started:
             _leave()  # does not wait for the threads of libraries
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest has no reader
+        _print_nowhere()
         return 141
     except Exception as error:
         line = line_of(error)
@@ -191,10 +198,19 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
             raise
         with suppress(OSError):
             print(f"{name}: {printable(' '.join(line.split()))}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # its disk is full: Python would say so again at the end
+            _print_nowhere()
         return 2
     finally:
         if started:
             signal.signal(signal.SIGINT, _leave)
+
+
+def _print_nowhere() -> None:
+    """Let what is printed from now on, and what stdout holds, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def line_of(error: Exception) -> str | None:

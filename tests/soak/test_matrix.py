@@ -169,11 +169,11 @@ class Journey:
         given |= under("eval", validation_rows=4, validation_prompts=1, tune_prompts=odd)
         given |= under("eval", prompt_tokens=16, max_prompts=1, max_new_tokens=8)
         # Rounding grows from step to step, and one process and two do not round alike.
-        for stage, steps, rest in (("stage1", 20 if c["processes"] == 1 else 3, 5), ("stage2", 8, 3)):
+        for stage, steps, epochs, rest in (("stage1", 20 if c["processes"] == 1 else 3, 1.5, 5), ("stage2", 8, 0.5, 3)):
             given |= under(stage, per_device_train_batch_size=c["batch"], gradient_accumulation_steps=c["accumulation"])
             given |= under(stage, optimizer=c["optimizer"], bf16=c["dtype"] == "bfloat16", keep_states=c["keep_states"])
             given |= under(stage, warmup_steps=1, logging_steps=1, eval_steps=rest, learning_rate=1e-2)
-            given |= under(stage, **({"max_steps": steps} if c["length"] == "steps" else {"epochs": 0.5}))
+            given |= under(stage, **({"max_steps": steps} if c["length"] == "steps" else {"epochs": epochs}))
         if c["stages"] == 1:
             given |= under("stage2", epochs=None, max_steps=0)
         given |= under("stage2.generate", max_rows=40, prompt_tokens=16, max_new_tokens=16, batch_size=4)

@@ -1,3 +1,4 @@
+import re
 import signal
 import subprocess
 import sys
@@ -6,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import exit_code
 from safetensors import SafetensorError
 
 import speculator
+from speculator.__main__ import main
 from speculator.errors import OneLineParser, UserError, printable, run_command, start
 
 
@@ -109,12 +112,27 @@ def test_text_that_stdout_can_not_encode_is_escaped():
     assert (done.returncode, done.stdout, done.stderr) == (0, "né\\u4e2d\n".encode("latin-1"), b"")
 
 
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
-def test_a_full_disk_fails_in_one_line():
+needs_full = pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
+
+
+@needs_full
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_fails_in_one_line(unbuffered):
     with open("/dev/full", "wb") as full:
-        done = run_python("def say():\n    print('x')", stdout=full)
+        done = run_python(
+            "def say():\n    print('x')", stdout=full, env={"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(ROOT)}
+        )
     assert done.stderr == b"it: can't write: No space left on device\n"
     assert done.returncode == 2
+
+
+@needs_full
+@pytest.mark.parametrize("words", ["", "--help", "--version", "export --help", "train --help", "eval gate --help"])
+def test_help_on_a_full_disk_fails_in_one_line(words, monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert exit_code(main, words.split()) == 2
+    assert re.fullmatch(r"[\w. ]+: can't write: No space left on device\n", capfd.readouterr().err)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
