@@ -21,6 +21,7 @@ def build_parser() -> OneLineParser:
     """Return the parser of train.py: a flag `--section.field` per field of `RunConfig`, with its docstring as help."""
     parser = OneLineParser(
         prog="train.py",
+        usage="%(prog)s [--config FILE] [--section.key VALUE] ...",
         description="Train a draft head. Without --config: configs/eagle3.yaml for the target that you name, "
         "configs/continue.yaml if you name a head to start from too, configs/quickstart.yaml if you name neither.",
     )

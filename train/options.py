@@ -91,8 +91,9 @@ def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> N
         shape: dict[str, Any] = {"nargs": "?", "const": value} if value else {}
         stated = "default" in option.help or option.default in (None, False) or option.default in ("", [], {})
         text = option.help if stated else f"{option.help.rstrip('.')} (default: {option.default})."
-        text = text.replace("%", "%%")
-        groups[section].add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=key.upper(), help=text, **shape)
+        literal = get_origin(option.kinds[0]) is Literal
+        shape |= {"metavar": f"{{{','.join(get_args(option.kinds[0]))}}}" if literal else key.upper()}
+        groups[section].add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **shape)
 
 
 class _Loader(yaml.SafeLoader):

@@ -18,7 +18,7 @@ from speculator.__main__ import main
 from speculator.checkpoints.layout import base_config
 from speculator.files import MANIFEST, write_manifest
 from speculator.target.fingerprint import same_target, similar_target
-from train.config import RunConfig
+from train.config import RunConfig, TargetConfig
 from train.settle import known_config
 
 
@@ -68,9 +68,7 @@ def test_code_of_a_tokenizer_or_base_is_not_run_either(with_code):
     with pytest.raises(UserError):
         load_tokenizer(str(with_code))
     assert base_config(str(with_code)) is None
-    config = RunConfig()
-    config.target.name_or_path = str(with_code)
-    assert known_config(config) is None
+    assert known_config(RunConfig(target=TargetConfig(str(with_code)))) is None
 
 
 def test_a_published_head_is_verified_by_its_checksums(head_folder, capsys):

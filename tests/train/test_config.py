@@ -72,7 +72,8 @@ def test_a_mistake_fails_in_one_line_that_names_it(argv, message, capsys):
 def test_a_mistyped_key_in_a_file_is_named_too(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("stage1:\n  max_stepz: 7\n")
-    assert "unknown key stage1.max_stepz: did you mean stage1.max_steps?" in refuse(["--config", str(file)], capsys)
+    message = f"train.py: {file}: unknown key stage1.max_stepz: did you mean stage1.max_steps?\n"
+    assert refuse(["--config", "configs/mlp.yaml", "--config", str(file)], capsys) == message
 
 
 def test_a_mistyped_key_is_refused_before_torch_is_imported():
@@ -90,6 +91,7 @@ def test_help_explains_every_field(capsys):
         parse(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
+    assert [name for name, option in options(RunConfig).items() if not (option.help or option.is_section)] == []
     assert "Optimiser steps, unless epochs is set (default: 1000)." in " ".join(text.split())
     assert "Hub id, local folder or GGUF file of a causal LM (default: examples/stdlib_target)." in " ".join(
         text.split()
@@ -167,6 +169,50 @@ def test_a_number_is_read_in_any_form(number, tmp_path):
 )
 def test_a_wrong_flag_fails_in_one_line_that_names_it(argv, message, capsys):
     assert message in refuse(argv, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--stage2.generate.turns", "0: must be a whole number > 0 or all, got 0"),
+        ("--target.dtype", "int8: must be auto or float32 or bfloat16 or float16, got int8"),
+        ("--stage1.epochs", "-1: must be a number > 0 or null, got -1"),
+        ("--data.max_bad_rows", "2: must be a number from 0 to 1, got 2"),
+        ("--data.sources", "{a: b}: must be a list of texts, got {a: b}"),
+        ("--eval.temperatures", "[0, warm]: must be a list of numbers, got [0, warm]"),
+        ("--stage1.bf16", "maybe: must be true or false, got maybe"),
+    ],
+)
+def test_a_wrong_value_is_told_what_it_must_be(flag, words, capsys):
+    value, said = words.split(": must", 1)
+    assert refuse([flag, value], capsys) == f"train.py: {flag[2:]}: must{said}\n"
+
+
+def test_a_list_takes_a_single_item_and_a_switch_stands_alone():
+    config = parse(
+        ["--stage1.bf16", "--data.sources", "my.jsonl", "--eval.temperatures", "1", "--target.server=http://a"]
+    )
+    assert (config.stage1.bf16, config.data.sources, config.eval.temperatures) == (True, ["my.jsonl"], [1.0])
+    assert config.target.server == ["http://a"]
+
+
+@pytest.mark.parametrize(
+    ("files", "flags", "lengths"),
+    [
+        (["stage1: {epochs: 2}"], ["--stage1.max_steps", "7"], (7, None)),
+        (["stage1: {epochs: 2}", "stage1: {max_steps: 7}"], [], (7, None)),
+        (["stage1: {max_steps: 0}", "stage1: {epochs: 2}"], [], (1000, 2)),
+        (["stage1: {max_steps: 5}"], ["--stage1.epochs", "2"], (5, 2)),
+        (["stage1: {max_steps: 5}", "stage1: {epochs: null}"], [], (5, None)),
+        (["stage1: {max_steps: 5, epochs: 2}"], ["--stage1.epochs", "null"], (5, None)),
+    ],
+)
+def test_a_stage_has_the_length_that_is_given_last(files, flags, lengths, tmp_path):
+    for number, text in enumerate(files):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        flags = [*flags, "--config", str(tmp_path / f"{number}.yaml")]
+    stage = parse(flags).stage1
+    assert (stage.max_steps, stage.epochs) == lengths
 
 
 @pytest.mark.parametrize("flag", ["dry_run", "overwrite_output_dir"])

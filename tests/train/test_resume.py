@@ -6,6 +6,7 @@ import re
 import resource
 import shutil
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -398,7 +399,8 @@ def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_
     check_same_run(folder, two, 2)
     write_record(folder, two, 2)
     assert capsys.readouterr().err == ""
-    four.stage2.max_steps = two.stage2.max_steps = 0
+    without = replace(two.stage2, max_steps=0)
+    four, two = (replace(config, stage2=without) for config in (four, two))
     write_record(tmp_path / "one stage", four, 1)
     write_record(tmp_path / "one stage", two, 2)
     assert capsys.readouterr().err == ""
