@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from soak import journeys
 from transformers import AutoModelForCausalLM
 
+import train.loop
 import train.run
-import train.trainer
 from data.batches import Batches
 from speculator import (
     Candidates,
@@ -49,9 +49,9 @@ from train.config import ROOT
 
 CELLS, COVERED, PAIRS = journeys.cells()
 KILLS: dict[str, list[tuple[Any, str, int]]] = {
-    "killed in stage 1": [(train.trainer, "stop_asked", 10)],  # after a checkpoint
+    "killed in stage 1": [(train.loop, "stop_asked", 10)],  # after a checkpoint
     "killed writing": [(Batches, "write", 1)],
-    "killed in stage 2": [(train.run, "train_stage", 1), (train.trainer, "stop_asked", 5)],
+    "killed in stage 2": [(train.run, "train_stage", 1), (train.loop, "stop_asked", 5)],
 }
 LOOK = {"0": Sampling(), "1": Sampling(1.0, seed=5), "0.8": Sampling(0.8, top_k=20, top_p=0.9, min_p=0.01, seed=9)}
 NEW = 14  # tokens

@@ -1,98 +1,46 @@
-"""transformers' Trainer for draft heads: evaluates them by the acceptance length of real decoding."""
+"""The trainer before `train.loop`, with which its results are compared."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from array import array
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from math import ceil
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypedDict
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
-from data.packing import Columns
 from eval import tracking
 from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import write_manifest
-from speculator.heads import Speculator, SpeculatorConfig
-from speculator.heads.training import Metric, TrainingBatch
+from speculator.heads import Speculator
+from speculator.heads.training import IGNORE, Metric, TrainingBatch
 from speculator.kernels.linear import pack_linears
 from speculator.target.base import TrainingTarget
 from speculator.target.probe import not_finite
-from speculator.target.remote.server_target import ServerTarget
+from speculator.terminal import Progress, log
 from train import interrupts
+from train.batch import Batch
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.config import LossConfig
 from train.interrupts import stop_asked
 from train.kept_states import KeptStates
-from train.look_ahead import DOCUMENTS, STATES, Batch, Documents, LookAhead, LookAheadLoader
 from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.muon import MuonAndAdamW
-from train.progress import ProgressLine, Throughput
+from train.progress import Stopwatch, log_line
 from train.sharded_adam import ShardedAdam
 
 _LOADERS = 2
-"""Data-loading processes per process with a GPU; a CPU has no core to spare."""
-
-
-class Collator:
-    """Pads rows to tensors and adds the head's training targets, of which the Trainer counts `labels`.
-
-    Rows have "input_ids" and may have "loss_mask", "document_ids".
-    Padding is on the right, where causal attention hides it and the loss mask excludes it. A batch has "input_ids" and
-    "document_ids" [B, L], the targets by name and, if configured, `DOCUMENTS`.
-
-    Args:
-        config: config of the head.
-        documents: add the `Documents`, which servers read and `KeptStates` looks up.
-        multiple: batches are padded to a multiple of this length, so that a GPU sees few shapes, up to `longest`.
-
-    Attributes:
-        epoch: number of times that the rows were read before.
-    """
-
-    def __init__(
-        self,
-        config: SpeculatorConfig,
-        documents: bool = False,
-        multiple: int = 1,
-        longest: int = 0,
-    ):
-        self.config, self.documents = config, documents
-        self.multiple, self.longest = multiple, longest
-        self.epoch = 0
-
-    def __call__(self, rows: list[Columns]) -> Batch:
-        # A row too short for one label is padded, not dropped: every process must have the same number of rows.
-        length = max(self.config.min_training_length, *(len(row["input_ids"]) for row in rows))
-        # Not beyond the longest row: it fits the target's context.
-        length = max(length, min(ceil(length / self.multiple) * self.multiple, self.longest))
-
-        def column(name: str, default: int) -> Tensor:  # [B, L]
-            lists = [row.get(name) or [default] * len(row["input_ids"]) for row in rows]
-            return torch.tensor([values + [0] * (length - len(values)) for values in lists])
-
-        input_ids, documents = column("input_ids", 0), column("document_ids", 0)
-        # For heads that draw their training positions. By a row's own tokens, so that a seed depends neither on the
-        # batch nor on where a run was resumed.
-        seeds = [crc32(array("q", [self.epoch, *row["input_ids"]])) for row in rows]
-        targets = self.config.training_targets(input_ids, documents, column("loss_mask", 1), seeds)
-        batch: Batch = {"input_ids": input_ids, "document_ids": documents, **targets}  # type: ignore[typeddict-item]
-        if self.documents:
-            batch[DOCUMENTS] = Documents(rows)
-        return batch
-
-
 _SINCE_LOG = "since_log.pt"
-_ROW_COLUMNS = ("input_ids", "document_ids", DOCUMENTS, STATES)
+_ROW_COLUMNS = ("input_ids", "document_ids")
+_TIMED, _LEAST_SECONDS = 3, 5.0
 """Columns of a batch that are not the head's training targets."""
 
 
@@ -102,6 +50,129 @@ class SinceLog(TypedDict):
     loss: Tensor
     step: int
     sums: dict[str, Metric]
+
+
+class Throughput(TrainerCallback):
+    """Times optimiser steps (loading, forward and backward passes, and the update) and counts their tokens.
+
+    Args:
+        token_at_peak: seconds of a token's operations at the device's peak, those of the target and those of the head,
+            which computes labelled tokens alone; None if unknown.
+    """
+
+    def __init__(self, device: torch.device, token_at_peak: tuple[float, float] | None = None):
+        self._steps, self._target = Stopwatch(device), Stopwatch(device)
+        self._token_at_peak = token_at_peak
+        self._tokens, self._first, self._began = 0, 0, time.monotonic()
+        self._labelled: Tensor | float = 0.0  # on the device until a log line reads it
+
+    def begin(self) -> None:
+        """Start the clock of an optimiser step, before its batches are read."""
+        self._steps.__enter__()
+
+    def of_target(self, input_ids: Tensor, labels: Tensor) -> Stopwatch:
+        """Count a batch's tokens, and return a stopwatch: its `with` block is timed as the target's part of a step."""
+        self._tokens += input_ids.numel()
+        # Heads that draw their positions have `labels` of another shape: of these too, the share that is labelled.
+        self._labelled = self._labelled + input_ids.numel() * (labels != IGNORE).float().mean()
+        return self._target
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._first, self._began = state.global_step, time.monotonic()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._steps.__exit__()
+
+    def figures(self, state: Any, processes: int) -> dict[str, float]:
+        """Return figures of the optimiser steps since the last call; "seconds_left" is an estimate from the start on.
+
+        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all processes, with
+        and without labels. "seconds_left": evaluations and checkpoints included, at their rate so far. "mfu": in 0..1,
+        only if the device's peak is known.
+
+        Args:
+            state: the Trainer's.
+            processes: number of processes, each with as many tokens as this one.
+        """
+        seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
+        done = max(state.global_step - self._first, 1)
+        # All the time since the start, so that evaluations and checkpoints are in it at their rate.
+        left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
+        found = {
+            "step_over_target": seconds / self._target.take(),
+            "tokens_per_second": processes * tokens / seconds,
+            "seconds_left": left,
+        }
+        if self._token_at_peak is not None:
+            target, head = self._token_at_peak
+            found["mfu"] = (tokens * target + float(self._labelled) * head) / seconds
+        self._labelled = 0.0
+        return found
+
+
+class ProgressLine(ProgressCallback):
+    """Shows progress bars in the main process, prints a line for each entry of the Trainer's log, and one estimate.
+
+    The estimate is a line about the time that is left, printed once after the first few steps of a stage.
+
+    Args:
+        title: title of the bar, such as "stage 1".
+        outlook: returns the line of the estimate, given the seconds of an optimiser step; None: a line about the rest
+            of this stage.
+    """
+
+    training_bar: Any
+    prediction_bar: Any
+
+    def __init__(self, title: str, outlook: Callable[[float], str] | None = None):
+        super().__init__()
+        self.title, self.outlook = title, outlook
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.training_bar = Progress(
+                title=self.title, unit="steps", total=state.max_steps, initial=state.global_step
+            )
+        self.current_step = self._first = state.global_step
+        self._said = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        if not state.is_world_process_zero or self._said or state.max_steps - self._first < _TIMED * 10:
+            return
+        timed = state.global_step - self._first - 1
+        if timed == 0:  # the first step compiles and warms up
+            self._began = time.monotonic()
+        elif timed >= _TIMED and (took := time.monotonic() - self._began) >= _LEAST_SECONDS:
+            self._said, step = True, took / timed
+            seconds = timedelta(seconds=round(step * (state.max_steps - state.global_step)))
+            log(self.outlook(step) if self.outlook else f"{self.title}: about {seconds} to go, without evaluations")
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            if self.prediction_bar is None:
+                self.prediction_bar = Progress(
+                    title="evaluating", unit="batches", total=len(eval_dataloader), leave=False
+                )
+            self.prediction_bar.update(1)
+
+    def close(self) -> None:
+        """End the bars that an error left behind, which would go on reporting."""
+        for bar in (self.prediction_bar, self.training_bar):
+            if bar is not None:
+                bar.close()
+        self.prediction_bar = self.training_bar = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and logs and "train_runtime" not in logs:
+            log(log_line(state.global_step, state.max_steps, logs))
+
+
+class Sharded(ShardedAdam):
+    def state_dict(self):
+        return super().state_dict() if self._all_state_dicts else torch.optim.Optimizer.state_dict(self)
 
 
 class SpeculatorTrainer(Trainer):
@@ -147,7 +218,7 @@ class SpeculatorTrainer(Trainer):
         self.progress = progress or ProgressLine("training")
         self.add_callback(self.progress)
         self.target, self.decode, self.keep = target, decode, keep
-        self.look_ahead = LookAhead(target) if isinstance(target, ServerTarget) else None
+        self.look_ahead = None
         self.kept_states = kept_states
         self.patience = patience
         compiled = compiling_pays(target.device, target.vocab_size)
@@ -171,7 +242,7 @@ class SpeculatorTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         self.optimizer = super().create_optimizer(*args, **kwargs)
         if self.optimizer_kind == "sharded" and self.args.world_size > 1:
-            self.optimizer = ShardedAdam(self.optimizer)
+            self.optimizer = Sharded(self.optimizer)
         elif self.optimizer_kind == "muon":
             assert isinstance(self.model, Speculator)
             self.optimizer = MuonAndAdamW(self.optimizer, self.model)
@@ -183,7 +254,6 @@ class SpeculatorTrainer(Trainer):
             return super()._save_optimizer_and_scheduler(output_dir)
         sharded.consolidate_state_dict()
         super()._save_optimizer_and_scheduler(output_dir)
-        sharded.forget()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         device = self.args.device
@@ -218,7 +288,7 @@ class SpeculatorTrainer(Trainer):
         with self.throughput.of_target(input_ids, labels) if model.training else nullcontext():
             normalisers = None
             if self.look_ahead is not None:
-                hidden, states = self.look_ahead.take(inputs)
+                raise AssertionError
             elif self.kept_states is not None:
                 hidden, states, normalisers = self.kept_states.take(inputs)
             else:
@@ -257,8 +327,6 @@ class SpeculatorTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         self.throughput.begin()  # the wait for a loader that starves is part of a step
-        if self.look_ahead is not None:
-            epoch_iterator = self.look_ahead.continued(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _refuse_unless_finite(self, what: str, value: float) -> None:
@@ -295,7 +363,6 @@ class SpeculatorTrainer(Trainer):
                 logs["waiting_for_servers"] = self.look_ahead.share_waited()
         # SIGTERM to all processes ends wandb's own too, before the checkpoint is saved.
         with suppress(Exception) if interrupts.stop_asked() else nullcontext():
-            tracking.at_step(self.state.global_step)
             super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -307,8 +374,6 @@ class SpeculatorTrainer(Trainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         collator: Any = self.data_collator
         epoch, collator.epoch = collator.epoch, 0  # the same training positions in every evaluation
-        if self.look_ahead is not None:
-            dataloader = LookAheadLoader(dataloader, self.look_ahead)
         kwargs["metric_key_prefix"] = metric_key_prefix
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         collator.epoch = epoch

@@ -1,22 +1,21 @@
-"""What the trainer reports about the loss, and what it needs of a target."""
-
-from types import SimpleNamespace
+"""What the loop reports about the loss, and what it needs of a target."""
 
 import pytest
 import torch
 from conftest import settled, tiny_block_head, tiny_head, tiny_model
 from datasets import Dataset
-from transformers import TrainingArguments
 
 from eval.suites import Suite
 from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.target.base import TrainingTarget
 from train import stages
+from train.batch import Collator, StageRows, StateSource
 from train.config import LossConfig, RunConfig, StageConfig
 from train.inputs import Inputs
+from train.loop import Loop, Progress
+from train.progress import Stopwatch
 from train.sizes import with_steps
-from train.trainer import Collator, SpeculatorTrainer, arguments
 
 
 @pytest.mark.parametrize("d_pace", [1.0, 0.5], ids=["plain", "d_pace"])
@@ -25,29 +24,12 @@ def test_an_evaluation_of_the_training_rows_reports_the_loss_of_the_first_traini
     target = Target(tiny_model(), tokenizer=None)
     head = tiny_block_head(target, n_predict=3, anchors=8, aux_layers=[0], num_hidden_layers=1).float()
     rows = [{"input_ids": [(7 * i + j) % 32 for j in range(9 + i)], "loss_mask": [0] * i + [1] * 9} for i in range(4)]
-    trainer = SpeculatorTrainer(
-        model=head,
-        target=target,
-        loss=LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.7, d_pace=d_pace),
-        decode=lambda head: {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0},
-        args=arguments(
-            output_dir=str(tmp_path),
-            max_steps=1,
-            learning_rate=0.0,
-            logging_steps=1,
-            eval_steps=5,
-            save_steps=5,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=2,
-            report_to="none",
-        ),
-        data_collator=Collator(head.config),
-        train_dataset=rows,
-        eval_dataset=rows,
-    )
-    trainer.train()
-    trained = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(trained, rel=1e-3)
+    stage = StageConfig(max_steps=1, learning_rate=0.0, logging_steps=1, per_device_train_batch_size=4)
+    weights = LossConfig(cross_entropy=0.1, kl=0.0, total_variation=1.8, head_decay=0.7, d_pace=d_pace)
+    rows = StageRows(rows, Collator(head.config), validation=rows, evaluation_batch=2)
+    loop = Loop(head, StateSource(target, head.aux_layers), stage, weights, rows, tmp_path)
+    (trained, evaluated) = loop.run().log_history
+    assert evaluated["eval_loss"] == pytest.approx(trained["loss"], rel=1e-3)
 
 
 def test_batches_on_a_gpu_have_few_lengths_and_none_beyond_the_longest_row():
@@ -56,34 +38,50 @@ def test_batches_on_a_gpu_have_few_lengths_and_none_beyond_the_longest_row():
     assert [collate([row])["input_ids"].shape[1] for row in rows] == [16, 16, 20, 20]
 
 
-def test_a_weight_that_is_not_a_number_is_found_behind_others(target, tmp_path):
-    head = tiny_head().train()
-    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    trainer = SpeculatorTrainer(model=head, target=target, loss=LossConfig(), decode=lambda _: {}, args=args)
-    trainer._tr_loss = torch.tensor(1.0)
+@pytest.fixture
+def loop(target, tmp_path):
+    """Before its first step."""
+    head, rows = tiny_head().train(), [{"input_ids": [1 + i, 2, 3, 4, 5, 6, 7]} for i in range(4)]
+    stage = StageConfig(max_steps=2, per_device_train_batch_size=2, logging_steps=9)
+    return Loop(head, StateSource(target, ()), stage, LossConfig(), StageRows(rows, Collator(head.config)), tmp_path)
+
+
+def test_a_weight_that_is_not_a_number_is_found_behind_others(loop):
     with torch.no_grad():
-        list(head.parameters())[-1][0] = torch.nan
+        list(loop.head.parameters())[-1][0] = torch.nan
     with pytest.raises(UserError, match="a weight became nan"):
-        trainer._save_checkpoint(head, None)
+        loop.save()
 
 
-def test_a_process_whose_own_loss_is_finite_raises_with_the_others(target, tmp_path, monkeypatch):
-    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    trainer = SpeculatorTrainer(model=tiny_head(), target=target, loss=LossConfig(), decode=lambda _: {}, args=args)
-    trainer._tr_loss = torch.tensor(1.0)
-    monkeypatch.setattr(trainer.accelerator, "reduce", lambda *_: torch.tensor(torch.nan))
+def test_a_process_whose_own_loss_is_finite_raises_with_the_others(loop, monkeypatch):
+    nan = torch.tensor(torch.nan)
+    monkeypatch.setattr(loop.accelerator, "reduce", lambda *_: {"objective": (nan, nan)})
     with pytest.raises(UserError, match="the loss became nan"):
-        trainer._save_checkpoint(trainer.model, None)
+        loop.save()
 
 
-def test_a_step_begins_before_its_batches_are_read():
+def test_a_step_begins_before_its_batches_are_read(loop, monkeypatch):
     """So that a loader that starves shows in the tokens per second."""
-    done, trainer = [], SpeculatorTrainer.__new__(SpeculatorTrainer)
-    trainer.look_ahead = None
-    trainer.throughput = SimpleNamespace(begin=lambda: done.append("clock"))
-    batches = (done.append("read") or {} for _ in range(2))
-    trainer.get_batch_samples(batches, 2, torch.device("cpu"))
-    assert done == ["clock", "read", "read"]
+    done = []
+
+    def read(batches):
+        for batch in batches:
+            done.append("read")
+            yield batch
+
+    monkeypatch.setattr(loop.source, "over", read)
+    monkeypatch.setattr(
+        Stopwatch, "__enter__", lambda watch: done.append("clock") if watch is loop.clock.steps else None
+    )
+    monkeypatch.setattr(loop, "step", lambda batches: None)
+    loop.run()
+    assert done == ["clock", "read", "clock", "read"]
+
+
+def test_a_checkpoint_of_the_trainer_before_is_refused_in_one_line(tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 4, "max_steps": 8, "log_history": []}')
+    with pytest.raises(UserError, match=r"can't be resumed: .*--overwrite_output_dir"):
+        Progress.read(tmp_path)
 
 
 class Elsewhere(TrainingTarget):
@@ -119,17 +117,9 @@ def test_a_target_that_only_gives_states_trains_the_same_head(tmp_path, architec
     for target in (inner, Elsewhere(inner)):
         torch.manual_seed(0)
         head = tiny_block_head(inner).float() if architecture == "dspark" else tiny_head(architecture=architecture)
-        trainer = SpeculatorTrainer(
-            model=bind(head, target),
-            target=target,
-            loss=LossConfig(),
-            decode=lambda head: {},
-            args=arguments(output_dir=str(tmp_path), max_steps=2, learning_rate=1e-2, report_to="none"),
-            data_collator=Collator(head.config),
-            train_dataset=rows,
-            eval_dataset=rows,
-        )
-        trainer.train()
+        head, stage = bind(head, target), StageConfig(max_steps=2, learning_rate=1e-2)
+        source, batches = StateSource(target, head.aux_layers), StageRows(rows, Collator(head.config))
+        Loop(head, source, stage, LossConfig(), batches, tmp_path).run()
         trained.append([weight.detach().clone() for weight in head.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*trained, strict=True))
 
@@ -139,12 +129,12 @@ def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs,
     class Begun(BaseException):
         """Training would begin here."""
 
-    def begin(**_):
+    def begin(*_, **__):
         raise Begun
 
     rows = Dataset.from_list([{"input_ids": [*range(8)], "loss_mask": [1] * 8}] * 2)
     settings = with_steps(StageConfig(max_steps=7, epochs=epochs, warmup_steps=50), len(rows), 1, 16)
-    monkeypatch.setattr(stages, "SpeculatorTrainer", begin)
+    monkeypatch.setattr(stages, "Loop", begin)
     run = settled(RunConfig(output_dir=str(tmp_path), report_to="none", stage1=settings), target)
     inputs = Inputs(
         run=run,
