@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_block_head, tiny_head, tiny_model
-from old_trainer import SpeculatorTrainer, arguments
+from torch.nn import functional
 
 from data import batches
 from speculator import Target
@@ -31,20 +31,27 @@ STAGE = StageConfig(
     logging_steps=1,
     save_total_limit=9,
 )
+EVERY = range(1, STAGE.max_steps)
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "accumulation": {"gradient_accumulation_steps": 2, "logging_steps": 3},
     "bf16": {"bf16": True, "head": "eagle3"},
     "muon": {"optimizer": "muon", "head": "eagle3", "lr_scheduler_type": "linear"},
-    "sharded": {"sharded": True, "gradient_accumulation_steps": 3},
-    "dspark": {"head": "dspark", "max_grad_norm": 0.0, "lr_scheduler_type": "constant_with_warmup"},
+    "sharded": {"sharded": True, "gradient_accumulation_steps": 3, "logging_steps": 3},
+    "dropout": {"dropout": 0.2},
+    "dspark": {
+        "head": "dspark",
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant_with_warmup",
+    },
 }
 """By name, what differs from `STAGE`; 22 rows are 11 or, on two processes, 6 micro-batches."""
 
 
-def parts(case: str) -> tuple[Any, Target, list[dict], LossConfig, StageConfig, bool]:
+def loop_of(case: str, folder: Path) -> Loop:
     settings = dict(CASES[case])
-    kind, sharded = settings.pop("head", "mlp"), settings.pop("sharded", False)
+    kind, sharded, dropout = settings.pop("head", "mlp"), settings.pop("sharded", False), settings.pop("dropout", 0.0)
     target = Target(tiny_model(), tokenizer=None)
     torch.manual_seed(0)
     head = (
@@ -61,12 +68,14 @@ def parts(case: str) -> tuple[Any, Target, list[dict], LossConfig, StageConfig, 
     for row in rows:  # two documents each
         row["document_ids"][:6] = [0] * 6
     loss = LossConfig(cross_entropy=0.1, head_decay=0.8)
-    return bind(head.float(), target), target, rows, loss, replace(STAGE, **settings), sharded
-
-
-def loop_of(case: str, folder: Path) -> Loop:
-    head, target, rows, loss, stage, sharded = parts(case)
+    bind(head.float(), target)
+    if dropout:  # as the MTP block of a family may have it
+        forward = head.forward
+        head.forward = lambda batch, loss: forward(
+            replace(batch, states=functional.dropout(batch.states, dropout, head.training)), loss
+        )
     given = StageRows(rows, Collator(head.config), seed=3, validation=rows[:8], evaluation_batch=2)
+    stage = replace(STAGE, **settings)
     return Loop(head, StateSource(target, head.aux_layers), stage, loss, given, folder, sharded=sharded)
 
 
@@ -83,39 +92,11 @@ def by_loop(case: str, folder: Path, *stops: int) -> Loop:
     return made
 
 
-def by_trainer(case: str, folder: Path) -> SpeculatorTrainer:
-    head, target, rows, loss, stage, sharded = parts(case)
-    ours = ("epochs", "base_batch_size", "base_width", "optimizer", "save_total_limit", "patience", "keep_states")
-    made = SpeculatorTrainer(
-        model=head,
-        target=target,
-        loss=loss,
-        decode=lambda head: {},
-        optimizer="sharded" if sharded else stage.optimizer,
-        args=arguments(
-            output_dir=str(folder),
-            seed=3,
-            report_to="none",
-            per_device_eval_batch_size=2,
-            **{name: value for name, value in vars(stage).items() if name not in ours},
-        ),
-        data_collator=Collator(head.config),
-        train_dataset=rows,
-        eval_dataset=rows[:8],
-    )
-    made.train()
-    return made
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     batches.state()
     for name in sys.argv[2:]:
-        folder = Path(sys.argv[1]) / name
-        by_trainer(name, folder / "trainer")
-        by_loop(name, folder / "whole")
-        for step in range(1, STAGE.max_steps):
-            by_loop(name, folder / str(step), step)
-        by_loop(name, folder / "each", *range(1, STAGE.max_steps))
+        by_loop(name, Path(sys.argv[1]) / name / "whole")
+        by_loop(name, Path(sys.argv[1]) / name / "stopped", *EVERY)
     gc.collect()
     torch.distributed.destroy_process_group()

@@ -198,6 +198,7 @@ class Loop:
             with nullcontext() if i == len(batches) else self.accelerator.no_sync(self.model):
                 with self.autocast():
                     metrics = self.model(inputs, self.loss)
+                del inputs  # what the backward pass needs of the states is in its graph
                 objective, _ = metrics.pop("objective")
                 # The count is that of all N positions together. Times N, the loss is the sum of the positions' means,
                 # if they have equally many labels. Times the processes, because DDP takes the mean of the gradients:

@@ -1,7 +1,14 @@
 """What the loop reports about the loss, and what it needs of a target."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
+
 import pytest
 import torch
+from accelerate import Accelerator, tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from conftest import settled, tiny_block_head, tiny_head, tiny_model
 from datasets import Dataset
 
@@ -14,7 +21,7 @@ from train.batch import Collator, StageRows, StateSource
 from train.config import LossConfig, RunConfig, StageConfig
 from train.inputs import Inputs
 from train.loop import Loop, Progress
-from train.progress import Stopwatch
+from train.progress import Display, Stopwatch
 from train.sizes import with_steps
 
 
@@ -76,6 +83,58 @@ def test_a_step_begins_before_its_batches_are_read(loop, monkeypatch):
     monkeypatch.setattr(loop, "step", lambda batches: None)
     loop.run()
     assert done == ["clock", "read", "clock", "read"]
+
+
+def test_an_epoch_reads_all_rows_once_in_an_order_of_its_own(loop, monkeypatch):
+    read: list[int] = []
+    loop.stage = replace(loop.stage, max_steps=6)
+    monkeypatch.setattr(loop, "step", lambda batches: read.extend(batches[0]["input_ids"][:, 0].tolist()))
+    loop.run()
+    epochs = [read[:4], read[4:8], read[8:]]
+    assert [sorted(epoch) for epoch in epochs] == [[1, 2, 3, 4]] * 3
+    assert epochs[0] != epochs[1]
+
+
+class Kept(GeneralTracker):
+    """A tracker that keeps what it gets."""
+
+    name, requires_logging_directory = "kept", False
+
+    def __init__(self):
+        self.kept = []
+        super().__init__()
+
+    tracker = property(lambda self: None)
+
+    def log(self, values, step=None, **_):
+        self.kept.append((step, values))
+
+
+def test_trackers_get_the_log_by_kind_at_the_steps_of_the_training(target, tmp_path):
+    rows, head, kept = [{"input_ids": [1 + i, 2, 3, 4, 5, 6, 7]} for i in range(4)], tiny_head(), Kept()
+    display = Display(accelerator=Accelerator(cpu=True, log_with=kept))
+    display.accelerator.init_trackers("speculator")
+    stage = StageConfig(max_steps=4, per_device_train_batch_size=2, logging_steps=2, eval_steps=4)
+    rows = StageRows(rows, Collator(head.config), validation=rows[:2])
+    Loop(head, StateSource(target, ()), stage, LossConfig(), rows, tmp_path, display=display).run()
+    assert [step for step, _ in kept.kept] == [2, 4, 4]
+    assert {"train/loss", "train/position0/accuracy", "train/learning_rate", "train/epoch"} <= kept.kept[0][1].keys()
+    assert {"eval/loss", "eval/forecast_acceptance_length"} <= kept.kept[2][1].keys()
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "trackio", "mlflow"])
+def test_a_stage_begins_a_run_of_the_tracker(target, tmp_path, monkeypatch, kind):
+    """accelerate's tracker is a stand-in."""
+    made = MagicMock(requires_logging_directory=kind == "tensorboard")
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, kind, made)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType(kind)])
+    run = settled(RunConfig(output_dir=str(tmp_path / "run"), report_to=kind), target)
+    stages.tracker(SimpleNamespace(run=run), "stage1", run.config.stage1).log({"loss": 1.0}, step=5)
+    (arguments,) = made.call_args_list
+    where = {"tensorboard": call("speculator", tmp_path / "run" / "stage1" / "runs")}
+    names = {"trackio": {"name": "run stage1"}, "mlflow": {"run_name": "run stage1"}}
+    assert arguments == where.get(kind, call("speculator", **names.get(kind, {})))
+    assert [each[0] for each in made.return_value.method_calls] == ["start", "log"]
 
 
 def test_a_checkpoint_of_the_trainer_before_is_refused_in_one_line(tmp_path):
