@@ -240,7 +240,7 @@ def recipe(name: str) -> Callable[[Session], None]:
             torch.cuda.reset_peak_memory_stats()
         config = parse(["--config", _CONFIGS[name]])
         found = measure(config, session.target, _MICRO_BATCHES)
-        trainer, peak = found.pop("trainer"), found["peak_bytes"] or 0
+        loop, peak = found.pop("loop"), found["peak_bytes"] or 0
         tokens = config.stage1.per_device_train_batch_size * config.data.seq_length
         session.say(
             name,
@@ -252,15 +252,8 @@ def recipe(name: str) -> Callable[[Session], None]:
             planned_gb=round(found["planned_bytes"] / 1e9, 2),
             document_attention=found["document_attention"],
         )
-        batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-
-        def micro_batch() -> None:
-            with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(trainer.model, batch)
-            loss.backward()
-
-        kernels(session, name, micro_batch)
-        trainer.model.zero_grad()
+        batch = next(iter(loop.batches))
+        kernels(session, name, lambda: loop.step([batch]))
 
     part.__doc__ = f"A micro-batch of {_CONFIGS[name]}: MFU (goal: 50%), memory against the plan, kernels."
     return part

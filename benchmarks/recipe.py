@@ -6,27 +6,29 @@ Nothing is downloaded: rows are packed random documents. Each step is one micro-
 from __future__ import annotations
 
 import random
-from tempfile import TemporaryDirectory
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
 
 from speculator.target.model import Target
+from train.batch import Collator, StageRows, StateSource
 from train.config import HERE, RunConfig
 from train.gpus import place_of
 from train.initialise import new_head
+from train.loop import Loop
 from train.plan import Plan
+from train.progress import Display
 from train.settle import Run
-from train.trainer import Collator, SpeculatorTrainer
 
 _DOCUMENT = 512  # mean tokens of a document
 _LOGGED = 5  # steps of a line; compilation falls into the first one
 
 
 def documents(rows: int, length: int, vocab_size: int) -> Dataset:
-    """Rows of random tokens, packed from documents of unequal length."""
+    """StageRows of random tokens, packed from documents of unequal length."""
     draw, made = random.Random(0), []
     for _ in range(rows):
         numbers: list[int] = []
@@ -45,32 +47,10 @@ def measure(config: RunConfig, target: Target, steps: int) -> dict[str, Any]:
     rows = documents(2 * stage.per_device_train_batch_size, length, target.vocab_size)
     head = new_head(run, target, rows, length)
     plan = Plan(run)
-    with TemporaryDirectory() as folder:
-        trainer = SpeculatorTrainer(
-            model=head,
-            target=target,
-            token_at_peak=plan.token_at_peak("stage1"),
-            loss=config.loss,
-            optimizer=stage.optimizer,
-            decode=lambda head: {},
-            args=TrainingArguments(
-                folder,
-                max_steps=steps,
-                per_device_train_batch_size=stage.per_device_train_batch_size,
-                learning_rate=stage.learning_rate,
-                max_grad_norm=stage.max_grad_norm,
-                bf16=stage.bf16,
-                logging_steps=_LOGGED,
-                save_strategy="no",
-                report_to=[],
-                remove_unused_columns=False,
-                use_cpu=target.device.type == "cpu",
-            ),
-            data_collator=Collator(head.config),
-            train_dataset=rows,
-        )
-        trainer.train()
-    last = [line for line in trainer.state.log_history if "tokens_per_second" in line][-1]
+    source, stage = StateSource(target, head.aux_layers), replace(stage, max_steps=steps, logging_steps=_LOGGED)
+    given, display = StageRows(rows, Collator(head.config)), Display(token_at_peak=plan.token_at_peak("stage1"))
+    loop = Loop(head, source, stage, config.loss, given, Path(), display=display)
+    last = [line for line in loop.run().log_history if "tokens_per_second" in line][-1]
     measured = torch.cuda.max_memory_allocated(target.device) if target.device.type == "cuda" else None
     return {
         "tokens_per_second": last["tokens_per_second"],
@@ -79,5 +59,5 @@ def measure(config: RunConfig, target: Target, steps: int) -> dict[str, Any]:
         "peak_bytes": measured,
         "planned_bytes": sum(plan.memory()["stage1"].values()),
         "document_attention": str(target.document_attention and target.document_attention[0]),
-        "trainer": trainer,
+        "loop": loop,
     }

@@ -24,7 +24,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
-from transformers import TrainingArguments, get_cosine_schedule_with_warmup, set_seed
+from transformers import get_cosine_schedule_with_warmup, set_seed
 from transformers.utils import logging as transformers_logging
 
 from data.engine_writer import EngineWriter
@@ -42,12 +42,13 @@ from speculator.prompts import Conversation
 from speculator.tables import markdown_table
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
-from train.config import HeadOptions, LossConfig, RunConfig
+from train.batch import Collator, StageRows, StateSource
+from train.config import HeadOptions, LossConfig, RunConfig, StageConfig
 from train.gpus import Place
 from train.initialise import new_head
+from train.loop import Loop
 from train.muon import MuonAndAdamW
 from train.settle import Run
-from train.trainer import Collator, SpeculatorTrainer
 
 SOURCES = ["python-sources"]
 LENGTH = 256
@@ -239,17 +240,12 @@ def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: CachedTarget,
     optimiser: Optimizer = (BF16AdamW if arm.bf16_weights else AdamW)(list(head.parameters()), **settings)
     if arm.muon:
         optimiser = MuonAndAdamW(optimiser, head)
-    arguments = TrainingArguments(
-        output_dir="unused", max_steps=steps, per_device_train_batch_size=1, lr_scheduler_type="cosine",
-        warmup_steps=steps // 20, learning_rate=rate, max_grad_norm=1.0, seed=seed, use_cpu=True,
-        save_strategy="no", logging_steps=200, report_to="none", remove_unused_columns=False,
-        label_names=["labels"], disable_tqdm=True,
-    )  # fmt: skip
-    schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
-    SpeculatorTrainer(
-        model=head, target=target, loss=arm.loss, decode=lambda _: {}, args=arguments, train_dataset=rows,
-        data_collator=Collator(head.config, None), optimizers=(optimiser, schedule),
-    ).train()  # fmt: skip
+    stage = StageConfig(max_steps=steps, per_device_train_batch_size=1, logging_steps=200)
+    given = StageRows(rows, Collator(head.config), seed=seed)
+    loop = Loop(head, StateSource(target, head.aux_layers), stage, arm.loss, given, Path())
+    loop.optimizer = optimiser
+    loop.schedule = get_cosine_schedule_with_warmup(optimiser, steps // 20, steps)
+    loop.run()
     return head
 
 

@@ -130,7 +130,7 @@ _DOCUMENT = 512
 
 
 class Training:
-    """A head that is trained on random tokens, step by step, as `SpeculatorTrainer` does it but for clipping.
+    """A head that is trained on random tokens, step by step, as `train.loop.Loop` does it but for clipping.
 
     Args:
         target: in bfloat16 it, and the head's products with it, run under autocast; the head's weights are float32.

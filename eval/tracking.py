@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,10 +46,11 @@ def send(report: Report, folder: Path, report_to: str) -> None:
         tracker.finish()
 
 
-def start(folder: Path, **facts: Any) -> None:
+def start(folder: Path, begin: Callable[..., object] | None = None, **facts: Any) -> None:
     """Start a wandb run whose files are in a folder. Nothing is uploaded, unless WANDB_MODE is online.
 
-    `facts` are arguments of `wandb.init`; the variables WANDB_MODE, WANDB_DISABLED and WANDB_PROJECT take precedence.
+    `facts` are arguments of `wandb.init`, or of `begin`, which calls it; the variables WANDB_MODE, WANDB_DISABLED and
+    WANDB_PROJECT take precedence.
     """
     import wandb
 
@@ -57,7 +58,9 @@ def start(folder: Path, **facts: Any) -> None:
     mode: Any = "disabled" if off else os.environ.get("WANDB_MODE", "offline")  # wandb checks it
     project = os.environ.get("WANDB_PROJECT", PROJECT)
     try:
-        wandb.init(project=project, dir=str(folder), mode=mode, settings=wandb.Settings(silent=True), **facts)
+        (begin or wandb.init)(
+            project=project, dir=str(folder), mode=mode, settings=wandb.Settings(silent=True), **facts
+        )
     except wandb.Error as error:
         raise UserError(f"WANDB_MODE={mode}: wandb: {first_line(error)}") from None
     if wandb.run is not None and wandb.run.settings.mode == "offline":
@@ -76,19 +79,6 @@ def is_on() -> bool:
     """Return whether a wandb run is open in this process."""
     wandb = sys.modules.get("wandb")
     return wandb is not None and wandb.run is not None
-
-
-def at_step(step: int) -> None:
-    """Let wandb log the next figures at this step of a training, if a run is open.
-
-    By itself wandb counts from 0 in each offline folder of a run.
-    """
-    if is_on():
-        import wandb
-
-        with suppress(TimeoutError):  # its own process may not answer for half a minute on a busy machine
-            if wandb.run is not None and wandb.run.step < step:
-                wandb.log({}, step=step, commit=False)
 
 
 def log(report: Report, folder: Path) -> None:

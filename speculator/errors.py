@@ -38,19 +38,16 @@ def removed(name: str) -> str | None:
     return why and f"{name} is gone: {why} (docs/results.md, measured and left out)"
 
 
-class CheckedHelp:
-    """Mixin of argument parsers: help that can't be written is an error. argparse ignores it, or prints a traceback."""
-
-    def print_help(self: Any, file: Any = None) -> None:
-        if code := run_command(self.prog, lambda: print(self.format_help(), end="", file=file)):
-            self.exit(code)
-
-
-class OneLineParser(CheckedHelp, argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """Argument parser that prints one-line errors, and rejects abbreviated flags and empty paths."""
 
     def __init__(self, *positional: Any, **settings: Any):
         super().__init__(*positional, **{"allow_abbrev": False, **settings})
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; one that can't be written is an error, which argparse ignores or shows as a traceback."""
+        if code := run_command(self.prog, lambda: print(self.format_help(), end="", file=file)):
+            self.exit(code)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if arg_string == "" and action.type is Path:  # otherwise the current folder

@@ -1,6 +1,6 @@
 """The reference steps: one of speculative decoding and one of training, without anything that makes them fast.
 
-Nothing else imports this file. It is here to be read, and tests hold the engine and the trainer against it: texts,
+Nothing else imports this file. It is here to be read, and tests hold the engine and the loop against it: texts,
 drafts and accepted counts are equal, and losses and gradients are so up to rounding. `docs/explanation/step.md`
 explains both steps, and names the fast code of each part.
 """
@@ -111,12 +111,12 @@ def update(head: Any, optimizer: torch.optim.Optimizer, losses: list[Tensor], ma
     `losses` has a scalar for each label; gradients are clipped to the norm `max_norm`. If the draft positions have
     equally many labels, the result is the sum of their mean losses.
     """
-    loss = head.n_predict * torch.stack(losses).mean()
-    optimizer.zero_grad()
+    loss = head.n_predict * torch.stack(losses).sum() / len(losses)
     loss.backward()
     clip_grad_norm_(head.parameters(), max_norm)
     optimizer.step()
-    return float(loss)
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def mlp_step(

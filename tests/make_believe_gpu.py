@@ -424,6 +424,7 @@ def making_believe(monkeypatch):
         "set_sync_debug_mode": None,
         "set_device": None,
         "manual_seed": None,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "manual_seed_all": None,
         "is_current_stream_capturing": False,
         "current_stream": _Nothing(),
@@ -434,6 +435,7 @@ def making_believe(monkeypatch):
     for name in ("device", "Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, _Nothing)
     monkeypatch.setattr(torch, "Event", _Nothing)
+    monkeypatch.setattr("train.batch._LOADERS", 0)  # a process of a loader would see the real machine
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: counts.wait("synchronize"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: counts.wait("synchronize"))
     answers = {"is_available": True, "current_accelerator": GPU, "device_count": 1, "current_device_index": 0}

@@ -3,61 +3,50 @@
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback
 
 from speculator import Target
 from speculator.heads import Speculator
 from speculator.target.remote.server_target import ServerTarget
-from train.config import LossConfig
-from train.trainer import Collator, SpeculatorTrainer, arguments
+from train.batch import Collator, StageRows, StateSource
+from train.config import LossConfig, StageConfig
+from train.look_ahead import LookAhead
+from train.loop import Loop
 
 STEPS = 10
-
-
-class Noting(TrainerCallback):
-    """Keeps the gradients of every step, and calls `at` a step."""
-
-    def __init__(self, head, at):
-        self.head, self.at, self.gradients = head, at, []
-
-    def on_pre_optimizer_step(self, *args, **kwargs):
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.head.parameters() if p.grad is not None]))
-
-    def on_step_end(self, args, state, *rest, **kwargs):
-        self.at.get(state.global_step, lambda: None)()
 
 
 def trained(
     target: Target, head: Speculator, rows: list[dict], folder: Path, at: dict | None = None
 ) -> tuple[list[float], list[torch.Tensor], list[dict]]:
     """Losses of ten steps and of an evaluation, the gradients of each step, and the log; `at` maps steps to calls."""
-    trainer = SpeculatorTrainer(
-        model=head,
-        target=target,
-        loss=LossConfig(cross_entropy=0.1),
-        decode=lambda head: {},
-        args=arguments(
-            output_dir=str(folder),
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            logging_steps=1,
-            eval_steps=STEPS,
-            save_steps=STEPS,
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
-            report_to="none",
-        ),
-        data_collator=Collator(head.config, documents=isinstance(target, ServerTarget)),
-        train_dataset=rows,
-        eval_dataset=rows[:4],
+    source = LookAhead(target) if isinstance(target, ServerTarget) else StateSource(target, head.aux_layers)
+    stage = StageConfig(
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        lr_scheduler_type="linear",
+        warmup_steps=0,
+        logging_steps=1,
+        eval_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
     )
-    noting = Noting(head, at or {})
-    trainer.add_callback(noting)
-    trainer.train()
-    log = trainer.state.log_history
+    collate = Collator(head.config, documents=source.reads_documents)
+    rows = StageRows(rows, collate, validation=rows[:4], evaluation_batch=2)
+    loop = Loop(head, source, stage, LossConfig(cross_entropy=0.1), rows, folder)
+    gradients, after = [], loop.after
+
+    def note(*_) -> None:
+        gradients.append(torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None]))
+
+    def called() -> bool:
+        (at or {}).get(loop.progress.global_step, lambda: None)()
+        return after()
+
+    loop.optimizer.register_step_pre_hook(note)
+    loop.after = called
+    log = loop.run().log_history
     evaluated = next(entry["eval_loss"] for entry in log if "eval_loss" in entry)
-    return [*(entry["loss"] for entry in log if "loss" in entry), evaluated], noting.gradients, log
+    return [*(entry["loss"] for entry in log if "loss" in entry), evaluated], gradients, log
 
 
 def apart(gradients: list[torch.Tensor], expected: list[torch.Tensor]) -> float:

@@ -17,9 +17,10 @@ from transformers import set_seed
 
 from speculator.target.in_process import InProcessTarget
 from speculator.target.sharding import Group
+from train.batch import Collator, StageRows, StateSource
 from train.checkpoint import newest
-from train.config import LossConfig
-from train.trainer import Collator, SpeculatorTrainer, arguments
+from train.config import LossConfig, StageConfig
+from train.loop import Loop, Progress
 
 LOGGED = 3  # steps per log line of `go_on`, which saves every two steps
 
@@ -39,44 +40,36 @@ def read(target: InProcessTarget, rank: int) -> list[torch.Tensor]:
     return [hidden, states(hidden), target.logits(hidden)]
 
 
-def trainer_of(
+def loop_of(
     target: InProcessTarget,
     folder: Path,
     accumulation: int,
     count: int,
     steps: int | None = None,
     logging_steps: int = 1,
-    **settings,
-) -> SpeculatorTrainer:
+    sharded: bool = False,
+) -> Loop:
     """A head's, on rows of unequal lengths, eight for a step; by default up to their end."""
     generator = torch.Generator().manual_seed(9)
     lengths = torch.randint(16, 24, (count,), generator=generator).tolist()
     rows = [{"input_ids": torch.randint(300, (length,), generator=generator).tolist()} for length in lengths]
     set_seed(0)
     head = tiny_head(vocab_size=300)
-    return SpeculatorTrainer(
-        model=head,
-        target=target,
-        loss=LossConfig(kl=1.0, cross_entropy=0.1),
-        decode=lambda head: {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0},
-        args=arguments(
-            output_dir=str(folder),
-            max_steps=steps or -(-count // 8),
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            lr_scheduler_type="constant",
-            gradient_accumulation_steps=accumulation,
-            learning_rate=1e-2,
-            eval_steps=2,
-            save_steps=2,
-            logging_steps=logging_steps,
-            report_to="none",
-        ),
-        data_collator=Collator(head.config),
-        train_dataset=rows,
-        eval_dataset=rows[:8],
-        **settings,
+    stage = StageConfig(
+        max_steps=steps or -(-count // 8),
+        per_device_train_batch_size=2,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=0,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=1e-2,
+        adam_beta2=0.999,
+        eval_steps=2,
+        save_total_limit=99,
+        logging_steps=logging_steps,
     )
+    source, loss = StateSource(target, head.aux_layers), LossConfig(kl=1.0, cross_entropy=0.1)
+    rows = StageRows(rows, Collator(head.config), validation=rows[:8], evaluation_batch=2)
+    return Loop(head, source, stage, loss, rows, folder, sharded=sharded)
 
 
 def held(target: InProcessTarget) -> int:
@@ -98,18 +91,13 @@ def main(folder: str, output: str, rows: str, *kinds: str) -> None:
             gathered, Group.gathered = Group.gathered, lambda group, rows: rows.repeat(group.size, 1)
             made["apart"] = target.hidden(torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(rank)))
             Group.gathered = gathered
-        sharded = parallel != "none"
-        trainer = trainer_of(
-            target, Path(output) / kind, 4 // count, int(rows), optimizer="sharded" if sharded else "adamw"
-        )
-        trainer.train()
-        made["head"] = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
-        made["log"] = trainer.state.log_history
-        optimizer = trainer.optimizer.optimizer
-        made["moments"] = len(getattr(optimizer, "optim", optimizer).state)
+        loop = loop_of(target, Path(output) / kind, 4 // count, int(rows), sharded=parallel != "none")
+        made["log"] = loop.run().log_history
+        made["head"] = {name: weight.detach() for name, weight in loop.head.named_parameters()}
+        made["moments"] = len(getattr(loop.optimizer, "optim", loop.optimizer).state)
         torch.save(made, Path(output) / f"{kind}.{rank}.pt")
         distributed.barrier()
-        del trainer, target
+        del loop, target
     gc.collect()
     distributed.destroy_process_group()
 
@@ -119,9 +107,11 @@ def go_on(folder: str, output: str, steps: str) -> None:
     PartialState(cpu=True)
     target = InProcessTarget.load(folder)
     accumulation = 4 // distributed.get_world_size()
-    trainer = trainer_of(target, Path(output), accumulation, 48, int(steps), LOGGED, optimizer="sharded")
-    trainer.train(resume_from_checkpoint=(last := newest(Path(output))[0]) and str(last))
-    del trainer
+    loop = loop_of(target, Path(output), accumulation, 48, int(steps), LOGGED, sharded=True)
+    if last := newest(Path(output))[0]:
+        loop.resume(last, Progress.read(last))
+    loop.run()
+    del loop
     gc.collect()
     distributed.destroy_process_group()
 

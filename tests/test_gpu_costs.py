@@ -28,9 +28,9 @@ from speculator.target import in_process
 from speculator.target.attention import attention
 from speculator.target.cache import kv_cache
 from speculator.target.remote.server_target import ServerTarget
+from train.batch import Collator
 from train.config import LossConfig
 from train.losses import ChunkedLoss
-from train.trainer import Collator
 
 __all__ = ["gpu"]
 
@@ -248,7 +248,7 @@ def to_gpu(batch: dict) -> dict:
 
 
 def training_step(target: Target, head, rows: list[dict]) -> None:
-    """A micro-batch as the Trainer runs it."""
+    """A micro-batch as the loop runs it."""
     batch = to_gpu(Collator(head.config)(rows))
     ids, number = batch.pop("input_ids"), batch.pop("document_ids")
     hidden = torch.zeros(*ids.shape, target.hidden_size, dtype=target.dtype, device="cuda")

@@ -1,6 +1,7 @@
 """The code's branches for CUDA, run on a make-believe GPU: no wrong device, no wrong dtype, no needless wait."""
 
 from collections import Counter
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,7 +11,6 @@ from drafters import make_drafter
 from make_believe_gpu import gpu
 from replays import PROMPTS, capturing, overwrite, texts
 from serving_here import serving
-from transformers import TrainingArguments
 
 from data.engine_writer import EngineWriter
 from data.writing import Writing
@@ -22,9 +22,10 @@ from speculator.kernels import cuda_graphs
 from speculator.prompts import Conversation
 from speculator.target.attention.attention import VARLEN
 from speculator.target.cache import kv_cache
-from train.config import LossConfig
+from train.batch import Collator, StageRows, StateSource
+from train.config import LossConfig, StageConfig
+from train.loop import Loop
 from train.losses import ChunkedLoss
-from train.trainer import Collator, SpeculatorTrainer
 
 __all__ = ["gpu"]
 SAMPLED = ("model-chain", "attention-tree", "block-tree", "attention-fixed-tree")
@@ -101,28 +102,23 @@ def head_for(target: Target, architecture: str) -> Speculator:
 
 
 def packed_rows(count: int, length: int = 48) -> list[dict]:
-    """Rows of three documents each."""
+    """StageRows of three documents each."""
     ids = torch.arange(count * length).view(count, length) * 7 % 31
     return [{"input_ids": row.tolist(), "document_ids": [3 * i // length for i in range(length)]} for row in ids]
 
 
-def trainer(target: Target, head: Speculator, folder: str, **changes) -> SpeculatorTrainer:
-    how = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "save_strategy": "no"}
-    how |= {
-        "bf16": target.dtype == torch.bfloat16,
-        "report_to": [],
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-    }
-    return SpeculatorTrainer(
-        model=head,
-        target=target,
-        loss=LossConfig(),
+def loop_of(target: Target, head: Speculator, folder: Path, **changes) -> Loop:
+    how = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "eval_steps": 2}
+    stage = StageConfig(bf16=target.dtype == torch.bfloat16, **how | changes)
+    rows = StageRows(packed_rows(4), Collator(head.config), validation=packed_rows(2))
+    return Loop(
+        head,
+        StateSource(target, head.aux_layers),
+        stage,
+        LossConfig(),
+        rows,
+        folder,
         decode=lambda head: real_acceptance(target, head, Suite("test", PROMPTS[:2]), seed=0, max_new_tokens=8),
-        args=TrainingArguments(folder, **how | changes),
-        data_collator=Collator(head.config),
-        train_dataset=packed_rows(4),
-        eval_dataset=packed_rows(2),
     )
 
 
@@ -131,8 +127,8 @@ def test_a_head_trains_on_packed_documents_as_on_the_cpu(architecture, gpu, tmp_
     losses = {}
     for device in ("cpu", "cuda"):
         target = Target(tiny_model().to(device, torch.bfloat16), tokenizer=None)
-        run = trainer(target, head_for(target, architecture).float(), str(tmp_path), use_cpu=device == "cpu")
-        losses[device] = run.train().training_loss, run.evaluate()["eval_loss"]
+        log = loop_of(target, head_for(target, architecture).float(), tmp_path, logging_steps=1).run().log_history
+        losses[device] = [entry[name] for entry in log for name in ("loss", "eval_loss") if name in entry]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-2)
 
 
@@ -197,14 +193,15 @@ def test_packed_documents_are_kept_apart_without_a_mask(family, gpu):
     [("mlp", 2), ("eagle3", 4), ("dspark", 1)],
 )
 def test_a_micro_batch_rarely_waits_for_the_device(architecture, most, gpu, tmp_path):
-    """Each wait drains the queue of kernels. The Trainer's own five, most of them copies of the batch, don't count."""
+    """Each wait drains the queue of kernels. Copies of the batch don't count."""
     target, waits = Target(tiny_model().to("cuda", torch.bfloat16), tokenizer=None), []
     for steps in (2, 6):
-        run = trainer(target, head_for(target, architecture).float(), str(tmp_path), max_steps=steps, logging_steps=100)
+        loop = loop_of(target, head_for(target, architecture).float(), tmp_path, max_steps=steps, logging_steps=100)
+        loop.validation = None
         gpu.waits.clear()
-        run.train()
+        loop.run()
         waits.append(Counter(gpu.waits))
-    own = [{name: count for name, count in each.items() if "train/trainer.py" not in name} for each in waits]
+    own = [{name: count for name, count in each.items() if "from the host train/loop.py" not in name} for each in waits]
     assert sum(own[1].values()) - sum(own[0].values()) <= 4 * most, own
 
 

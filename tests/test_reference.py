@@ -1,19 +1,20 @@
-"""The engine and the trainer compute what the plain steps of `speculator.reference` say."""
+"""The engine and the loop compute what the plain steps of `speculator.reference` say."""
 
 import inspect
 
 import pytest
 import torch
 from conftest import tiny_head, tiny_model
+from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
-from transformers import TrainerCallback
 
 from speculator import Chain, Engine, HeadDrafter, Sampling, Target, reference
 from speculator.decoding import verify
 from speculator.heads import unrolled
 from speculator.heads.training import IGNORE
-from train.config import LossConfig
-from train.trainer import Collator, SpeculatorTrainer, arguments
+from train.batch import Collator, StageRows, StateSource
+from train.config import LossConfig, StageConfig
+from train.loop import Loop
 
 DEPTH, NEW = 3, 32
 PLAIN_STEPS = {"mlp": reference.mlp_step, "eagle3": reference.eagle3_step}
@@ -85,23 +86,6 @@ def test_an_engine_with_a_wrong_accept_rule_differs_from_the_plain_step(monkeypa
 # ---- one step of training
 
 
-class ClippedGradients(TrainerCallback):
-    """Keeps the gradients that the optimiser gets."""
-
-    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
-        self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-class KeepingLoss(SpeculatorTrainer):
-    """Keeps the loss of its step, which the log has with four digits."""
-
-    def compute_loss(self, model, *args, **kwargs):
-        loss = super().compute_loss(model, *args, **kwargs)
-        if model.training:
-            self.kept = float(loss)
-        return loss
-
-
 def documents(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Random documents of 5 to 11 tokens, some of which have no loss."""
     generator = torch.Generator().manual_seed(0)
@@ -114,61 +98,59 @@ def documents(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return made
 
 
-def by_trainer(folder, model, architecture, pieces, max_norm, cross_entropy):
-    """Loss, clipped gradients and weights of the trainer's step, over three rows of two packed documents each."""
-    head, gradients = tiny_head(DEPTH, architecture), ClippedGradients()
-    rows = []
+def keep_gradients(head, optimizer) -> dict[str, torch.Tensor]:
+    """A dict that takes the clipped gradients of the optimiser's next step."""
+    found: dict[str, torch.Tensor] = {}
+    named = list(head.named_parameters())
+    optimizer.register_step_pre_hook(
+        lambda *_: found.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+    )
+    return found
+
+
+def by_loop(folder, model, architecture, pieces, max_norm, cross_entropy, micro_batches):
+    """Loss, clipped gradients and weights of the loop's second step, over three rows of two packed documents each."""
+    head, rows = tiny_head(DEPTH, architecture), []
     for first, second in zip(pieces[::2], pieces[1::2], strict=True):
         tokens, has_loss = (torch.cat(parts).tolist() for parts in zip(first, second, strict=True))
         ids = [0] * len(first[0]) + [1] * len(second[0])
         rows.append({"input_ids": tokens, "loss_mask": list(map(int, has_loss)), "document_ids": ids})
-    trainer = KeepingLoss(
-        model=head,
-        target=Target(model, tokenizer=None),
-        loss=LossConfig(kl=1, cross_entropy=cross_entropy),
-        decode=lambda _: {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0},
-        args=arguments(
-            output_dir=str(folder),
-            max_steps=1,
-            learning_rate=0.1,
-            max_grad_norm=max_norm,
-            logging_steps=1,
-            eval_steps=2,
-            save_steps=2,
-            per_device_train_batch_size=len(rows),
-            report_to="none",
-            lr_scheduler_type="constant",
-        ),
-        data_collator=Collator(head.config),
-        train_dataset=rows,
-        eval_dataset=rows,
-        optimizers=(torch.optim.SGD(head.parameters(), 0.1), None),
-        callbacks=[gradients],
-    )
-    trainer.train()
-    return trainer.kept, gradients.found, {name: p.detach() for name, p in head.named_parameters()}
+    source = StateSource(Target(model, tokenizer=None), head.aux_layers)
+    sizes = {"per_device_train_batch_size": len(rows) // micro_batches, "gradient_accumulation_steps": micro_batches}
+    stage = StageConfig(max_steps=2, max_grad_norm=max_norm, logging_steps=1, **sizes)
+    weights, given = LossConfig(kl=1, cross_entropy=cross_entropy), StageRows(rows, Collator(head.config))
+    loop = Loop(head, source, stage, weights, given, folder)
+    loop.optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    loop.schedule = LambdaLR(loop.optimizer, lambda step: 1.0)
+    gradients = keep_gradients(head, loop.optimizer)
+    loss = loop.run().log_history[-1]["loss"]
+    return loss, gradients, {name: p.detach() for name, p in head.named_parameters()}
 
 
-def compare(folder, architecture, max_norm=0.5, cross_entropy=0.3):
-    """Hold a step of the trainer against the plain one."""
+def compare(folder, architecture, max_norm=0.5, cross_entropy=0.3, micro_batches=1):
+    """Hold two steps of the loop against the plain ones."""
     model, head = tiny_model(), tiny_head(DEPTH, architecture)
     pieces = documents(6)
-    loss, gradients, weights = by_trainer(folder, model, architecture, pieces, max_norm, cross_entropy)
+    loss, gradients, weights = by_loop(folder, model, architecture, pieces, max_norm, cross_entropy, micro_batches)
     optimizer = torch.optim.SGD(head.parameters(), 0.1)
-    expected = PLAIN_STEPS[architecture](model, head, pieces, optimizer, max_norm, cross_entropy)
-    trained = {name: p for name, p in head.named_parameters() if p.grad is not None}
+    trained = keep_gradients(head, optimizer)
+    for _ in range(2):
+        expected = PLAIN_STEPS[architecture](model, head, pieces, optimizer, max_norm, cross_entropy)
     assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     assert gradients.keys() == trained.keys()
     assert {p.dtype for p in trained.values()} == {torch.float32}
-    for name, p in trained.items():
-        assert_close(gradients[name], p.grad, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-        assert_close(weights[name], p.detach(), rtol=0, atol=1e-6)
+    own = dict(head.named_parameters())
+    for name, gradient in trained.items():
+        assert_close(gradients[name], gradient, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(weights[name], own[name].detach(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("architecture", PLAIN_STEPS)
-@pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["clipped", "whole"])
-def test_the_trainer_takes_the_plain_step(tmp_path, architecture, max_norm):
-    compare(tmp_path, architecture, max_norm)
+@pytest.mark.parametrize(
+    ("max_norm", "micro_batches"), [(0.5, 1), (1e6, 1), (0.5, 3)], ids=["clipped", "whole", "micro-batches"]
+)
+def test_the_loop_takes_the_plain_step(tmp_path, architecture, max_norm, micro_batches):
+    compare(tmp_path, architecture, max_norm, micro_batches=micro_batches)
 
 
 def other_tokens(labels):
@@ -178,14 +160,14 @@ def other_tokens(labels):
 
 
 @pytest.mark.parametrize("wrong", [other_tokens, lambda labels: labels.roll(1, -1)], ids=["tokens", "positions"])
-def test_a_trainer_with_shifted_labels_differs_from_the_plain_step(tmp_path, monkeypatch, wrong):
+def test_a_loop_with_shifted_labels_differs_from_the_plain_step(tmp_path, monkeypatch, wrong):
     align = unrolled.align
     monkeypatch.setattr(unrolled, "align", lambda *row: wrong(align(*row)))
     with pytest.raises(AssertionError, match="not close"):
         compare(tmp_path, "mlp")
 
 
-def test_a_trainer_whose_steps_read_one_token_too_early_differs_from_the_plain_step(tmp_path, monkeypatch):
+def test_a_loop_whose_steps_read_one_token_too_early_differs_from_the_plain_step(tmp_path, monkeypatch):
     forward = unrolled.UnrolledHead.forward
 
     def early(self, batch, loss):
@@ -201,3 +183,4 @@ def test_a_trainer_whose_steps_read_one_token_too_early_differs_from_the_plain_s
 def test_a_plain_step_fits_a_screen():
     lengths = [len(inspect.getsource(step).splitlines()) for step in (reference.decode, *PLAIN_STEPS.values())]
     assert max(lengths) <= 60
+    assert len(inspect.getsource(Loop.step).splitlines()) <= 40

@@ -25,7 +25,7 @@ WORDS = {
     ),
     "accelerator": (  # the device or the package accelerate; trained weights are a draft head
         *("speculator/device.py", "data/batches.py", "eval/decoders.py"),
-        *("train/processes.py", "train/timing.py", "train/trainer.py"),
+        *("train/processes.py", "train/batch.py", "train/loop.py", "train/progress.py", "train/stages.py"),
     ),
     # not words of the field: equal, suppressed, again, shared, verified, locked
     "alike": (),

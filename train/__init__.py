@@ -1,1 +1,1 @@
-"""Training a speculator: the run's config, losses, the trainer, the stages."""
+"""Training a speculator: the run's config, losses, the loop, the stages."""

@@ -144,7 +144,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One stage of training. Fields named as in transformers' `TrainingArguments` are passed to it as they are."""
+    """One stage of training."""
 
     max_steps: NonNegativeInt = 1000
     """Optimiser steps, unless epochs is set."""

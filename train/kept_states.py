@@ -8,7 +8,7 @@ import shutil
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -24,32 +24,18 @@ from speculator.kernels.compiled import Compiled
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import digest
 from speculator.target.in_process import InProcessTarget
-from train.look_ahead import DOCUMENTS, Batch, Documents
+from train.batch import DOCUMENTS, Batch, Documents, StateSource, TargetStates
 from train.losses import chunk_tokens, compiling_pays
 
 Tensors: TypeAlias = dict[str, Tensor]
 """A document's part of `TargetStates`, by name."""
 
 
-class TargetStates(NamedTuple):
-    """Tensors that the frozen target computes for a batch of B rows of L tokens; 0 for padding.
-
-    Attributes:
-        hidden: [B, L, D] hidden states after the final norm.
-        states: [B, L, nD] those of n auxiliary layers, side by side; `hidden` without such layers.
-        normalisers: [B, L] logsumexp of each hidden state's logits, float32; None if they are not kept.
-    """
-
-    hidden: Tensor
-    states: Tensor
-    normalisers: Tensor | None
-
-
 def normaliser(logits: Tensor) -> Tensor:  # [C, V] -> [C]
     return exact(logits).logsumexp(-1)
 
 
-class KeptStates:
+class KeptStates(StateSource):
     """Computes what the target says about documents, and keeps it: one file each, in a folder of this target and head.
 
     No document sees another one, so other runs on the same documents read the same files, however rows are packed.
@@ -65,8 +51,12 @@ class KeptStates:
         folder: the files' folder in the cache, which is made.
     """
 
+    reads_documents = True
+    target: InProcessTarget
+
     def __init__(self, target: InProcessTarget, aux_layers: Sequence[int], normalisers: bool):
-        self.target, self.aux_layers, self.normalisers = target, tuple(aux_layers), normalisers
+        super().__init__(target, aux_layers)
+        self.normalisers = normalisers
         identity = json.dumps([digest(target.model), str(target.dtype), self.aux_layers, normalisers])
         self.folder = make_cache_folder(f"states/{hashlib.sha256(identity.encode()).hexdigest()[:16]}")
         # Compiled, it is one pass over the logits in place of three: six times as fast on a core with AVX-512.

@@ -7,49 +7,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from math import ceil
-from typing import Any, Final, TypedDict
 
-from torch import Tensor
-
-from data.packing import Columns
-from speculator.target.remote.server_target import PendingStates, ServerTarget, split
+from speculator.target.remote.server_target import PendingStates, ServerTarget
+from train.batch import DOCUMENTS, REQUEST, Batch, StateSource, TargetStates
 
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
-DOCUMENTS: Final = "documents"
-STATES: Final = "hidden_states"
-
-
-class Batch(TypedDict, total=False):
-    """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names.
-
-    Attributes:
-        documents: the rows without padding, if servers run the target or its states are kept.
-        hidden_states: the request for the batch's hidden states, which `LookAhead.take` reads.
-    """
-
-    input_ids: Tensor  # [B, L]
-    document_ids: Tensor  # [B, L]
-    documents: Documents
-    hidden_states: _Request
-
-
-class Documents:
-    """The documents of a batch's rows, without padding; the Trainer moves none to a device.
-
-    Attributes:
-        rows: each row's documents, each a list of tokens.
-    """
-
-    def __init__(self, rows: list[Columns]):
-        tokens = [row["input_ids"] for row in rows]
-        numbers = [row.get("document_ids") or [0] * len(row["input_ids"]) for row in rows]
-        self.rows = [split(*pair) for pair in zip(tokens, numbers, strict=True)]
 
 
 class _Line:
     """The batches of a loader in order; the hidden states of the next few to be used are requested.
 
-    The Trainer reads all micro-batches of a step at once. So the batches ahead are counted from the last one that was
+    The loop reads all micro-batches of a step at once. So the batches ahead are counted from the last one that was
     used, not from the last one that was read.
     """
 
@@ -73,7 +41,7 @@ class _Line:
             request = _Request(self._look_ahead.target, self, batch)
             self._unused.append(request)
             batch = batch.copy()
-            batch[STATES] = request
+            batch[REQUEST] = request
             self._read.append(batch)
         return batch is not None
 
@@ -106,51 +74,40 @@ class _Request:
     def take(self) -> PendingStates:
         """Return the states, which may not have arrived yet, and hold them no longer.
 
-        The Trainer keeps the batch, and with it this request, until the end of its step.
+        The loop keeps the batch, and with it this request, until the end of its step.
         """
         pending, self._pending = self.begin(), None
         return pending
 
 
-class LookAhead:
+class LookAhead(StateSource):
     """Requests the hidden states of the next batches while the head trains on the current one.
 
     As many batches are requested ahead as the head trains on while the servers answer for one: with 3 s for an answer
     and 1 s for a batch of the head, 3. The number follows the last measurement.
 
     Args:
-        target: a target that servers run.
+        target: a target that servers run, which gives the auxiliary layers that it was connected for.
 
     Attributes:
         depth: number of batches ahead.
     """
 
+    reads_documents = True
+    target: ServerTarget
+
     def __init__(self, target: ServerTarget):
-        self.target = target
+        super().__init__(target, ())
         self.depth, self._taken_at = 1, 0.0
         self._waited = self._trained = 0.0
-        self._source: Iterator[Batch] | None = None
-        self._batches: Iterator[Batch] = iter(())
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield copies of batches with the requests for their states, which `take` needs, at `STATES`."""
+        """Yield copies of batches with the requests for their states, which `take` needs, at `REQUEST`."""
         return iter(_Line(self, batches))
 
-    def continued(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Return `over(batches)`, or the iterator of the last call if `batches` is the same object.
-
-        The Trainer fetches a few batches at a time; a new iterator would drop those requested ahead.
-        """
-        if batches is not self._source:
-            self._source, self._batches = batches, self.over(batches)
-        return self._batches
-
-    def take(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Wait for a batch's hidden states, and set `depth` by how long the servers took.
-
-        Returns the final ones [B, L, D] and those of the n auxiliary layers, concatenated, [B, L, nD].
-        """
-        request = batch[STATES]
+    def take(self, batch: Batch) -> TargetStates:
+        """Wait for a batch's hidden states, and set `depth` by how long the servers took."""
+        request = batch[REQUEST]
         pending, asked_at = request.take(), time.perf_counter()
         states = pending.result()
         # Between two takes the head trains; before the first one nothing is known, so one batch is ahead.
@@ -160,29 +117,10 @@ class LookAhead:
         self.depth = min(max(1, ceil(pending.seconds / max(head, 1e-3))), _MOST)
         self._waited, self._trained = self._waited + self._taken_at - asked_at, self._trained + head
         request.line.used(request)
-        return states
+        return TargetStates(*states)
 
-    def share_waited(self) -> float:
+    def figures(self) -> dict[str, float]:
         """Return the share, 0 to 1, of the time since the last call in which the head waited for servers."""
         waited, trained = self._waited, self._trained
         self._waited = self._trained = 0.0
-        return waited / max(waited + trained, 1e-9)
-
-
-class LookAheadLoader:
-    """A data loader that yields another's batches, each with its request of hidden states for `LookAhead.take`.
-
-    Iterating it also sends the requests of the next batches, see `LookAhead`; for all else it is the other loader.
-    """
-
-    def __init__(self, loader: Any, look_ahead: LookAhead):
-        self._loader, self._look_ahead = loader, look_ahead
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._look_ahead.over(self._loader)
+        return {"waiting_for_servers": waited / max(waited + trained, 1e-9)}

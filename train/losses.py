@@ -1,4 +1,4 @@
-"""The losses of a run, computed in chunks of tokens; `SpeculatorTrainer` divides the sums.
+"""The losses of a run, computed in chunks of tokens; `train.loop` divides the sums.
 
 A head with a draft vocabulary has V_d of the V logits. The target's distribution p is normalised over all V and then
 restricted to the V_d; q is 0 elsewhere, so a sum over tokens is a sum over these. A label outside the draft vocabulary

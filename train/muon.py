@@ -62,7 +62,7 @@ class MuonAndAdamW(Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all weights; the Trainer gives no closure."""
+        """Update all weights; the loop gives no closure."""
         for part in self.parts:
             part.step()
 

@@ -35,8 +35,6 @@ _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|remote process|n
 def join() -> PartialState:
     """Join the run's processes (this one alone without a launcher), and return accelerate's state of this one.
 
-    It is called before `TrainingArguments`, which would set another timeout.
-
     The recipe alone decides about precision and compilation, so those of accelerate's own configuration are dropped.
 
     Raises a UserError if accelerate is configured to shard the head.

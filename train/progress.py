@@ -1,57 +1,94 @@
-"""Throughput of training, and the log line that shows it."""
+"""Throughput of training, and the lines and bars that show how far it is."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
-from transformers import ProgressCallback, TrainerCallback
 
 from speculator.heads.training import IGNORE
-from speculator.terminal import Progress, log
+from speculator.terminal import Progress, is_first, log
+from train.batch import Batch
 from train.checkpoint import DECODED, METRIC
-from train.timing import Stopwatch
 
 _TIMED, _LEAST_SECONDS = 3, 5.0
 """Steps and seconds after which the first estimate of the time is printed: short steps differ much."""
 
 
-class Throughput(TrainerCallback):
+class Stopwatch:
+    """Sums the seconds spent inside its `with` blocks, by the clock of the device.
+
+    On an accelerator events in its stream are timed, which cost the loop nothing; `take` waits for them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._spans: list[tuple[torch.Event, torch.Event]] = []
+        self._seconds = 0.0
+        self._begin: Any = 0.0
+
+    def _now(self) -> torch.Event | float:
+        """Return the present: seconds on a CPU, else an event in the device's stream."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def __enter__(self) -> None:
+        self._begin = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        end = self._now()
+        if isinstance(end, float):
+            self._seconds += end - self._begin
+        else:
+            self._spans.append((self._begin, end))
+
+    def take(self) -> float:
+        """Return the seconds spent inside the blocks since the last call."""
+        if self._spans:
+            torch.accelerator.synchronize(self.device)
+        seconds = self._seconds + sum(begin.elapsed_time(end) / 1000 for begin, end in self._spans)
+        self._spans, self._seconds = [], 0.0
+        return seconds
+
+
+class Clock:
     """Times optimiser steps (loading, forward and backward passes, and the update) and counts their tokens.
 
     Args:
         token_at_peak: seconds of a token's operations at the device's peak, those of the target and those of the head,
             which computes labelled tokens alone; None if unknown.
+
+    Attributes:
+        steps, target: the stopwatches of optimiser steps, and of the target's part of them.
     """
 
     def __init__(self, device: torch.device, token_at_peak: tuple[float, float] | None = None):
-        self._steps, self._target = Stopwatch(device), Stopwatch(device)
+        self.steps, self.target = Stopwatch(device), Stopwatch(device)
         self._token_at_peak = token_at_peak
         self._tokens, self._first, self._began = 0, 0, time.monotonic()
         self._labelled: Tensor | float = 0.0  # on the device until a log line reads it
 
-    def begin(self) -> None:
-        """Start the clock of an optimiser step, before its batches are read."""
-        self._steps.__enter__()
+    def begin(self, step: int) -> None:
+        """Note that training goes on from this step now."""
+        self._first, self._began = step, time.monotonic()
 
-    def of_target(self, input_ids: Tensor, labels: Tensor) -> Stopwatch:
-        """Count a batch's tokens, and return a stopwatch: its `with` block is timed as the target's part of a step."""
-        self._tokens += input_ids.numel()
+    def count(self, batch: Batch) -> None:
+        """Count a batch's tokens."""
+        tokens = batch["input_ids"].numel()
+        self._tokens += tokens
         # Heads that draw their positions have `labels` of another shape: of these too, the share that is labelled.
-        self._labelled = self._labelled + input_ids.numel() * (labels != IGNORE).float().mean()
-        return self._target
+        self._labelled = self._labelled + tokens * (batch["labels"] != IGNORE).float().mean()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._first, self._began = state.global_step, time.monotonic()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._steps.__exit__()
-
-    def figures(self, state: Any, processes: int) -> dict[str, float]:
+    def figures(self, step: int, max_steps: int, processes: int) -> dict[str, float]:
         """Return figures of the optimiser steps since the last call; "seconds_left" is an estimate from the start on.
 
         "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all processes, with
@@ -59,15 +96,13 @@ class Throughput(TrainerCallback):
         only if the device's peak is known.
 
         Args:
-            state: the Trainer's.
             processes: number of processes, each with as many tokens as this one.
         """
-        seconds, tokens, self._tokens = self._steps.take(), self._tokens, 0
-        done = max(state.global_step - self._first, 1)
+        seconds, tokens, self._tokens = self.steps.take(), self._tokens, 0
         # All the time since the start, so that evaluations and checkpoints are in it at their rate.
-        left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
+        left = (time.monotonic() - self._began) / max(step - self._first, 1) * (max_steps - step)
         found = {
-            "step_over_target": seconds / self._target.take(),
+            "step_over_target": seconds / self.target.take(),
             "tokens_per_second": processes * tokens / seconds,
             "seconds_left": left,
         }
@@ -78,70 +113,54 @@ class Throughput(TrainerCallback):
         return found
 
 
-class ProgressLine(ProgressCallback):
-    """Shows progress bars in the main process, prints a line for each entry of the Trainer's log, and one estimate.
+@dataclass(frozen=True)
+class Display:
+    """How a training shows itself.
 
-    The estimate is a line about the time that is left, printed once after the first few steps of a stage.
-
-    Args:
-        title: title of the bar, such as "stage 1".
-        outlook: returns the line of the estimate, given the seconds of an optimiser step; None: a line about the rest
-            of this stage.
+    Attributes:
+        title: title of its bar, such as "stage 1".
+        outlook: returns a line about the time that is left, given the seconds of an optimiser step; None: a line about
+            the rest of this stage.
+        token_at_peak: as `Clock` takes it.
+        accelerator: logs to trackers, if any are begun; None: to none.
     """
 
-    training_bar: Any
-    prediction_bar: Any
+    title: str = "training"
+    outlook: Callable[[float], str] | None = None
+    token_at_peak: tuple[float, float] | None = None
+    accelerator: Accelerator | None = None
 
-    def __init__(self, title: str, outlook: Callable[[float], str] | None = None):
-        super().__init__()
-        self.title, self.outlook = title, outlook
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.training_bar = Progress(
-                title=self.title, unit="steps", total=state.max_steps, initial=state.global_step
-            )
-        self.current_step = self._first = state.global_step
-        self._said = False
+class StepsBar(Progress):
+    """A progress bar of optimiser steps, which prints one line about the time that is left, after the first few.
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control, **kwargs)
-        if not state.is_world_process_zero or self._said or state.max_steps - self._first < _TIMED * 10:
-            return
-        timed = state.global_step - self._first - 1
+    Args:
+        display: its title and outlook.
+        step, max_steps: steps that are done, and those to do in all.
+    """
+
+    def __init__(self, display: Display, step: int, max_steps: int):
+        super().__init__(title=display.title, unit="steps", total=max_steps, initial=step)
+        self._display, self._first, self._max_steps = display, step, max_steps
+        self._told = max_steps - step < _TIMED * 10 or not is_first()
+
+    def show(self, step: int) -> None:
+        """Show that a step is done."""
+        self.update(1)
+        timed = step - self._first - 1
         if timed == 0:  # the first step compiles and warms up
             self._began = time.monotonic()
-        elif timed >= _TIMED and (took := time.monotonic() - self._began) >= _LEAST_SECONDS:
-            self._said, step = True, took / timed
-            seconds = timedelta(seconds=round(step * (state.max_steps - state.global_step)))
-            log(self.outlook(step) if self.outlook else f"{self.title}: about {seconds} to go, without evaluations")
-
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        if state.is_world_process_zero:
-            if self.prediction_bar is None:
-                self.prediction_bar = Progress(
-                    title="evaluating", unit="batches", total=len(eval_dataloader), leave=False
-                )
-            self.prediction_bar.update(1)
-
-    def close(self) -> None:
-        """End the bars that an error left behind, which would go on reporting."""
-        for bar in (self.prediction_bar, self.training_bar):
-            if bar is not None:
-                bar.close()
-        self.prediction_bar = self.training_bar = None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "train_runtime" not in logs:
-            log(log_line(state.global_step, state.max_steps, logs))
+        elif not self._told and timed >= _TIMED and (took := time.monotonic() - self._began) >= _LEAST_SECONDS:
+            self._told, each = True, took / timed
+            left = timedelta(seconds=round(each * (self._max_steps - step)))
+            plain = f"{self._display.title}: about {left} to go, without evaluations"
+            log(self._display.outlook(each) if self._display.outlook else plain)
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
     """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`).
 
-    `logs` is an entry of the Trainer's log: figures by name.
+    `logs` is an entry of the training log: figures by name.
     """
     if "eval_loss" in logs:
         error = f" ± {logs['eval_forecast_error']:.2f}" if "eval_forecast_error" in logs else ""

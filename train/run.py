@@ -185,7 +185,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             best = train_stage(
                 "stage1", target, heads.pop, inputs, partial(inputs.plan.outlook, target, prompt, "stage1")
             )
-        gc.collect()  # a trainer and its callbacks hold each other
+        gc.collect()  # so that the head of stage 1 is freed, if what trained it holds itself in a circle
         if config.stage2.max_steps:
             announce(config, _GENERATE)
             with _fitting("stage2.generate.batch_size", config):

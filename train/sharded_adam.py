@@ -37,16 +37,15 @@ class ShardedAdam(ZeroRedundancyOptimizer):
         groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in whole.param_groups]
         super().__init__(groups, optimizer_class=AdamW, **settings)
 
-    def state_dict(self) -> StateDict:
-        """Return the state of all processes after `consolidate_state_dict`; without it, only this process's settings.
-
-        accelerate asks for the settings when it wraps the optimiser.
-        """
-        return super().state_dict() if self._all_state_dicts else Optimizer.state_dict(self)
-
     def consolidate_state_dict(self, to: int = 0) -> None:
         super().consolidate_state_dict(to)
         synchronize()  # it does not wait for its copies to the CPU
+
+    def state_dict(self) -> StateDict:
+        """Return the state of all processes, gathered here by `consolidate_state_dict`, and drop it."""
+        found = super().state_dict()
+        self._all_state_dicts: list[StateDict] = []
+        return found
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         super().load_state_dict(state_dict)
@@ -56,7 +55,3 @@ class ShardedAdam(ZeroRedundancyOptimizer):
             for weight in group["params"]:
                 if group["fused"] and (state := self.optim.state.get(weight)):
                     state["step"] = state["step"].to(weight.device)
-
-    def forget(self) -> None:
-        """Drop the moments of other processes, which `consolidate_state_dict` has gathered for a checkpoint."""
-        self._all_state_dicts: list[StateDict] = []

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import datasets
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 
 from eval import tracking
 from eval.in_server import FORECAST_FILE
 from eval.validation import NEW_TOKENS, first_look, real_acceptance
 from speculator.checkpoints import load_any
 from speculator.checkpoints.files import make_readable
+from speculator.device import has_accelerator
 from speculator.errors import UserError
-from speculator.files import JsonObject, manifest_error, new_folder, read_text, write_json, write_manifest, write_text
+from speculator.files import (
+    JsonObject,
+    manifest_error,
+    new_folder,
+    read_json,
+    read_text,
+    write_json,
+    write_manifest,
+    write_text,
+)
 from speculator.heads import Speculator
 from speculator.kernels.linear import bfloat16_pays
 from speculator.target.base import TrainingTarget
@@ -33,16 +41,18 @@ from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, working
 from train import checkpoint, checks, interrupts
+from train.batch import Collator, StageRows, StateSource
 from train.config import StageConfig
 from train.forecast import forecast
 from train.inputs import Inputs
 from train.kept_states import KeptStates
+from train.look_ahead import LookAhead
+from train.loop import STATE, Loop, Progress
 from train.losses import has_rows
 from train.processes import of_first
-from train.progress import ProgressLine
+from train.progress import Display
 from train.settle import Run
 from train.sizes import longest
-from train.trainer import Collator, SpeculatorTrainer, arguments, has_ended
 from train.vocabulary import describe
 
 _FEW_LENGTHS = 128
@@ -82,27 +92,14 @@ def train_stage(
     state = PartialState()
     if state.is_main_process:
         checks.warn_of_warm_up(name, settings)
+    if settings.bf16 and target.device.type == "cpu" and not bfloat16_pays():
+        settings = dataclasses.replace(settings, bf16=False)
+        log(f"{name}.bf16: this processor multiplies float32 faster, so the head's products are computed in float32")
     # At most a process's share of the rows: `filled` fills the last batch up, and its rows cost as much as others.
     batch = min(settings.per_device_train_batch_size, ceil(len(validation_rows) / state.num_processes))
-    # All other fields of `StageConfig` have the names of transformers' `TrainingArguments` and are passed on below:
-    # `max_steps`, `learning_rate`, `lr_scheduler_type`, `warmup_steps`, `per_device_train_batch_size`,
-    # `gradient_accumulation_steps`, `weight_decay`, `max_grad_norm`, `bf16`, `logging_steps`,
-    # `eval_steps`, `save_steps`. A new field with such a name needs no other line.
-    ours = {
-        *("epochs", "base_batch_size", "base_width", "optimizer"),
-        *("save_total_limit", "patience", "keep_states"),
-    }
-    fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(StageConfig)}
-    fields = {name: value for name, value in fields.items() if name not in ours}
-    if settings.bf16 and target.device.type == "cpu" and not bfloat16_pays():
-        fields["bf16"] = False
-        log(f"{name}.bf16: this processor multiplies float32 faster, so the head's products are computed in float32")
     # KV cache positions of a process that decodes its share of the prompts at once, as the plan counts them; chats may
     # be longer.
     positions = ceil(len(suite.prompts) / state.num_processes) * (config.eval.prompt_tokens + NEW_TOKENS)
-
-    remote = isinstance(target, ServerTarget)
-
     looked = name != "stage1" or not state.is_main_process
 
     def decode(head: Speculator) -> dict[str, float]:
@@ -116,37 +113,8 @@ def train_stage(
         return figures
 
     head = start()
-    read = settings.max_steps * settings.rows_per_step
-    passes = read * state.num_processes / len(train_rows)
-    kept = kept_states(name, target, head, inputs, passes) if settings.keep_states else None
-    trainer = SpeculatorTrainer(
-        model=head,
-        target=target,
-        token_at_peak=inputs.plan.token_at_peak(name) if inputs.plan else None,
-        loss=config.loss,
-        decode=decode,
-        keep=settings.save_total_limit,
-        patience=settings.patience,
-        progress=ProgressLine(name.replace("stage", "stage "), outlook),
-        optimizer="sharded" if config.shard_optimizer else settings.optimizer,
-        kept_states=kept,
-        args=arguments(
-            output_dir=str(folder),
-            run_name=f"{run.folder.name} {name}",
-            report_to=config.report_to,
-            seed=config.seed,
-            per_device_eval_batch_size=batch,
-            **fields,
-        ),
-        data_collator=Collator(
-            head.config,
-            documents=remote or kept is not None,
-            multiple=1 if target.device.type == "cpu" else _FEW_LENGTHS,
-            longest=max(longest(train_rows), longest(validation_rows)),
-        ),
-        train_dataset=train_rows,
-        eval_dataset=filled(validation_rows, batch * state.num_processes),
-    )
+    passes = settings.max_steps * settings.rows_per_step * state.num_processes / len(train_rows)
+    source = state_source(name, target, head, inputs, passes)
     resume, passed_over = of_first(lambda: checkpoint.newest(folder))
     if state.is_main_process:
         for line in passed_over:
@@ -159,48 +127,81 @@ def train_stage(
             f"{name}: a head of {head.num_parameters() / 1e6:.1f} million weights, "
             f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{share}"
         )
-    done = of_first(lambda: _state_of(resume) if resume else {})
-    # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
     assert settings.save_steps is not None  # settled
-    ends = partial(has_ended, max_steps=settings.max_steps, save_steps=settings.save_steps, patience=settings.patience)
-    if not ends(done.get("global_step", 0), done.get("best_global_step")):
-        if done and done["max_steps"] != settings.max_steps:  # the schedule of a stage of `epochs` is for its steps
+    progress = of_first(lambda: Progress.read(resume) if resume else Progress(settings.max_steps))
+    # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
+    if not progress.ends(settings):
+        if progress.max_steps != settings.max_steps:  # the schedule of a stage of `epochs` is for its steps
             # More processes need fewer passes per step, and there is no fewer than one.
-            keeps = settings.max_steps > done["max_steps"] or settings.gradient_accumulation_steps > 1
+            keeps = settings.max_steps > progress.max_steps or settings.gradient_accumulation_steps > 1
             other_way = f", or keep the rows of a step by --{name}.gradient_accumulation_steps" if keeps else ""
             raise UserError(
                 f"{name} has {settings.max_steps:,} steps on {state.num_processes} processes, and was begun with "
-                f"{done['max_steps']:,}: start as many processes as before{other_way}"
+                f"{progress.max_steps:,}: start as many processes as before{other_way}"
             )
-        if state.is_main_process and config.report_to == "wandb":
-            recorded = dataclasses.asdict(config)
-            recorded["data"]["seq_length"] = inputs.length
-            start_tracking(run, name, recorded | {name: dataclasses.asdict(settings)})
+        loop = Loop(
+            head,
+            source,
+            settings,
+            config.loss,
+            StageRows(
+                train_rows,
+                Collator(
+                    head.config,
+                    documents=source.reads_documents,
+                    multiple=1 if target.device.type == "cpu" else _FEW_LENGTHS,
+                    longest=max(longest(train_rows), longest(validation_rows)),
+                ),
+                seed=config.seed,
+                validation=filled(validation_rows, batch * state.num_processes),
+                evaluation_batch=batch,
+            ),
+            folder,
+            decode=decode,
+            sharded=config.shard_optimizer,
+            display=Display(
+                title=name.replace("stage", "stage "),
+                outlook=outlook,
+                token_at_peak=inputs.plan.token_at_peak(name) if inputs.plan else None,
+                accelerator=tracker(inputs, name, settings),
+            ),
+        )
+        if resume:
+            loop.resume(resume, progress)
         with interrupts.saving():
-            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-        done = {"global_step": trainer.state.global_step, "log_history": trainer.state.log_history}
-        if interrupts.stop_asked() or not ends(done["global_step"], trainer.state.best_global_step):
-            _stop(folder / f"checkpoint-{done['global_step']}", config.same_command)
+            progress = loop.run()
+        if interrupts.stop_asked() or not progress.ends(settings):
+            _stop(folder / f"checkpoint-{progress.global_step}", config.same_command)
+        for each in loop.accelerator.trackers:
+            if each.name != "wandb":  # whose run of the last stage also gets the final report
+                each.finish()
     if state.is_main_process:
-        steps = settings.save_steps, settings.max_steps
-        best, passed_over = checkpoint.best(folder, done["log_history"], *steps)
+        history = progress.log_history
+        best, passed_over = checkpoint.best(folder, history, settings.save_steps, settings.max_steps)
         for line in passed_over:
             log(line)
         if best is None:
             raise UserError(f"{folder}: no checkpoint is complete; the same command trains the stage again")
         step = int(best.name.removeprefix("checkpoint-"))
-        logged = (entry for entry in done["log_history"] if entry["step"] == step and checkpoint.METRIC in entry)
+        logged = (entry for entry in history if entry["step"] == step and checkpoint.METRIC in entry)
         publish(load_any(best), best_head, None if isinstance(target, Target) else forecast(next(logged)))
     state.wait_for_everyone()
     return best_head
 
 
-def kept_states(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs, passes: float) -> KeptStates:
-    """Return where a stage keeps the target's states; raise a UserError if the disk has no room for them.
+def state_source(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs, passes: float) -> StateSource:
+    """Return where a stage's states come from: servers, files, or the target in this process.
 
     Args:
         passes: how often the stage reads its rows.
+
+    Raises:
+        UserError: the disk has no room for the files.
     """
+    if isinstance(target, ServerTarget):
+        return LookAhead(target)
+    if not inputs.run.stage(name, len(inputs.train_rows)).keep_states:
+        return StateSource(target, head.aux_layers)
     assert isinstance(target, InProcessTarget)  # checked with the settings
     drafts_from_some = inputs.run.config.loss.needs_target and head.draft_tokens is not None
     normalisers = drafts_from_some and has_rows(target.output_matrix, target.device)
@@ -222,7 +223,7 @@ def curves(run: Path) -> dict[str, dict[str, list[list[float]]]]:
     for stage in ("stage1", "stage2"):
         for folder in checkpoint.numbered(run / stage).values():
             with suppress(OSError, ValueError, KeyError):
-                history = _state_of(folder)["log_history"]
+                history = read_json(folder / STATE)["log_history"]
                 names = {"loss": "loss", "acceptance length": checkpoint.DECODED}
                 made = {name: [[e["step"], e[key]] for e in history if key in e] for name, key in names.items()}
                 found[stage] = {name: points for name, points in made.items() if points}
@@ -235,11 +236,6 @@ def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
     # -len % size is what is missing: 10 rows in batches of 4 lack 2.
     blank = [{**row, "loss_mask": [0] * len(row["input_ids"])} for row in rows.select([0] * (-len(rows) % size))]
     return datasets.concatenate_datasets([rows, datasets.Dataset.from_list(blank, rows.features)]) if blank else rows
-
-
-def _state_of(folder: Path) -> dict:
-    """Return the content of a checkpoint's trainer_state.json."""
-    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
 
 
 def _stop(last: Path, command: str) -> NoReturn:
@@ -279,7 +275,30 @@ def publish(head: Speculator, folder: Path, expected: JsonObject | None = None) 
         write_manifest(scratch)
 
 
-def start_tracking(run: Run, name: str, settings: JsonObject | None = None) -> None:
+def tracker(inputs: Inputs, name: str, settings: StageConfig) -> Accelerator:
+    """Return what logs to the run's tracker, started anew for a stage; see `start_tracking` for wandb."""
+    run, kind = inputs.run, inputs.run.config.report_to
+    accelerator = Accelerator(
+        cpu=not has_accelerator(), log_with=None if kind == "none" else kind, project_dir=run.folder / name / "runs"
+    )
+    title = f"{run.folder.name} {name}"
+    facts = {"mlflow": {"run_name": title}, "trackio": {"name": title}}
+
+    def begin(project: str, **wandb: Any) -> None:
+        accelerator.init_trackers(project, init_kwargs=facts | {"wandb": wandb})
+
+    if kind != "wandb":
+        begin(tracking.PROJECT)
+    elif accelerator.is_main_process:
+        recorded = dataclasses.asdict(run.config)
+        recorded["data"]["seq_length"] = inputs.length
+        start_tracking(run, name, begin, recorded | {name: dataclasses.asdict(settings)})
+    return accelerator
+
+
+def start_tracking(
+    run: Run, name: str, begin: Callable[..., object] | None = None, settings: JsonObject | None = None
+) -> None:
     """Start a wandb run for a stage, in one group with the other stage's; offline unless WANDB_MODE is online.
 
     Its id is kept, so that a resumed stage continues it. It stays open until the next stage begins, so the last stage's
@@ -287,6 +306,7 @@ def start_tracking(run: Run, name: str, settings: JsonObject | None = None) -> N
 
     Args:
         name: "stage1" or "stage2".
+        begin: as `tracking.start` takes it.
         settings: what it records; None if it has been recorded.
     """
     tracking.stop()
@@ -297,6 +317,7 @@ def start_tracking(run: Run, name: str, settings: JsonObject | None = None) -> N
         write_text(record, secrets.token_hex(4))
     tracking.start(
         Path(os.environ.get("WANDB_DIR", run.folder)),
+        begin,
         group=os.environ.get("WANDB_RUN_GROUP", run.folder.name),
         name=f"{run.folder.name} {name}",
         id=read_text(record),

@@ -24,7 +24,6 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # an installed package has no `train` at the top
 
 from speculator.kernels.linear import bfloat16_pays
-from train.trainer import on_one_gpu
 
 EOS = "<|endoftext|>"
 
@@ -85,7 +84,9 @@ def arguments(**settings: Any) -> TrainingArguments:
     on_gpu = torch.cuda.is_available()
     shared = {"weight_decay": 0.1, "adam_beta2": 0.95, "logging_steps": 50, "seed": 0, "report_to": "none"}
     bf16 = on_gpu or bfloat16_pays()
-    return on_one_gpu(TrainingArguments(**(shared | settings), bf16=bf16, use_cpu=not on_gpu))
+    made = TrainingArguments(**(shared | settings), bf16=bf16, use_cpu=not on_gpu)
+    made._n_gpu = min(made.n_gpu, 1)  # the Trainer would wrap several visible GPUs in nn.DataParallel
+    return made
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:

@@ -97,30 +97,6 @@ def test_the_current_run_gets_the_report(tmp_path, monkeypatch):
     assert "eval/text T=0/head 3/acceptance_length" in logged
 
 
-def test_a_resumed_offline_run_logs_at_the_steps_of_the_training(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    tracking.at_step(5)  # without a run
-    steps = []
-    for trained in ((5, 10, 10), (10, 15)):  # an evaluation at 10, and a kill after it
-        tracking.start(tmp_path, id="abcd1234", resume="allow")
-        for step in trained:
-            tracking.at_step(step)
-            steps.append(wandb.run.step)
-            wandb.log({"loss": 1.0})
-        tracking.stop()
-    assert steps == [5, 10, 11, 10, 15]
-
-
-def test_a_training_goes_on_if_wandb_does_not_answer(tmp_path, monkeypatch):
-    class Busy:
-        @property
-        def step(self):
-            raise TimeoutError
-
-    monkeypatch.setattr(wandb, "run", Busy())
-    tracking.at_step(5)
-
-
 def test_a_missing_package_raises_at_once(monkeypatch, tmp_path):
     for name in ("wandb", "mlflow"):
         (tmp_path / name).mkdir()

@@ -28,8 +28,8 @@ from soak import journeys
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+import train.loop
 import train.run
-import train.trainer
 from data.batches import Batches
 from speculator import Sampling, Target, generate, load_drafter, load_head, speculative
 from speculator.__main__ import main
@@ -39,9 +39,9 @@ from train.config import ROOT
 
 CELLS = journeys.cells()
 KILLS: dict[str, list[tuple[Any, str, int]]] = {
-    "killed in stage 1": [(train.trainer, "stop_asked", 6)],  # after a checkpoint
+    "killed in stage 1": [(train.loop, "stop_asked", 6)],  # after a checkpoint
     "killed writing": [(Batches, "write", 1)],
-    "killed in stage 2": [(train.run, "train_stage", 1), (train.trainer, "stop_asked", 3)],
+    "killed in stage 2": [(train.run, "train_stage", 1), (train.loop, "stop_asked", 3)],
 }
 SAMPLED = [Sampling(0.8, top_k=20, top_p=0.9, min_p=0.01, seed=9), Sampling(1.0, seed=5)]
 NEW = 14  # tokens

@@ -23,10 +23,11 @@ from speculator.server.recorder import Recorder
 from speculator.target.remote.server_target import split
 from train import run
 from train.command_line import parse
+from train.config import StageConfig
 from train.initialise import new_head
+from train.loop import Loop, Progress
 from train.run import main
 from train.settle import settle
-from train.trainer import SpeculatorTrainer, has_ended
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,8 @@ def test_a_head_is_trained_until_it_no_longer_improves(traffic, target_folder, t
         report.write_text('{"suites": []}')
 
     # One head's forecast may differ in its last bits from pass to pass: kernels follow the alignment of memory.
-    take = SpeculatorTrainer._take
-    monkeypatch.setattr(SpeculatorTrainer, "_take", lambda *given: {k: round(v, 4) for k, v in take(*given).items()})
+    figures = Loop.figures
+    monkeypatch.setattr(Loop, "figures", lambda *given: {k: round(v, 4) for k, v in figures(*given).items()})
     monkeypatch.setattr(run, "measure", no_report)
     monkeypatch.setattr(run, "write_card", lambda folder: None)
     monkeypatch.setattr("train.processes.use_all_cores", lambda: None)
@@ -246,4 +247,5 @@ def test_a_start_whose_weights_are_wrong_is_refused_before_the_target_is_loaded(
     ],
 )
 def test_a_stage_ends_after_all_steps_or_without_a_better_checkpoint(step, best, patience, ended):
-    assert has_ended(step, best, 40, 2, patience) is ended
+    stage = StageConfig(max_steps=40, save_steps=2, patience=patience)
+    assert Progress(40, step, best_global_step=best).ends(stage) is ended

@@ -9,11 +9,10 @@ from conftest import VOCAB, tiny_block_head, tiny_head, tiny_model
 
 from speculator import Target
 from speculator.checkpoints.loading import bind
-from train.config import LossConfig
+from train.batch import Collator, StageRows, StateSource
+from train.config import LossConfig, StageConfig
+from train.loop import Loop
 from train.stages import filled
-from train.trainer import Collator, SpeculatorTrainer, arguments
-
-_DECODED = {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0}
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])
@@ -25,19 +24,9 @@ def test_rows_that_fill_a_batch_do_not_count(tmp_path: Path, architecture: str):
     rows = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": [1] * 20} for row in tokens])
 
     def figures(batch: int, evaluated: datasets.Dataset) -> dict[str, float]:
-        how = arguments(output_dir=str(tmp_path), per_device_eval_batch_size=batch, report_to="none", max_steps=1)
-        trainer = SpeculatorTrainer(
-            model=head,
-            target=target,
-            loss=LossConfig(),
-            decode=lambda head: dict(_DECODED),
-            args=how,
-            data_collator=Collator(head.config),
-            eval_dataset=evaluated,
-        )
-        return {
-            name: value for name, value in trainer.evaluate().items() if "time" not in name and "per_second" not in name
-        }
+        given = StageRows(rows, Collator(head.config), validation=evaluated, evaluation_batch=batch)
+        loop = Loop(head, StateSource(target, head.aux_layers), StageConfig(), LossConfig(), given, tmp_path)
+        return {name: value for name, value in loop.evaluate().items() if name != "eval_runtime"}
 
     alone = figures(1, rows)
     for batch, size in ((1, 4), (2, 4), (2, 8)):  # with 8, one batch has no row of the set

@@ -15,10 +15,11 @@ from speculator.checkpoints.loading import bind
 from speculator.kernels.compiled import can_compile
 from speculator.target.fingerprint import digest
 from train import kept_states
-from train.config import LossConfig
+from train.batch import Collator, StageRows, StateSource
+from train.config import LossConfig, StageConfig
 from train.kept_states import KeptStates
+from train.loop import Loop
 from train.losses import ChunkedLoss, has_rows
-from train.trainer import Collator, SpeculatorTrainer, arguments
 
 DRAFTED = [0, 1, 3, 5, 8, 9, 12, 20, 21, 30]
 
@@ -29,7 +30,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def rows_of_text(count=8):
-    """Rows of unequal lengths, with two documents each."""
+    """StageRows of unequal lengths, with two documents each."""
     generator = torch.Generator().manual_seed(0)
     lengths = [14 + i % 5 for i in range(count)]
     texts = [torch.randint(32, (n,), generator=generator).tolist() for n in lengths]
@@ -43,28 +44,23 @@ def head_of(architecture, target, drafted):
     return bind(tiny_head(architecture=architecture, draft_tokens=drafted), target)
 
 
-def trained(target, head, rows, folder, kept=None, loss=None, **settings):
-    trainer = SpeculatorTrainer(
-        model=head,
-        target=target,
-        kept_states=kept,
-        loss=loss or LossConfig(),
-        decode=lambda head: {},
-        args=arguments(
-            output_dir=str(folder),
-            learning_rate=1e-2,
-            report_to="none",
-            per_device_train_batch_size=2,
-            **({"max_steps": 10, "eval_steps": 5, "save_steps": 5, "logging_steps": 1} | settings),
-        ),
-        data_collator=Collator(head.config, documents=kept is not None),
-        train_dataset=rows,
-        eval_dataset=rows[:2],
+def trained(target, head, rows, folder, kept=None, loss=None):
+    stage = StageConfig(
+        max_steps=10,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        warmup_steps=0,
+        adam_beta2=0.999,
+        per_device_train_batch_size=2,
+        eval_steps=5,
+        logging_steps=1,
     )
-    trainer.train()
+    source = kept or StateSource(target, head.aux_layers)
+    collate = Collator(head.config, documents=source.reads_documents)
+    loop = Loop(head, source, stage, loss or LossConfig(), StageRows(rows, collate, validation=rows[:2]), folder)
     figures = [
         [value for name, value in entry.items() if "loss" in name or "/" in name or "forecast" in name]
-        for entry in trainer.state.log_history[:-1]
+        for entry in loop.run().log_history
     ]
     return [weight.detach().clone() for weight in head.parameters()], figures
 

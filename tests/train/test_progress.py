@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,31 +10,30 @@ from transformers import LlamaConfig
 
 from eval.validation import NEW_TOKENS
 from speculator.heads.training import IGNORE
-from train import progress, timing
+from train import progress
 from train.checkpoint import METRIC
 from train.config import RunConfig
 from train.plan import Plan, Speed
-from train.progress import ProgressLine, Throughput, log_line
+from train.progress import Clock, Display, StepsBar, log_line
 from train.sizes import Prompt
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:
     """Of two steps of 3 seconds, 2 of them the target's, on 40 tokens of each of 2 processes; 30 have a label."""
     now = [100.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    pace, state = Throughput(torch.device("cpu"), token_at_peak), SimpleNamespace(global_step=10, max_steps=20)
-    pace.on_train_begin(None, state, None)
+    clock = Clock(torch.device("cpu"), token_at_peak)
+    clock.begin(10)
     labels = torch.zeros(4, 10).index_fill(0, torch.tensor(3), IGNORE)
     for _ in range(2):
-        pace.begin()
-        with pace.of_target(torch.zeros(4, 10), labels):
-            now[0] += 2
-        now[0] += 1
-        pace.on_step_end()
+        with clock.steps:
+            clock.count({"input_ids": torch.zeros(4, 10), "labels": labels})
+            with clock.target:
+                now[0] += 2
+            now[0] += 1
         now[0] += 1  # an evaluation, say
-        state.global_step += 1
-    return pace.figures(state, 2)
+    return clock.figures(12, 20, 2)
 
 
 def test_a_log_has_the_pace_of_the_steps_since_the_last(monkeypatch):
@@ -102,13 +100,11 @@ def test_the_time_of_a_run_is_said_by_phase_after_its_first_steps(monkeypatch):
     said, now = [], [0.0]
     monkeypatch.setattr(progress, "log", said.append)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    line = ProgressLine("stage 1", partial(known.outlook, None, [], "stage1"))  # a target that is not decoded here
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100)
-    line.on_train_begin(None, state, None)
-    for state.global_step in range(1, 6):
-        now[0] += 6.0
-        line.on_step_end(None, state, None)
-    line.training_bar.close()
+    outlook = partial(known.outlook, None, [], "stage1")  # a target that is not decoded here
+    with StepsBar(Display("stage 1", outlook), 0, 100) as bar:
+        for step in range(1, 6):
+            now[0] += 6.0
+            bar.show(step)
     (text,) = said
     assert all(part in text for part in ("0:12:24", "stage1 0:10:12", "--stage1.max_steps"))
 
@@ -117,11 +113,8 @@ def test_the_first_estimate_takes_seconds_of_short_steps(monkeypatch):
     steps, now = [], [0.0]
     monkeypatch.setattr(progress, "log", lambda text: None)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    line = ProgressLine("stage 1", steps.append)
-    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100)
-    line.on_train_begin(None, state, None)
-    for state.global_step in range(1, 31):
-        now[0] += 3.0 if state.global_step == 2 else 0.25  # one that something else on the machine held up
-        line.on_step_end(None, state, None)
-    line.training_bar.close()
+    with StepsBar(Display("stage 1", steps.append), 0, 100) as bar:
+        for step in range(1, 31):
+            now[0] += 3.0 if step == 2 else 0.25  # one that something else on the machine held up
+            bar.show(step)
     assert steps == pytest.approx([(3.0 + 8 * 0.25) / 9])

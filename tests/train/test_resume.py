@@ -13,6 +13,7 @@ import datasets
 import pytest
 import torch
 import yaml
+from accelerate import PartialState
 from bad_inputs.damages import flipped
 from conftest import RECURRENT_RUNS, overflow_at, shorten_validation, tiny_head
 from kills import Killed
@@ -24,7 +25,8 @@ from data.rendering import load_tokenizer
 from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import manifest_error, write_manifest
-from train import checkpoint, interrupts, trainer
+from train import checkpoint, interrupts, loop, processes
+from train.batch import Collator
 from train.command_line import parse
 from train.config import ROOT
 from train.folder import check_same_run, locked, rows_fingerprint, write_record
@@ -132,7 +134,7 @@ def test_sigterm_saves_a_checkpoint_and_the_next_call_resumes_bit_identically(
 ):
     """Between two lines of the log, at steps 6 and 8: an evaluation after step 4 asks too, and one after step 8."""
     asked = iter(range(1, 100))
-    monkeypatch.setattr(trainer, "stop_asked", lambda: next(asked) >= calls)
+    monkeypatch.setattr(loop, "stop_asked", lambda: next(asked) >= calls)
     folder = tmp_path / "stopped"
     assert run(folder) == 143
     step = {7: 6, 9: 8}[calls]
@@ -222,7 +224,7 @@ def test_every_head_resumes_bit_identically_in_either_stage(run, attention, tmp_
                 raise Killed
             return now
 
-        monkeypatch.setattr(trainer, "stop_asked", stop_asked)
+        monkeypatch.setattr(loop, "stop_asked", stop_asked)
 
     # It is asked after each step and each evaluation: in the second call seven times more in stage 1 if that goes on
     # from step 3, and five times if from step 4, the last checkpoint that a killed run has.
@@ -447,7 +449,6 @@ def test_a_mac_trains_on_its_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("mps"))
     assert not has_accelerator()
-    assert trainer.arguments(output_dir=str(tmp_path)).device.type == "cpu"
 
 
 def test_two_runs_in_a_folder_are_refused(tmp_path):
@@ -498,13 +499,13 @@ def test_a_training_step_does_not_wait_for_its_loss(run, tmp_path, monkeypatch):
             reads.append(reading and theirs not in {frame.name for frame in traceback.extract_stack()})
             return op(*args, **(kwargs or {}))
 
-    compute_loss = trainer.SpeculatorTrainer.compute_loss
+    step = loop.Loop.step
 
-    def watched(self, *args, **kwargs):
+    def watched(self, batches):
         with Reading():
-            return compute_loss(self, *args, **kwargs)
+            return step(self, batches)
 
-    monkeypatch.setattr(trainer.SpeculatorTrainer, "compute_loss", watched)
+    monkeypatch.setattr(loop.Loop, "step", watched)
     assert run(tmp_path / "watched", **{"stage1.max_steps": 4}) == 0
     assert len(reads) > 100
     assert not any(reads)
@@ -550,18 +551,10 @@ def test_a_folder_whose_record_was_being_written_is_free(tmp_path):
         check_same_run(tmp_path, parse([]), 1)
 
 
-def test_one_process_uses_one_gpu_of_several(monkeypatch, tmp_path, capsys):
-    from accelerate import PartialState
-
-    from train.processes import log_unused_gpus
-
-    for module in ("train.trainer", "train.processes"):
-        monkeypatch.setattr(f"{module}.has_accelerator", lambda: True)
+def test_one_process_uses_one_gpu_of_several(monkeypatch, capsys):
+    monkeypatch.setattr("train.processes.has_accelerator", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    made = trainer.arguments(output_dir=str(tmp_path), per_device_train_batch_size=3)
-    assert (made.n_gpu, made.train_batch_size, made.dataloader_num_workers) == (1, 3, 2)
-    log_unused_gpus(PartialState())
+    processes.log_unused_gpus(PartialState())
     said = capsys.readouterr().err
     assert said.startswith("4 GPUs are visible, one process uses one; `accelerate launch --multi_gpu --num_processes 4")
     assert said.count("\n") == 1
@@ -573,9 +566,7 @@ def test_batches_do_not_depend_on_the_number_of_loaders(tmp_path):
     rows = datasets.load_from_disk(str(tmp_path / "rows"))
 
     def batches(workers: int) -> list[dict]:
-        loader = torch.utils.data.DataLoader(
-            rows, 8, collate_fn=trainer.Collator(tiny_head(2).config), num_workers=workers
-        )
+        loader = torch.utils.data.DataLoader(rows, 8, collate_fn=Collator(tiny_head(2).config), num_workers=workers)
         plain = [vars(batch.pop("on_host")) | batch for batch in loader]
         return [{name: values.tolist() for name, values in batch.items()} for batch in plain]
 

@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -24,8 +24,9 @@ from speculator.files import read_json
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
 from speculator.target.remote.server_target import ServerTarget
 from train import run, server_command
+from train.batch import DOCUMENTS, Documents
 from train.command_line import parse
-from train.look_ahead import DOCUMENTS, Documents, LookAhead
+from train.look_ahead import LookAhead
 
 LENGTH = 24
 AUX = {"mlp": [], "eagle3": [0, 1], "dspark": [0, 1], "dflash2": [0, 1]}
@@ -230,12 +231,11 @@ def test_states_are_held_for_eight_batches_ahead_however_many_make_a_step():
     target = Counting()
     look_ahead = LookAhead(target)
     batch = {"input_ids": torch.zeros(1, 4), DOCUMENTS: Documents([{"input_ids": [1, 2, 3, 4]}])}
-    batches = iter([batch] * 96)
-    for _ in range(3):  # optimiser steps of 32 micro-batches, which the Trainer reads at once
-        step = [next(look_ahead.continued(batches)) for _ in range(32)]
-        for each in step:
+    batches = look_ahead.over([batch] * 96)
+    for _ in range(3):  # optimiser steps of 32 micro-batches, which the loop reads at once
+        for each in list(islice(batches, 32)):
             look_ahead.take(dict(each))
-    assert next(look_ahead.continued(batches), None) is None
+    assert next(batches, None) is None
     assert target.held == 0
     assert target.most == 9, "the one in use, and eight ahead"
 

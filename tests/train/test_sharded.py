@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +10,12 @@ from conftest import RECURRENT_RUNS, settled, tiny_model
 from forked import finish, launch
 from make_believe_gpu import gpu
 from safetensors.torch import load_file
-from sharded_process import LOGGED, read, trainer_of
+from sharded_process import LOGGED, loop_of, read
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from torch.optim import AdamW
-from torch.utils.serialization import config as serialization
-from transformers import AutoConfig, LlamaForCausalLM, Trainer
+from torch.optim import AdamW, Optimizer
+from transformers import AutoConfig, LlamaForCausalLM
 
 from speculator import NgramDrafter, Sampling, Target, UserError, generate
 from speculator.target.in_process import InProcessTarget
@@ -29,7 +27,6 @@ from train.config import TargetConfig
 from train.gpus import Place
 from train.plan import Plan
 from train.sharded_adam import ShardedAdam
-from train.trainer import SpeculatorTrainer, arguments
 
 __all__ = ["gpu"]
 ROOT = Path(__file__).parents[2]
@@ -48,10 +45,10 @@ def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kin
     Where the last step's rows are too few for all processes, the head is that of the kind "none".
     """
     started = launch(processes, SCRIPT, str(folder), str(output), str(rows), *kinds)
-    alone = trainer_of(whole, output / "alone", 4, rows)
-    alone.train()
+    alone = loop_of(whole, output / "alone", 4, rows)
+    alone.run()
     finish(started)
-    weights = dict(alone.model.named_parameters())
+    weights = dict(alone.head.named_parameters())
     if "none" in kinds:
         weights = torch.load(output / "none.0.pt")["head"]
     for kind in kinds:
@@ -63,7 +60,7 @@ def assert_alike(folder: Path, whole: Target, output: Path, processes: int, *kin
             assert made["fingerprint"] == whole.fingerprint
             for name, weight in weights.items():
                 torch.testing.assert_close(made["head"][name], weight.detach(), atol=1e-5, rtol=1e-4)
-            for ours, theirs in zip(made["log"], alone.state.log_history, strict=True):
+            for ours, theirs in zip(made["log"], alone.progress.log_history, strict=True):
                 for name in {
                     "loss",
                     "position0/accuracy",
@@ -110,8 +107,7 @@ def test_four_processes_hold_two_targets(target_folder, whole, tmp_path):
 
 @pytest.mark.soak
 def test_sharded_moments_resume_on_another_number_of_processes(target_folder, tmp_path):
-    alone = trainer_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 48, logging_steps=LOGGED)
-    alone.train()
+    loop_of(Target.load(str(target_folder)), tmp_path / "alone", 4, 48, logging_steps=LOGGED).run()
     for processes, steps in ((1, 2), (2, 4), (4, 6)):
         finish(launch(processes, SCRIPT, "go_on", str(target_folder), str(tmp_path / "moved"), str(steps)))
     ours, theirs = (torch.load(tmp_path / name / "checkpoint-6" / "optimizer.pt") for name in ("moved", "alone"))
@@ -140,7 +136,7 @@ def test_sharded_moments_resume_where_the_fused_kernel_of_a_gpu_takes_them(gpu):
         weight = torch.nn.Parameter(torch.ones(3, 2, device="cuda"))
         made, moments = ShardedAdam(AdamW([weight], fused=True)), torch.ones(3, 2)
         state = {"step": torch.tensor(4.0), "exp_avg": moments, "exp_avg_sq": moments}
-        made.load_state_dict({"state": {0: state}, "param_groups": made.state_dict()["param_groups"]})
+        made.load_state_dict({"state": {0: state}, "param_groups": Optimizer.state_dict(made)["param_groups"]})
         assert {value.device.type for value in made.optim.state[weight].values()} == {"cuda"}
         assert not made.state
         made.consolidate_state_dict()
@@ -149,21 +145,22 @@ def test_sharded_moments_resume_where_the_fused_kernel_of_a_gpu_takes_them(gpu):
         distributed.destroy_process_group()
 
 
-def test_the_moments_of_all_processes_are_read_on_the_cpu(monkeypatch, tmp_path):
-    """From a mapped file, since a process keeps its own alone."""
-    seen, trainer = [], SpeculatorTrainer.__new__(SpeculatorTrainer)
-
-    def load(self, _):
-        seen.append((self.args.device.type, serialization.load.mmap))
-
-    monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", load)
-    trainer.args = arguments(output_dir=str(tmp_path), report_to="none")
-    trainer.args._setup_devices = torch.device("meta")  # stands for a GPU
-    for optimizer in (AdamW, ShardedAdam):
-        trainer.optimizer = SimpleNamespace(optimizer=optimizer.__new__(optimizer))
-        trainer._load_optimizer_and_scheduler("checkpoint-2")
-    assert seen == [("meta", False), ("cpu", True)]
-    assert trainer.args.device.type == "meta"
+def test_the_moments_of_all_processes_are_read_from_a_mapped_file(tmp_path, monkeypatch, target_folder):
+    """On the CPU, since a process keeps its own alone."""
+    seen, load = [], torch.load
+    loop = loop_of(Target.load(str(target_folder)), tmp_path, 4, 8)
+    loop.run()
+    weights = [{"params": group["params"]} for group in loop.optimizer.param_groups]
+    monkeypatch.setattr(torch, "load", lambda file, **how: (seen.append((file.name, how)), load(file, **how))[1])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for optimizer in (loop.optimizer, ShardedAdam(AdamW(weights))):
+            loop.optimizer = optimizer
+            loop.resume(tmp_path / "checkpoint-1", loop.progress)
+    finally:
+        distributed.destroy_process_group()
+    how = [given for name, given in seen if name == "optimizer.pt"]
+    assert [(given["map_location"], given["mmap"]) for given in how] == [("cpu", False), ("cpu", True)]
 
 
 def test_sharding_needs_processes_that_can_be_divided(target_folder, monkeypatch):

@@ -15,9 +15,10 @@ from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig, regist
 from speculator.heads.drafting import LastHiddenSource, WholeTextSource
 from speculator.heads.training import IGNORE, step_metrics
 from speculator.heads.unrolled import UnrolledConfig, UnrolledHead, draft_ids
-from train.config import HeadOptions, LossConfig, RunConfig
+from train.batch import Collator, StageRows, StateSource
+from train.config import HeadOptions, LossConfig, RunConfig, StageConfig
 from train.initialise import new_head
-from train.trainer import Collator, SpeculatorTrainer, arguments
+from train.loop import Loop
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -101,19 +102,11 @@ def target():
     return Target(tiny_model(), tokenizer=None)
 
 
-def trainer_of(head, target, folder) -> SpeculatorTrainer:
+def loop_of(head, target, folder, max_steps=2) -> Loop:
     rows = [{"input_ids": [(7 * i + j) % 32 for j in range(12)]} for i in range(8)]
-    settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "eval_steps": 2, "save_steps": 2}
-    return SpeculatorTrainer(
-        model=head,
-        target=target,
-        loss=LossConfig(),
-        decode=lambda head: {"acceptance_length": 1.0, "acceptance_length_sampled": 1.0},
-        args=arguments(output_dir=str(folder), max_steps=2, logging_steps=1, report_to="none", **settings),
-        data_collator=Collator(head.config),
-        train_dataset=rows,
-        eval_dataset=rows[:4],
-    )
+    stage = StageConfig(max_steps=max_steps, per_device_train_batch_size=2, logging_steps=1, eval_steps=2)
+    rows = StageRows(rows, Collator(head.config), validation=rows[:4], evaluation_batch=2)
+    return Loop(head, StateSource(target, head.aux_layers), stage, LossConfig(), rows, folder)
 
 
 @pytest.mark.parametrize("draft_vocab_size", [0, 20])
@@ -128,11 +121,10 @@ def test_a_registered_head_is_trained_decoded_with_saved_and_loaded(
     )
     assert (head.config.anchors, head.config.emb_dim) == (4, target.hidden_size)
     before = head.linears[-1].weight.clone()
-    trainer = trainer_of(head, target, tmp_path / "run")
-    trainer.train()
+    log = loop_of(head, target, tmp_path / "run").run().log_history
     assert not torch.equal(head.linears[-1].weight, before)
     # Every anchor has N labels here, so the loss trained on is the sum of the positions' mean losses.
-    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    logged = next(entry for entry in log if "loss" in entry)
     assert logged["loss"] == pytest.approx(sum(logged[f"position{i}/loss"] for i in range(n_predict)), rel=1e-3)
 
     plain = generate(target, None, [PROMPT], max_new_tokens=20).tokens
@@ -182,7 +174,7 @@ def test_the_head_of_the_contributors_page_is_trained_and_decodes(target, tmp_pa
         rows = Dataset.from_list([{"input_ids": list(range(32))}])
         head = new_head(settled(RunConfig(speculator=options), target), target, rows, 32)
         before = head.embedding.weight.clone()
-        trainer_of(head, target, tmp_path / "run").train()
+        loop_of(head, target, tmp_path / "run").run()
         assert not torch.equal(head.embedding.weight, before)
         plain = generate(target, None, [PROMPT], max_new_tokens=20).tokens
         assert generate(target, HeadDrafter(head, Tree((3, 2), nodes=5)), [PROMPT], max_new_tokens=20).tokens == plain
@@ -212,9 +204,7 @@ def test_every_epoch_has_new_seeds_and_every_evaluation_the_same(registered, tar
     monkeypatch.setattr(LinearConfig, "training_targets", noted)
     options = HeadOptions(architecture="toy", n_predict=1)
     head = new_head(settled(RunConfig(speculator=options), target), target, None, 32)
-    trainer = trainer_of(head, target, tmp_path)
-    trainer.args.max_steps = 8
-    trainer.train()
+    loop_of(head, target, tmp_path, max_steps=8).run()
     times = Counter(seen)
     # The evaluated four rows are among the eight: four times by evaluations, once in the first epoch.
     assert sorted(times.values()) == [1] * 12 + [5] * 4
