@@ -45,13 +45,6 @@ _FEATURES = {
 POLL_SECONDS = 0.2
 
 
-class Clocks(TypedDict, total=False):
-    """[tokens, seconds] of decoding rows of a batch, with drafts (`speculative`) and without; None: not timed."""
-
-    speculative: list[float] | None
-    plain: list[float] | None
-
-
 class Notes(TypedDict, total=False):
     """What a folder was begun with and a resumed run keeps: rows answered together, and costs of an engine's steps."""
 
@@ -59,10 +52,11 @@ class Notes(TypedDict, total=False):
     costs: list[JsonObject]
 
 
-class BatchFacts(Clocks, total=False):
+class BatchFacts(TypedDict, total=False):
     """Statistics of a finished batch, which are stored with its rows and summed up in the manifest.
 
     Attributes:
+        speculative, plain: [tokens, seconds] of decoding some rows with drafts and without, if they were timed.
         steps: [number of decoding steps, number of tokens that the steps gave].
         seconds: time for the whole batch.
         answers: number of answers.
@@ -71,6 +65,8 @@ class BatchFacts(Clocks, total=False):
         models: names of the models that the servers were asked for.
     """
 
+    speculative: list[float]
+    plain: list[float]
     steps: list[int]
     seconds: float
     answers: int

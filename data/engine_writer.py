@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from data.batches import POLL_SECONDS, Clocks, Notes, state, stored_record
+from data.batches import POLL_SECONDS, BatchFacts, Notes, state, stored_record
 from data.conversations import Answering
 from data.writer import Job, Writer
 from speculator.decoding.engine import Engine
@@ -81,24 +81,24 @@ class EngineWriter(Writer):
         samples = min(len(batches), max(1, int(_TIMED_SHARE * len(job.chats)) // self.batch_size), 2)
         timed = {len(batches) * i // samples for i in range(samples)} if self.drafter else set()
         for batch in todo:
-            clocks: Clocks = {"speculative": None, "plain": None}
+            facts: BatchFacts = {}
             if batch in timed:
                 sample, count = batches[batch][:slots], min(job.writing.max_new_tokens, _TIMED_TOKENS)
                 for engine in (drafting, plain):  # the first pass through a shape allocates
                     _clock(engine, job, sample, 4)
-                clocks["speculative"] = _clock(drafting, job, sample, count)
-                clocks["plain"] = _clock(plain, job, sample, count)
+                facts["speculative"] = _clock(drafting, job, sample, count)
+                facts["plain"] = _clock(plain, job, sample, count)
             drafting.forget()
             before, decoding = drafting.prefill_seconds + drafting.decode_seconds, drafting.decode_seconds
             chats = [job.begin(row) for row in batches[batch]]
             made = _answer(drafting, job, chats)
             if self.drafter is None:
-                clocks["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
+                facts["plain"] = [sum(len(each.tokens) - 1 for each in made), drafting.decode_seconds - decoding]
             # Without steps that the end of an answer has cut: part of what they accepted lies after it.
             whole = [step for each in made for step in each.steps if not step.cut]
-            steps = [len(whole), sum(step.accepted + 1 for step in whole)]
-            seconds = drafting.prefill_seconds + drafting.decode_seconds - before
-            job.finish(batch, chats, steps=steps, seconds=seconds, **clocks)
+            facts["steps"] = [len(whole), sum(step.accepted + 1 for step in whole)]
+            facts["seconds"] = drafting.prefill_seconds + drafting.decode_seconds - before
+            job.finish(batch, chats, **facts)
 
 
 def _clock(engine: Engine, job: Job, rows: list[int], count: int) -> list[float]:

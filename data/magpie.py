@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 
@@ -116,8 +117,7 @@ def self_rows(
     with Batches(Path(folder), record, [], notes=writer.notes(Path(folder))) as work:
         if work.finished:
             return work.conclude(lambda: ([], {}))
-        passes: list[JsonObject] = []
-        seconds: list[float] = []
+        passes: list[Any] = []
         counts: Counter[str] = Counter()
 
         def write(what: str, prompts: list[list[int]], how: Writing) -> list[list[int] | None]:
@@ -133,7 +133,6 @@ def self_rows(
             rows = writer.write(chats, output, how, title=what)
             manifest = read_json(output / "manifest.json")
             passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
-            seconds.append(manifest["seconds"])
             if what == "answers":
                 counts.update({name: manifest[name] for name in _ANSWER_FACTS})
             # A prompt that failed has no row. Equal prompts, as all first ones are, may take each other's rows.
@@ -174,7 +173,7 @@ def self_rows(
             "tokens": sum(sum(chat.mask) for chat in written),
             **counts,
             "dropped": dict(dropped.most_common()),
-            "seconds": sum(seconds),
+            "seconds": sum(each["seconds"] for each in passes),
             "passes": passes,
         }
         return work.conclude(lambda: ((chat.columns() for chat in written), facts))

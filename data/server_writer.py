@@ -210,7 +210,7 @@ class _TextServer(Connection):
 
     Args:
         base: its URL without /v1.
-        target: the model's name, see `Served`.
+        target: the model's name, see `TextOnly`.
         tokenizer: the target's.
         writing: sampling and length of the completions.
 
