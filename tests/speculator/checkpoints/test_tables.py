@@ -10,7 +10,7 @@ from speculator import UserError
 from speculator.checkpoints import layouts
 from speculator.checkpoints.gguf_file import TABLES
 from speculator.checkpoints.layout import Layout, declared_fields
-from speculator.checkpoints.table import Lack, fields_in, from_json, to_json
+from speculator.checkpoints.table import Lack, fields_in, from_json, keys, to_json
 from speculator.heads import DSparkSpeculator, Eagle3Speculator, MLPSpeculator
 
 FLAG = (False, True)
