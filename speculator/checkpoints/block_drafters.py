@@ -73,7 +73,7 @@ def no_dflash2(name: str, advice: str) -> tuple[Lack, ...]:
 
 
 def no_dspark(name: str, anchor: str = "drafts its first token") -> tuple[Lack, ...]:
-    """Return what the layout `name` of DFlash heads lacks; `anchor`: what other heads do in the anchor's slot."""
+    """Return what the layout `name` of DFlash heads lacks; `anchor` says in a message what a head's anchor drafts."""
     return (
         only("markov_rank", 0, f"{name} has no Markov head, and this head has one of rank {{0.markov_rank}}"),
         only("confidence_head", False, f"{name} has no confidence head, and this head has one"),
