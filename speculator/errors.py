@@ -134,7 +134,7 @@ def start() -> None:
 
 
 def _leave(*_: Any) -> None:
-    """End the process at once, with exit code 130: a signal handler."""
+    """Signal handler that ends the process at once, with exit code 130."""
     os._exit(130)
 
 

@@ -73,7 +73,7 @@ def no_dflash2(name: str, advice: str) -> tuple[Lack, ...]:
 
 
 def no_dspark(name: str, anchor: str = "drafts its first token") -> tuple[Lack, ...]:
-    """Return what the layout `name` of DFlash heads lacks; `anchor`: what other heads do in the anchor's slot."""
+    """Return what the layout `name` of DFlash heads lacks; `anchor` says in a message what a head's anchor drafts."""
     return (
         only("markov_rank", 0, f"{name} has no Markov head, and this head has one of rank {{0.markov_rank}}"),
         only("confidence_head", False, f"{name} has no confidence head, and this head has one"),
@@ -195,9 +195,10 @@ def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
     read = {**read, **read["transformer_layer_config"]} if library else read
     # `dflash_config` wins over the top level, and null in it counts as absent.
     nested = {**read, **{name: value for name, value in (read.get("dflash_config") or {}).items() if value is not None}}
-    for name in (layers_at, "mask_token_id", "block_size"):
-        refuse((nested.get(name) is None, f"{file}: {name} is missing"))
     dflash, dflash2 = (word in read["architectures"][0] for word in ("DFlash", "DFlash2"))
+    parts = [row.theirs for row in PARTS if row.ours]
+    for name in (layers_at, "mask_token_id", "block_size", *parts * dflash2):
+        refuse((nested.get(name) is None, f"{file}: {name} is missing"))
     own = {row.theirs for row in PARTS}.union(_NEUTRAL) if dflash2 else ()
     table = LIBRARY + TABLES["dspark"] if library else TABLES["dflash2"] + TABLES["dspark"]
     layers = read_layers({name: value for name, value in read.items() if name not in own}, file, table, "qwen3")
@@ -237,6 +238,7 @@ def canonical(read: ForeignConfig, file: Path) -> ForeignConfig:
     flat = {
         **nested,
         **layers,
+        **({} if dflash2 else dict.fromkeys(parts)),
         "sliding_window": nested.get("swa_window_size", read.get("sliding_window")) if sliding else None,
         "draft_vocab_size": read.get("draft_vocab_size", 32000 if library else None),
         "sample_from_anchor": from_anchor,

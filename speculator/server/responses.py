@@ -135,7 +135,7 @@ class CompletionWriter:
         return self.prompts[index // self.request.choices] if self._continues else []
 
     def _prompt_ids(self) -> Fields:
-        """Return the field of a response that holds the prompt's token ids; choices of completions have it instead."""
+        """Return the field with the prompt's token ids; {} for completions, whose choices hold it."""
         return {}
 
     def _logprobs_of(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Fields:

@@ -41,9 +41,9 @@ class TrainingTarget(ABC):
 
     @cached_property
     def digest(self) -> str | None:
-        """Hash that tells a fine-tune of the inner layers from its original, as `fingerprint` does not: of the files.
+        """Hash of the weights' files, which tells a fine-tune of the inner layers from its original.
 
-        None if the weights are not in a local folder.
+        None if they are not in a local folder. A `fingerprint` is the same for both.
         """
         return digest_of_files(self.name)
 

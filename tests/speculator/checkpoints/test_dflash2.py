@@ -218,7 +218,7 @@ def test_a_folder_with_a_window_and_no_key_for_causal_blocks_has_none(tmp_path):
     [
         ({"dflash_config": {"conv_kernel_size": 3}}, "conv_kernel_size is 3; must be 2"),
         ({"dflash_config": {"conv_kernel_size": None}}, "conv_kernel_size is None; must be 2"),
-        ({"dflash_config": {"selector_rank": None}}, "dflash_config.selector_rank is missing"),
+        ({"dflash_config": {"selector_rank": None}}, "config.json: selector_rank is missing"),
         ({"dflash_config": {"selector_top_k": V + 1}}, f"selector_top_k {V + 1} is more than the vocabulary"),
         ({"dflash_config": {"selector_rank": 5}}, r"predecessor_codebook is \[48, 6\], config.json says \[48, 5\]"),
         ({"dflash_config": {"output_multiplier": 0.2}}, "output_multiplier is 0.2; must be 1"),
@@ -267,6 +267,10 @@ def test_the_speculators_layout_has_that_librarys_keys(tmp_path, caplog):
     (tmp_path / "head" / "config.json").write_text(json.dumps(written))
     assert load_any(tmp_path / "head").config.is_causal is False
     assert "not read" not in caplog.text
+    del written["selector_rank"]
+    (tmp_path / "head" / "config.json").write_text(json.dumps(written))
+    with pytest.raises(UserError, match="selector_rank is missing"):
+        load_any(tmp_path / "head")
 
 
 def test_each_server_has_its_command_or_its_reason():

@@ -10,7 +10,7 @@ from speculator import UserError
 from speculator.checkpoints import layouts
 from speculator.checkpoints.gguf_file import TABLES
 from speculator.checkpoints.layout import Layout, declared_fields
-from speculator.checkpoints.table import Lack, fields_in, from_json, to_json
+from speculator.checkpoints.table import Lack, fields_in, from_json, keys, to_json
 from speculator.heads import DSparkSpeculator, Eagle3Speculator, MLPSpeculator
 
 FLAG = (False, True)
@@ -136,8 +136,8 @@ def test_the_keys_of_a_gguf_file_hold_the_same_config(name, head, fixed):
 
 def test_a_gguf_file_has_the_packages_keys():
     """But for those that only llama.cpp knows yet."""
-    keys = pytest.importorskip("gguf").constants.Keys
-    known = {str(key) for part in vars(keys).values() if isinstance(part, type) for key in vars(part).values()}
+    parts = vars(pytest.importorskip("gguf").constants.Keys).values()
+    known = {str(key) for part in parts if isinstance(part, type) for key in vars(part).values()}
     ours = {row.theirs.replace("eagle3.", "{arch}.") for row in keys(TABLES["eagle3"])}
     own = ("target_layers", "target_hidden_size", "norm_before_residual", "norm_before_fc")
     assert ours - known == {f"{{arch}}.{key}" for key in own}
