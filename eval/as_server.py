@@ -55,4 +55,9 @@ def server_log(timed: Timed, num_speculative_tokens: int) -> ServerLog:
     """Return what a server logs for these steps; unlike a report's figures it has those that ended a text."""
     found = Acceptance.of(timed.steps, cut=True)
     drafted = sum(step.drafted for step in timed.steps)
-    return ServerLog(found.steps, drafted, found.per_position(num_speculative_tokens), found.length)
+    return ServerLog(
+        found.steps,
+        drafted,
+        accepted_per_position=found.per_position(num_speculative_tokens),
+        mean_acceptance_length=found.length,
+    )

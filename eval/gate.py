@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     compared = compare(target, drafters, suite, sampling, count)
     guarded = compare_on_guard(target, [first, heads[1]], guard, sampling, count, _GUARD_LOSS) if guard else None
     verdict = accepted(compared, guarded)
-    result = Gate(compared, guarded, verdict, line(compared, guarded, verdict))
+    result = Gate(compared, guarded, accepted=verdict, line=line(compared, guarded, verdict))
     if arguments.output:
         write_record(arguments.output, result)
     show(result.line)

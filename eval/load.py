@@ -72,7 +72,7 @@ class Asking:
         tokens = tokens or int(timings.get("predicted_n", 0))
         refuse((first is None or not tokens, "the server sent an answer without tokens, or without their number"))
         assert first is not None
-        return Answer(tokens, first, time.monotonic() - due, timings)
+        return Answer(tokens, first, seconds=time.monotonic() - due, timings=timings)
 
     async def ask(
         self, prompts: Sequence[list[int]], clients: int, read: Callable[[], Reading]

@@ -11,7 +11,7 @@ import yaml
 
 from speculator.errors import OneLineParser, UserError
 from train.config import HERE, ROOT, HeadOptions, LossConfig, RunConfig, TargetConfig
-from train.options import add_flags, build, convert, no_setting, options, read_file, read_word
+from train.options import Values, add_flags, build, convert, no_setting, options, read_file, read_word
 
 CONFIGS = ROOT / "configs"
 _EMBEDDED = TargetConfig().name_or_path
@@ -30,7 +30,7 @@ def build_parser() -> OneLineParser:
     return parser
 
 
-def _layers(argv: list[str]) -> list[dict[str, Any]]:
+def _layers(argv: list[str]) -> list[Values]:
     """Return the settings of each file, or of the default recipe, and those of the flags, by dotted name."""
     parser = build_parser()
     mappings = {name: option.kinds for name, option in options(RunConfig).items() if option.default == {}}
@@ -64,7 +64,7 @@ def _found(file: str) -> str:
     return str(ours) if not os.path.exists(file) and ours.parent == CONFIGS and ours.is_file() else file
 
 
-def default_recipe(given: dict[str, Any]) -> Path:
+def default_recipe(given: Values) -> Path:
     """Return the recipe of a command line without --config, by the settings that its flags give."""
     if "speculator.warm_start" in given:
         return CONFIGS / "continue.yaml"
@@ -72,13 +72,13 @@ def default_recipe(given: dict[str, Any]) -> Path:
     return CONFIGS / ("quickstart.yaml" if embedded else "eagle3.yaml")
 
 
-def _merged(layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _merged(layers: list[Values]) -> Values:
     """Return the settings of all layers; a stage has the last length that one gives, `max_steps` or `epochs`.
 
     A stage that an earlier file leaves out by `max_steps: 0` runs if `epochs` are given later. A UserError is raised if
     flags give both.
     """
-    given: dict[str, Any] = {}
+    given: Values = {}
     for layer in layers:
         for stage in ("stage1", "stage2"):
             steps, epochs = f"{stage}.max_steps", f"{stage}.epochs"
@@ -106,7 +106,7 @@ def parse(argv: list[str]) -> RunConfig:
         build_parser().fail(str(error))
 
 
-def _config(layers: list[dict[str, Any]]) -> RunConfig:
+def _config(layers: list[Values]) -> RunConfig:
     given = _merged(layers)
     config = build(RunConfig, given)
     if config.target.name_or_path == _EMBEDDED and not os.path.exists(_EMBEDDED):  # in another folder

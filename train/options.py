@@ -27,6 +27,8 @@ NonNegativeInt = Annotated[int, ">= 0"]
 PositiveFloat = Annotated[float, "> 0"]
 NonNegativeFloat = Annotated[float, ">= 0"]
 Share = Annotated[float, "from 0 to 1"]
+Values = dict[str, Any]
+"""Settings of one file or command line, by their dotted names."""
 _BOUNDS: dict[str, Callable[[float], bool]] = {
     "> 0": lambda number: number > 0,
     ">= 0": lambda number: number >= 0,
@@ -81,7 +83,7 @@ def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> N
     Args:
         alone: values of flags that stand without one; a switch is then true.
     """
-    groups: dict[str, Any] = {"": parser}
+    groups: dict = {"": parser}
     for name, option in options(declared).items():
         section, _, key = name.rpartition(".")
         if option.is_section:
@@ -115,7 +117,7 @@ _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 
 
-def read_file(declared: type, file: str) -> dict[str, Any]:
+def read_file(declared: type, file: str) -> Values:
     """Return the settings in a YAML file by dotted name; raise a UserError for a file without, or an unknown key."""
     text = read_text(file)
     try:
@@ -165,7 +167,7 @@ def read_word(word: str) -> Any:
     return word
 
 
-def build(declared: Any, values: dict[str, Any], path: str = "") -> Any:
+def build(declared: Any, values: Values, path: str = "") -> Any:
     """Return a dataclass with the values given by dotted name, and defaults; raise a UserError for a wrong value."""
     made = {}
     for key in (item.name for item in fields(declared)):

@@ -106,7 +106,8 @@ def walked(
             if limits[t] and not row[t] == limits[t] < depth:
                 found.count(row[t])
             t += row[t] + 1  # the accepted tokens, and the target's own
-    return hits.new_tensor(found.per_position(depth)), hits.new_full((depth,), found.steps)
+    accepted_by_position = torch.tensor(found.per_position(depth), dtype=hits.dtype, device=hits.device)
+    return accepted_by_position, hits.new_full((depth,), found.steps)
 
 
 def forecast_error(sums: Sequence[float]) -> float | None:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import settled
 from forked import finish, launch
 from torch import nn
 from torch.nn import functional as F
@@ -16,10 +15,9 @@ from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch, forecast_error, step_metrics
 from speculator.heads.unrolled import UnrolledHead, align
 from speculator.kernels.compiled import can_compile
-from train import checks, loss_table
 from train import config as config_module
+from train import loss_table
 from train import losses as losses_module
-from train.command_line import parse
 from train.config import LossConfig
 from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 
@@ -155,6 +153,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_loss_of_the_contributors_page_is_trained_on(monkeypatch):
     """A function, a line of the table and a field are all that a loss needs, in the losses' only branch too."""
+    from conftest import settled  # need the package datasets, which tests on a GPU do without
+
+    from train import checks
+    from train.command_line import parse
+
     function, line, field, test = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/contributing/add-a-loss.md").read_text(), re.DOTALL
     )
@@ -170,7 +173,7 @@ def test_the_loss_of_the_contributors_page_is_trained_on(monkeypatch):
     monkeypatch.setattr(loss_table, "LOSSES", loss_table.LOSSES | eval(f"{{{line}}}", names))
     monkeypatch.setattr(config_module, "LOSSES", loss_table.LOSSES)
     monkeypatch.setattr(checks, "LOSSES", loss_table.LOSSES)
-    exec(f"@dataclass\nclass More(LossConfig):\n{indent(field, '    ')}", names)
+    exec(f"@dataclass(frozen=True)\nclass More(LossConfig):\n{indent(field, '    ')}", names)
     exec(test, names | {"LossConfig": names["More"]})
     ((weights, naive),) = names["CASES"].values()
     case = Case(tied=True)
