@@ -27,6 +27,7 @@ from speculator.decoding.rows import Batch, Rows
 from speculator.decoding.sampling import Noise, Sampling, draw
 from speculator.decoding.scheduler import DECODING, PREFILLING, Scheduler
 from speculator.decoding.verify import MATCH, REJECTION_RULES, RULES, match
+from speculator.device import is_out_of_memory
 from speculator.errors import UserError
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.model import Target
@@ -260,7 +261,13 @@ class Engine:
         chunk = self.rows.next_chunk(self.chunk)
         if chunk is None:
             return False
-        hidden = prefill.process(chunk, self.target, self.cache, self.drafter)  # [R, D] of each row's last token
+        try:
+            hidden = prefill.process(chunk, self.target, self.cache, self.drafter)  # [R, D] of each row's last token
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.rows.lack_memory(chunk)
+            return True
         self.num_prefilled_tokens += sum(chunk.counts)
         complete = {}
         for i, count in enumerate(chunk.counts):

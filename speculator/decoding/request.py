@@ -157,6 +157,14 @@ class Request:
         if self.on_step:
             self.on_step([], 0)
 
+    def lack_memory(self) -> None:
+        """End the request because there is too little memory for it."""
+        self.fail(
+            "memory",
+            f"too little memory for a prompt of {len(self.prompt)} tokens and {self.max_new_tokens} new ones: shorten "
+            "them, or decode fewer at a time",
+        )
+
     def check(self) -> None:
         """Raise a UserError if the request has failed."""
         if self.failure:

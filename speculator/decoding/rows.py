@@ -153,6 +153,17 @@ class Rows:
         self.cache.erase(row)
         self.memory.erase(row)
 
+    def lack_memory(self, chunk: Chunk) -> None:
+        """End the longest prompt of a pass that ran out of memory; rows in use are prefilled again."""
+        rows = range(chunk.start, chunk.start + len(chunk.sequences))
+        row = max(rows, key=lambda row: len(self.scheduler.slots[row].sequence))
+        request = self.scheduler.slots[row].request
+        if request and not request.finish_reason:
+            request.lack_memory()
+        self.erase(row)
+        self.release()
+        self.read_again()  # the pass has changed the caches, and recurrent states can't go back
+
     def forget(self) -> None:
         """Empty all slots, so that no later prompt reuses an earlier one's prefix, and clear the drafter's history.
 
@@ -230,11 +241,7 @@ class Rows:
                     raise
             if needed >= self._max_tokens:  # else a request has been cancelled since, and less will do
                 *others, largest = sorted(requests, key=self._room)
-                largest.fail(
-                    "memory",
-                    f"too little memory for a prompt of {len(largest.prompt)} tokens and {largest.max_new_tokens} new "
-                    "ones: shorten them, or decode fewer at a time",
-                )
+                largest.lack_memory()
                 self.release()
                 needed = max([present, *map(self._room, others)])
             self._max_tokens = needed

@@ -104,6 +104,28 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(name, family):
     assert engine.generate(PROMPTS, **options).check().tokens == expected
 
 
+@pytest.mark.parametrize("name", ["none", "attention-chain"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=RECURRENT_RUNS)])
+@pytest.mark.parametrize("slots", [2, 4])
+def test_a_prompt_whose_pass_runs_out_of_memory_fails_alone(name, family, slots, monkeypatch):
+    """The pass has written its keys and states when it fails; others are in the same pass, or decode."""
+    target = Target(tiny_model(family), None)
+    options = {"max_new_tokens": 12, "eos_token_ids": ()}
+    expected = generate(target, None, PROMPTS, **options).tokens
+    engine, extend = Engine(target, make_drafter(name, target), slots=slots), target.extend
+
+    def limited(cache, tokens, *given, **how):
+        hidden = extend(cache, tokens, *given, **how)
+        if tokens.shape[1] > 60:
+            raise torch.OutOfMemoryError("no room")
+        return hidden
+
+    monkeypatch.setattr(target, "extend", limited)
+    made = engine.generate([PROMPTS[0], [1] * 90, *PROMPTS[1:]], **options)
+    assert (made.tokens, made.finish_reasons[1]) == ([expected[0], [], *expected[1:]], "memory")
+    assert engine.generate(PROMPTS, **options).check().tokens == expected
+
+
 @pytest.mark.parametrize(("last", "forgotten"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", ["none", "attention-chain"])
 def test_a_cancelled_prompt_whose_states_are_not_finite_leaves_nothing(name, last, forgotten, monkeypatch):

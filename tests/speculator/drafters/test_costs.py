@@ -56,6 +56,15 @@ def test_steps_of_a_target_whose_logits_are_not_finite_are_not_measured(target):
         list(recorded_steps(target, drafter, PROMPTS[0], Sampling(), 2))
 
 
+def test_steps_of_a_prompt_that_memory_has_no_room_for_are_not_measured(target, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(target, "extend", full)
+    with pytest.raises(UserError, match="too little memory"):
+        paired_steps(target, HeadDrafter(tiny_head()), PROMPTS, Sampling(), 2)
+
+
 def test_costs_of_a_target_whose_states_are_not_finite_are_an_error():
     target = Target(tiny_model(), tokenizer=None)
     target.model.get_input_embeddings().weight.data[14] = torch.nan  # the timed prompt is 0, 7, 14, ...
