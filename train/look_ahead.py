@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import ceil
 
@@ -14,55 +14,11 @@ from train.batch import DOCUMENTS, REQUEST, Batch, StateSource, TargetStates
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
 
 
-class _Line:
-    """The batches of a loader in order; the hidden states of the next few to be used are requested.
-
-    The loop reads all micro-batches of a step at once. So the batches ahead are counted from the last one that was
-    used, not from the last one that was read.
-    """
-
-    def __init__(self, look_ahead: LookAhead, batches: Iterable[Batch]):
-        self._look_ahead, self._source = look_ahead, iter(batches)
-        self._read = deque[Batch]()  # and not handed out
-        self._unused = deque[_Request]()
-
-    def fill(self) -> None:
-        """Request the states of the next batch to be used and of those ahead of it."""
-        wanted = self._look_ahead.depth + 1
-        while len(self._unused) < wanted and self._read_one():
-            pass
-        for request in islice(self._unused, wanted):
-            request.begin()
-
-    def _read_one(self) -> bool:
-        """Read a batch from the loader and add its request, not begun; return False if there is none."""
-        batch = next(self._source, None)
-        if batch is not None:
-            request = _Request(self._look_ahead.target, self, batch)
-            self._unused.append(request)
-            batch = batch.copy()
-            batch[REQUEST] = request
-            self._read.append(batch)
-        return batch is not None
-
-    def used(self, request: _Request) -> None:
-        """Note that the states of a batch were taken, and request those of the next one."""
-        self._unused.remove(request)
-        self.fill()
-
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            self.fill()
-            if not self._read and not self._read_one():
-                return
-            yield self._read.popleft()
-
-
 class _Request:
     """The hidden states of one batch, which are requested from the servers when `begin` is first called."""
 
-    def __init__(self, target: ServerTarget, line: _Line, batch: Batch):
-        self._target, self.line = target, line
+    def __init__(self, target: ServerTarget, batch: Batch, used: Callable[[_Request], None]):
+        self._target, self.used = target, used
         self._documents, self._length = batch[DOCUMENTS].rows, batch["input_ids"].shape[1]
         self._pending: PendingStates | None = None
 
@@ -72,10 +28,7 @@ class _Request:
         return self._pending
 
     def take(self) -> PendingStates:
-        """Return the states, which may not have arrived yet, and hold them no longer.
-
-        The loop keeps the batch, and with it this request, until the end of its step.
-        """
+        """Return the states, arrived or not, and hold them no longer: the loop keeps its batches for a whole step."""
         pending, self._pending = self.begin(), None
         return pending
 
@@ -103,7 +56,32 @@ class LookAhead(StateSource):
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield copies of batches with the requests for their states, which `take` needs, at `REQUEST`."""
-        return iter(_Line(self, batches))
+        source, read, unused = iter(batches), deque[Batch](), deque[_Request]()
+
+        def read_one() -> bool:
+            batch = next(source, None)
+            if batch is not None:
+                unused.append(_Request(self.target, batch, used))
+                read.append({**batch, REQUEST: unused[-1]})
+            return batch is not None
+
+        def fill() -> None:
+            # The loop reads all micro-batches of a step at once: those ahead are counted from the last one that was
+            # used, not from the last one that was read.
+            while len(unused) <= self.depth and read_one():
+                pass
+            for request in islice(unused, self.depth + 1):
+                request.begin()
+
+        def used(request: _Request) -> None:
+            unused.remove(request)
+            fill()
+
+        while True:
+            fill()
+            if not read and not read_one():
+                return
+            yield read.popleft()
 
     def take(self, batch: Batch) -> TargetStates:
         """Wait for a batch's hidden states, and set `depth` by how long the servers took."""
@@ -116,7 +94,7 @@ class LookAhead(StateSource):
         # As many batches as the head trains on while one is answered.
         self.depth = min(max(1, ceil(pending.seconds / max(head, 1e-3))), _MOST)
         self._waited, self._trained = self._waited + self._taken_at - asked_at, self._trained + head
-        request.line.used(request)
+        request.used(request)
         return TargetStates(*states)
 
     def figures(self) -> dict[str, float]:

@@ -143,15 +143,11 @@ class Loop:
         if self.accelerator.num_processes > 1:
             # Gradients lie in the buckets that are reduced, not beside them; buffers never change.
             self.model = DistributedDataParallel(head, gradient_as_bucket_view=True, broadcast_buffers=False)
-        compiled = compiling_pays(self.device, target.vocab_size)
-        self.loss = ChunkedLoss(
-            target.logits, loss, target.vocab_size, compiled=compiled, output_matrix=target.output_matrix
-        )
+        compiled, matrix = compiling_pays(self.device, target.vocab_size), target.output_matrix
+        self.loss = ChunkedLoss(target.logits, loss, target.vocab_size, compiled=compiled, output_matrix=matrix)
         self.optimizer = _optimizer(head, stage, sharded and self.accelerator.num_processes > 1)
-        # A warm-up below 1 is a share of all steps.
-        warm_up = (
-            int(stage.warmup_steps) if stage.warmup_steps >= 1 else math.ceil(stage.max_steps * stage.warmup_steps)
-        )
+        share = stage.warmup_steps < 1  # of all steps
+        warm_up = math.ceil(stage.max_steps * stage.warmup_steps) if share else int(stage.warmup_steps)
         self.schedule = get_scheduler(stage.lr_scheduler_type, self.optimizer, warm_up, stage.max_steps)
         self.collate = rows.collate
         self.batches, self.validation = rows.loaders(stage.per_device_train_batch_size, self.device)
@@ -333,7 +329,7 @@ class Loop:
         self._refuse_unless_finite("a weight", largest.item())
         progress.since_log = {name: [total.tolist(), count.tolist()] for name, (total, count) in sums.items()}
         progress.schedule = self.schedule.state_dict()
-        random = gather_object([self._generators()])
+        random = gather_object([[module.get_rng_state() for module in self._generators()]])
         if isinstance(self.optimizer, ShardedAdam):
             self.optimizer.consolidate_state_dict()
         if self.accelerator.is_main_process:
@@ -366,15 +362,12 @@ class Loop:
             pair = (own * torch.tensor(x, dtype=torch.float64, device=self.device) for x in (total, count))
             self.since_log[name] = tuple(pair)  # type: ignore[assignment]
         random = torch.load(folder / _RANDOM, weights_only=True)[self.accelerator.process_index :]
-        for state, module in zip(random[0] if random else (), self._modules(), strict=False):
+        for state, module in zip(random[0] if random else (), self._generators(), strict=False):
             module.set_rng_state(state)
 
-    def _modules(self) -> list[Any]:
+    def _generators(self) -> list[Any]:
         """Return the modules of torch whose generators a head may read, as with dropout."""
         return [torch] if self.device.type == "cpu" else [torch, torch.get_device_module(self.device)]
-
-    def _generators(self) -> list[Tensor]:
-        return [module.get_rng_state() for module in self._modules()]
 
 
 def _optimizer(head: Speculator, stage: StageConfig, sharded: bool) -> Optimizer:

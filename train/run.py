@@ -45,7 +45,7 @@ from train.inputs import Inputs, check_batch, load_target, log_sizes, read_input
 from train.own_text import generate_own_text, held_out, packed
 from train.plan import Plan
 from train.settle import settle
-from train.stages import is_published, publish, start_tracking, train_stage
+from train.stages import is_published, publish, tracker, train_stage
 
 _POLL_SECONDS = 1.0
 _LOAD, _PREPARE, _STAGE1, _GENERATE, _STAGE2, _MEASURE = PHASES = (
@@ -209,7 +209,7 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
             time.sleep(_POLL_SECONDS)
         return
     if config.report_to == "wandb" and not tracking.is_on():  # this run was cut off after its last stage
-        start_tracking(run, "stage2" if config.stage2.max_steps else "stage1")
+        tracker(run, "stage2" if config.stage2.max_steps else "stage1")
     if isinstance(target, Target):
         measure(config, target, inputs.suites)
         if config.report_to != "wandb":  # its run is open and has got the report

@@ -42,7 +42,6 @@ from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, working
 from train import checkpoint, checks, interrupts
 from train.batch import Collator, StageRows, StateSource
-from train.config import StageConfig
 from train.forecast import forecast
 from train.inputs import Inputs
 from train.kept_states import KeptStates
@@ -139,6 +138,8 @@ def train_stage(
                 f"{name} has {settings.max_steps:,} steps on {state.num_processes} processes, and was begun with "
                 f"{progress.max_steps:,}: start as many processes as before{other_way}"
             )
+        recorded = dataclasses.asdict(config)
+        recorded["data"]["seq_length"] = inputs.length
         loop = Loop(
             head,
             source,
@@ -163,7 +164,7 @@ def train_stage(
                 title=name.replace("stage", "stage "),
                 outlook=outlook,
                 token_at_peak=inputs.plan.token_at_peak(name) if inputs.plan else None,
-                accelerator=tracker(inputs, name, settings),
+                accelerator=tracker(run, name, recorded | {name: dataclasses.asdict(settings)}),
             ),
         )
         if resume:
@@ -275,13 +276,21 @@ def publish(head: Speculator, folder: Path, expected: JsonObject | None = None) 
         write_manifest(scratch)
 
 
-def tracker(inputs: Inputs, name: str, settings: StageConfig) -> Accelerator:
-    """Return what logs to the run's tracker, started anew for a stage; see `start_tracking` for wandb."""
-    run, kind = inputs.run, inputs.run.config.report_to
+def tracker(run: Run, name: str, settings: JsonObject | None = None) -> Accelerator:
+    """Start a run of the run's tracker for a stage, and return what logs to it.
+
+    wandb's is in one group with the other stage's, and offline unless WANDB_MODE is online. Its id is kept, so that a
+    resumed stage continues it. It stays open until the next stage begins, so the last stage's run also gets the final
+    report.
+
+    Args:
+        name: "stage1" or "stage2".
+        settings: what wandb records; None if it has been recorded.
+    """
+    folder, kind, title = run.folder / name, run.config.report_to, f"{run.folder.name} {name}"
     accelerator = Accelerator(
-        cpu=not has_accelerator(), log_with=None if kind == "none" else kind, project_dir=run.folder / name / "runs"
+        cpu=not has_accelerator(), log_with=None if kind == "none" else kind, project_dir=folder / "runs"
     )
-    title = f"{run.folder.name} {name}"
     facts = {"mlflow": {"run_name": title}, "trackio": {"name": title}}
 
     def begin(project: str, **wandb: Any) -> None:
@@ -290,37 +299,18 @@ def tracker(inputs: Inputs, name: str, settings: StageConfig) -> Accelerator:
     if kind != "wandb":
         begin(tracking.PROJECT)
     elif accelerator.is_main_process:
-        recorded = dataclasses.asdict(run.config)
-        recorded["data"]["seq_length"] = inputs.length
-        start_tracking(run, name, begin, recorded | {name: dataclasses.asdict(settings)})
+        tracking.stop()
+        record = folder / "wandb_id"
+        if not (record.is_file() and _WANDB_ID.fullmatch(record.read_bytes())):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(record, secrets.token_hex(4))
+        tracking.start(
+            Path(os.environ.get("WANDB_DIR", run.folder)),
+            begin,
+            group=os.environ.get("WANDB_RUN_GROUP", run.folder.name),
+            name=title,
+            id=read_text(record),
+            resume="allow",
+            config=settings,
+        )
     return accelerator
-
-
-def start_tracking(
-    run: Run, name: str, begin: Callable[..., object] | None = None, settings: JsonObject | None = None
-) -> None:
-    """Start a wandb run for a stage, in one group with the other stage's; offline unless WANDB_MODE is online.
-
-    Its id is kept, so that a resumed stage continues it. It stays open until the next stage begins, so the last stage's
-    run also gets the final report.
-
-    Args:
-        name: "stage1" or "stage2".
-        begin: as `tracking.start` takes it.
-        settings: what it records; None if it has been recorded.
-    """
-    tracking.stop()
-    folder = run.folder / name
-    record = folder / "wandb_id"
-    if not (record.is_file() and _WANDB_ID.fullmatch(record.read_bytes())):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(record, secrets.token_hex(4))
-    tracking.start(
-        Path(os.environ.get("WANDB_DIR", run.folder)),
-        begin,
-        group=os.environ.get("WANDB_RUN_GROUP", run.folder.name),
-        name=f"{run.folder.name} {name}",
-        id=read_text(record),
-        resume="allow",
-        config=settings,
-    )

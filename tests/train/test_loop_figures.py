@@ -1,7 +1,6 @@
 """What the loop reports about the loss, and what it needs of a target."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -129,7 +128,7 @@ def test_a_stage_begins_a_run_of_the_tracker(target, tmp_path, monkeypatch, kind
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, kind, made)
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType(kind)])
     run = settled(RunConfig(output_dir=str(tmp_path / "run"), report_to=kind), target)
-    stages.tracker(SimpleNamespace(run=run), "stage1", run.config.stage1).log({"loss": 1.0}, step=5)
+    stages.tracker(run, "stage1").log({"loss": 1.0}, step=5)
     (arguments,) = made.call_args_list
     where = {"tensorboard": call("speculator", tmp_path / "run" / "stage1" / "runs")}
     names = {"trackio": {"name": "run stage1"}, "mlflow": {"run_name": "run stage1"}}
