@@ -225,4 +225,6 @@ def _words(kind: Any) -> str:
         return f"{_WORDS[of[0]]} {of[1]}"
     if origin is list:
         return "a list of texts" if of[0] is str else "a list of numbers"
-    return " or ".join(of) if origin is Literal else _WORDS[origin or kind]
+    if origin is Literal:
+        return " or ".join(filter(None, (", ".join(of[:-1]), of[-1])))
+    return _WORDS[origin or kind]

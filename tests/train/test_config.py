@@ -149,6 +149,7 @@ def test_a_number_is_read_in_any_form(number, tmp_path):
     file.write_text(f"stage1:\n  learning_rate: {number}\n")
     for argv in (["--config", str(file)], ["--stage1.learning_rate", number]):
         assert parse(argv).stage1.learning_rate == 1e-3
+    assert parse([f"--speculator.options.rms_norm_eps={number}"]).speculator.options == {"rms_norm_eps": 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_wrong_flag_fails_in_one_line_that_names_it(argv, message, capsys):
     ("flag", "words"),
     [
         ("--stage2.generate.turns", "0: must be a whole number > 0 or all, got 0"),
-        ("--target.dtype", "int8: must be auto or float32 or bfloat16 or float16, got int8"),
+        ("--target.dtype", "int8: must be auto, float32, bfloat16 or float16, got int8"),
         ("--stage1.epochs", "-1: must be a number > 0 or null, got -1"),
         ("--data.max_bad_rows", "2: must be a number from 0 to 1, got 2"),
         ("--data.sources", "{a: b}: must be a list of texts, got {a: b}"),
