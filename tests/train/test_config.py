@@ -93,6 +93,7 @@ def test_help_explains_every_field(capsys):
     text = capsys.readouterr().out
     assert [name for name, option in options(RunConfig).items() if not (option.help or option.is_section)] == []
     assert "Optimiser steps, unless epochs is set (default: 1000)." in " ".join(text.split())
+    assert "the order of the data and the sampling (default: 0)." in " ".join(text.split())
     assert "Hub id, local folder or GGUF file of a causal LM (default: examples/stdlib_target)." in " ".join(
         text.split()
     )
