@@ -198,6 +198,13 @@ def test_a_list_takes_a_single_item_and_a_switch_stands_alone():
     assert config.target.server == ["http://a"]
 
 
+def test_null_takes_the_default_of_an_optional_setting(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("target: {revision: v1}\ndata: {max_tokens: 9}\n")
+    config = parse(["--config", str(file), "--target.revision", "null", "--data.max_tokens", "null"])
+    assert (config.target.revision, config.data.max_tokens) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("files", "flags", "lengths"),
     [
