@@ -144,9 +144,7 @@ def tune(parser: OneLineParser) -> None:
     """
     add_flags(parser, max_prompts=16)
     parser.add_argument(
-        "--speculator",
-        required=True,
-        help="folder of a head, to write decoding.json to; with --output, also a hub id",
+        "--speculator", required=True, help="folder of a head, to write decoding.json to; with --output, also a hub id"
     )
     add_revision(parser)
     add_filters(parser)

@@ -34,7 +34,7 @@ def _layers(argv: list[str]) -> list[Values]:
     """Return the settings of each file, or of the default recipe, and those of the flags, by dotted name."""
     parser = build_parser()
     mappings = {name: option.kinds for name, option in options(RunConfig).items() if option.default == {}}
-    for flag in sorted({word.partition("=")[0] for word in argv}):
+    for flag in sorted({word.partition("=")[0] for word in argv if word.startswith("--")}):
         if flag[2:].rpartition(".")[0] in mappings:
             parser.add_argument(flag, dest=flag[2:])
     parsed, rest = parser.parse_known_args(argv)

@@ -91,7 +91,7 @@ def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> N
             continue
         value = alone.get(name, "true" if option.kinds == (bool,) else None)
         shape: dict[str, Any] = {"nargs": "?", "const": value} if value else {}
-        stated = "default" in option.help or option.default in (None, False) or option.default in ("", [], {})
+        stated = "default" in option.help or option.default is False or option.default in (None, [], {})
         text = option.help if stated else f"{option.help.rstrip('.')} (default: {option.default})."
         literal = get_origin(option.kinds[0]) is Literal
         shape |= {"metavar": f"{{{','.join(get_args(option.kinds[0]))}}}" if literal else key.upper()}
@@ -146,9 +146,7 @@ def _by_name(declared: type, content: dict[Any, Any], path: str = "") -> Iterato
 def no_setting(declared: type, name: str, value: str, dashes: str = "") -> UserError:
     """Return the error for a name that is no setting: it is unknown, or a section, whose first key may be meant.
 
-    Args:
-        value: the value that it got, as it follows a key: ": 3" in a file, " 3" after a flag, "" if it got none.
-        dashes: what precedes a key.
+    `dashes` and `value` are what stands before and after the key: "--" and " 3" of a flag, "" and ": 3" in a file.
     """
     names = list(options(declared))
     if name in names:
@@ -227,4 +225,6 @@ def _words(kind: Any) -> str:
         return f"{_WORDS[of[0]]} {of[1]}"
     if origin is list:
         return "a list of texts" if of[0] is str else "a list of numbers"
-    return " or ".join(of) if origin is Literal else _WORDS[origin or kind]
+    if origin is Literal:
+        return " or ".join(filter(None, (", ".join(of[:-1]), of[-1])))
+    return _WORDS[origin or kind]

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 
 from speculator.chat import set_template_variables
 from speculator.checkpoints.loading import load_drafter, load_head
-from speculator.drafters import (
-    Candidates,
-    Chain,
-    Drafter,
-    DraftModelDrafter,
-    HeadDrafter,
-    NgramDrafter,
-    Tree,
-)
+from speculator.drafters import Candidates, Chain, Drafter, DraftModelDrafter, HeadDrafter, NgramDrafter, Tree
 from speculator.errors import UserError, refuse
 from speculator.target.model import Target
 from speculator.terminal import loading

@@ -93,6 +93,7 @@ def test_help_explains_every_field(capsys):
     text = capsys.readouterr().out
     assert [name for name, option in options(RunConfig).items() if not (option.help or option.is_section)] == []
     assert "Optimiser steps, unless epochs is set (default: 1000)." in " ".join(text.split())
+    assert "the order of the data and the sampling (default: 0)." in " ".join(text.split())
     assert "Hub id, local folder or GGUF file of a causal LM (default: examples/stdlib_target)." in " ".join(
         text.split()
     )
@@ -149,6 +150,7 @@ def test_a_number_is_read_in_any_form(number, tmp_path):
     file.write_text(f"stage1:\n  learning_rate: {number}\n")
     for argv in (["--config", str(file)], ["--stage1.learning_rate", number]):
         assert parse(argv).stage1.learning_rate == 1e-3
+    assert parse([f"--speculator.options.rms_norm_eps={number}"]).speculator.options == {"rms_norm_eps": 1e-3}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_a_wrong_flag_fails_in_one_line_that_names_it(argv, message, capsys):
     ("flag", "words"),
     [
         ("--stage2.generate.turns", "0: must be a whole number > 0 or all, got 0"),
-        ("--target.dtype", "int8: must be auto or float32 or bfloat16 or float16, got int8"),
+        ("--target.dtype", "int8: must be auto, float32, bfloat16 or float16, got int8"),
         ("--stage1.epochs", "-1: must be a number > 0 or null, got -1"),
         ("--data.max_bad_rows", "2: must be a number from 0 to 1, got 2"),
         ("--data.sources", "{a: b}: must be a list of texts, got {a: b}"),
@@ -194,6 +196,13 @@ def test_a_list_takes_a_single_item_and_a_switch_stands_alone():
     )
     assert (config.stage1.bf16, config.data.sources, config.eval.temperatures) == (True, ["my.jsonl"], [1.0])
     assert config.target.server == ["http://a"]
+
+
+def test_null_takes_the_default_of_an_optional_setting(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("target: {revision: v1}\ndata: {max_tokens: 9}\n")
+    config = parse(["--config", str(file), "--target.revision", "null", "--data.max_tokens", "null"])
+    assert (config.target.revision, config.data.max_tokens) == (None, None)
 
 
 @pytest.mark.parametrize(
