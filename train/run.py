@@ -196,8 +196,8 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
                 log_sizes(run, "stage2", rows, config.data.seq_length)
             check_batch(run, "stage2", len(rows))
             announce(config, _STAGE2)
-            known = {"stage1": len(inputs.train_rows), "stage2": len(rows)}
-            plan = inputs.plan.knowing(inputs.length, sizes_of(inputs.own_prompts), **known)
+            prompts = sizes_of(inputs.own_prompts)
+            plan = inputs.plan.knowing(inputs.length, prompts, stage1=len(inputs.train_rows), stage2=len(rows))
             inputs = replace(inputs, train_rows=rows, validation_rows=held or inputs.validation_rows, plan=plan)
             outlook = partial(plan.outlook, target, inputs.suites["validation"].prompts[0], "stage2")
             with _fitting("stage2.per_device_train_batch_size", config):
