@@ -234,6 +234,7 @@ def _shrunk(run: Run, folder: Path) -> RunConfig:
             initialise="random" if kind.ships_with_target else config.speculator.initialise,
             warm_start=None,
             warm_start_revision=None,
+            served_by=None,
             options=kind.shrunk(config.speculator.options, _HIDDEN, _DRAFTED),
         ),
         data=replace(config.data, sources=stand_ins, seq_length=length, max_tokens=None),

@@ -565,6 +565,7 @@ class Plan:
         parts = self.seconds(Speed(rows, decode if measured else expected))
         parts = {each: seconds for each, seconds in parts.items() if [*_SHORTER].index(each) >= [*_SHORTER].index(name)}
         whole = "this run" if MEASURING in parts else "training, without decoding,"
+        whole = whole if name == "stage1" else f"the rest of {whole}"
         kept = any(stage.keep_states for stage in self.stages.values())
         # The timed steps may have read an earlier run's files, so with kept states the time is no bound.
         rest = "; steps that read kept states are the faster ones" if kept else ""

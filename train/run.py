@@ -41,7 +41,7 @@ from train.finish import is_finished, measure, summary
 from train.folder import check_same_run, locked, write_record
 from train.gpus import place_of, timed
 from train.initialise import for_rows, new_head
-from train.inputs import Inputs, check_batch, load_target, log_sizes, read_inputs
+from train.inputs import Inputs, check_batch, load_target, log_sizes, read_inputs, sizes_of
 from train.own_text import generate_own_text, held_out, packed
 from train.plan import Plan
 from train.settle import settle
@@ -196,9 +196,14 @@ def _train(inputs: Inputs, target: TrainingTarget, heads: list[Speculator]) -> N
                 log_sizes(run, "stage2", rows, config.data.seq_length)
             check_batch(run, "stage2", len(rows))
             announce(config, _STAGE2)
-            inputs = replace(inputs, train_rows=rows, validation_rows=held or inputs.validation_rows)
+            prompts = sizes_of(inputs.own_prompts)
+            plan = inputs.plan.knowing(inputs.length, prompts, stage1=len(inputs.train_rows), stage2=len(rows))
+            inputs = replace(inputs, train_rows=rows, validation_rows=held or inputs.validation_rows, plan=plan)
+            outlook = partial(plan.outlook, target, inputs.suites["validation"].prompts[0], "stage2")
             with _fitting("stage2.per_device_train_batch_size", config):
-                best = train_stage("stage2", target, lambda: for_rows(load_any(best), target, own_text), inputs)
+                best = train_stage(
+                    "stage2", target, lambda: for_rows(load_any(best), target, own_text), inputs, outlook
+                )
         if state.is_main_process:
             expected = best / FORECAST_FILE
             publish(load_any(best), head_folder, read_json(expected) if expected.exists() else None)

@@ -1,5 +1,8 @@
 """Training and decoding agree: a head trained on one text drafts all of it."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import RECURRENT_RUNS, VOCAB, tiny_model
@@ -10,7 +13,9 @@ from speculator.acceptance import Acceptance
 from speculator.checkpoints.loading import bind
 from speculator.decoding.drafter import Shape
 from speculator.drafters.shapes import Tree
-from speculator.heads import ARCHITECTURES
+from speculator.heads import ARCHITECTURES, register, unrolled
+from speculator.heads.attention.base import AttentionConfig, AttentionHead
+from speculator.heads.drafting import WholeTextSource
 from speculator.heads.training import TrainingBatch
 from train.config import LossConfig
 from train.losses import ChunkedLoss, summarise
@@ -108,6 +113,20 @@ def test_the_forecast_walks_a_row_as_decoding_does(architecture):
 def quick(*names: str) -> list:
     """Every architecture; those without a name here run in `make soak`."""
     return [pytest.param(name, marks=[pytest.mark.soak] * (name not in names)) for name in ARCHITECTURES]
+
+
+def test_both_heads_of_the_contributors_page_pass_as_every_registered_head_does():
+    page = Path(__file__).parents[2] / "docs/contributing/add-a-head.md"
+    names = {**vars(unrolled), "AttentionConfig": AttentionConfig, "AttentionHead": AttentionHead, "__name__": __name__}
+    names |= {"register": register, "WholeTextSource": WholeTextSource}
+    try:
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            exec(code, names)
+        assert [overfit(name, shift=0) for name in ("sum", "aux")] == [4.0, 4.0]
+        assert overfit("aux", shift=1) < 2.0
+    finally:
+        for name in ("sum", "aux"):
+            ARCHITECTURES.pop(name, None)
 
 
 SHAPES = [

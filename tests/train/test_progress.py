@@ -107,6 +107,9 @@ def test_the_time_of_a_run_is_said_by_phase_after_its_first_steps(monkeypatch):
             bar.show(step)
     (text,) = said
     assert all(part in text for part in ("0:12:24", "stage1 0:10:12", "--stage1.max_steps"))
+    rest = known.outlook(None, [], "stage2", 3.0)  # 40 steps, and two evaluations of 6 rows
+    assert "rest of training" in rest
+    assert "about 0:02:12 here: stage2 0:02:12 (--stage2.max_steps" in rest
 
 
 def test_the_first_estimate_takes_seconds_of_short_steps(monkeypatch):
