@@ -43,7 +43,7 @@ from speculator.tables import markdown_table
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
 from train.batch import Collator, StageRows, StateSource
-from train.config import DataConfig, HeadOptions, LossConfig, RunConfig, StageConfig
+from train.config import DataConfig, EvalConfig, HeadOptions, LossConfig, RunConfig, StageConfig
 from train.gpus import Place
 from train.initialise import new_head
 from train.loop import Loop
@@ -228,7 +228,11 @@ def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator
             )
         )
     shape = HeadOptions(initialise=arm.initialise, **arm.shape)
-    run = Run.of(RunConfig(speculator=shape, data=DataConfig(seq_length=0), seed=seed), target.config, Place(1))
+    lengths: Any = {
+        "data": DataConfig(seq_length=LENGTH),
+        "eval": EvalConfig(prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS),
+    }
+    run = Run.of(RunConfig(speculator=shape, seed=seed, **lengths), target.config, Place(1))
     return new_head(run, target, rows, LENGTH)
 
 

@@ -62,7 +62,6 @@ def loop_of(
         warmup_steps=0,
         gradient_accumulation_steps=accumulation,
         learning_rate=1e-2,
-        adam_beta2=0.999,
         eval_steps=2,
         save_total_limit=99,
         logging_steps=logging_steps,

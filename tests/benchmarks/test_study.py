@@ -87,7 +87,9 @@ def test_every_arm_has_a_head_and_one_of_each_kind_is_trained_and_measured(
     assert not list(other.folder.iterdir()), "results of one target are not those of another"
 
 
-def test_independent_heads_see_the_hidden_state_alone(target):
+def test_independent_heads_see_the_hidden_state_alone(target, monkeypatch):
+    for name in ("LENGTH", "PROMPT_TOKENS", "NEW_TOKENS"):
+        monkeypatch.setattr(study, name, 32)
     head = fresh_head(ARCHITECTURES[1], 0, target, Dataset.from_list([]))
     hidden, tokens = head.probe()
     assert torch.equal(head.logits(hidden, tokens), head.logits(hidden, tokens + 1))

@@ -8,15 +8,9 @@ from train import interrupts
 if __name__ == "__main__":
     start()
     interrupts.install()
-    from train import run, stages
+    from train import batch, run
     from train.command_line import parse
 
-    on_cpu = stages.arguments
-
-    def arguments(**fields):
-        made = on_cpu(**fields)
-        made.dataloader_num_workers = 2
-        return made
-
-    stages.arguments = arguments
+    on_cpu = batch.DataLoader
+    batch.DataLoader = lambda *positional, **named: on_cpu(*positional, **named | {"num_workers": 2})
     sys.exit(run.main(parse(sys.argv[1:])))

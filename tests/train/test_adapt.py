@@ -194,7 +194,7 @@ def test_a_vllm_server_gets_both_heads_and_may_take_the_old_one_back(loop, monke
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("dflash", "dflash has no convolutions and no selector: use dflash2"),
+        ("dflash", "dflash has no convolutions: use dflash2"),
         ("eagle3", "no eagle3 layout for a DSpark"),
     ],
 )

@@ -50,7 +50,6 @@ def trained(target, head, rows, folder, kept=None, loss=None):
         learning_rate=1e-2,
         lr_scheduler_type="linear",
         warmup_steps=0,
-        adam_beta2=0.999,
         per_device_train_batch_size=2,
         eval_steps=5,
         logging_steps=1,
