@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
@@ -228,12 +228,14 @@ def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator
             )
         )
     shape = HeadOptions(initialise=arm.initialise, **arm.shape)
-    lengths: Any = {
-        "data": DataConfig(seq_length=LENGTH),
-        "eval": EvalConfig(prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS),
-    }
-    run = Run.of(RunConfig(speculator=shape, seed=seed, **lengths), target.config, Place(1))
-    return new_head(run, target, rows, LENGTH)
+    config = RunConfig(
+        speculator=shape,
+        data=DataConfig(seq_length=LENGTH),
+        stage2=replace(RunConfig().stage2, max_steps=0),
+        eval=EvalConfig(prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS),
+        seed=seed,
+    )
+    return new_head(Run.of(config, target.config, Place(1)), target, rows, LENGTH)
 
 
 def train(arm: Arm, rate: float, seed: int, rows: Dataset, target: CachedTarget, head: Speculator) -> Speculator:
