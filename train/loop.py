@@ -185,6 +185,7 @@ class Loop:
         """Take an optimiser step on this process's micro-batches."""
         # Labels of all micro-batches and processes: the loss is their mean.
         count = self.accelerator.reduce(sum((batch["labels"] != IGNORE).sum() for batch in batches), "sum")
+        processes = self.accelerator.num_processes
         self.model.train()
         for i, batch in enumerate(batches, 1):
             self.clock.count(batch)
@@ -199,9 +200,11 @@ class Loop:
                 # The count is that of all N positions together. Times N, the loss is the sum of the positions' means,
                 # if they have equally many labels. Times the processes, because DDP takes the mean of the gradients:
                 # of 300 and 100 labels each sum is divided by 400 and doubled, and DDP halves their total.
-                loss = objective * self.head.n_predict * self.accelerator.num_processes / count.clamp_min(1)
+                loss = objective * self.head.n_predict * processes / count.clamp_min(1)
                 loss.backward()
-            add(self.since_log, metrics | {"objective": (loss, loss.new_full((), i == len(batches)))})
+            # Of each process a share, so that a line of the log may span steps on other numbers of processes.
+            counted = loss.new_full((), (i == len(batches)) / processes, dtype=torch.float64)
+            add(self.since_log, metrics | {"objective": (loss.detach() / processes, counted)})
         norm = clip_grad_norm_(self.head.parameters(), self.stage.max_grad_norm or math.inf)
         self._latest = {"grad_norm": norm, "learning_rate": self.schedule.get_last_lr()[0]}
         self.optimizer.step()
