@@ -14,14 +14,14 @@ import torch
 from datasets import Dataset
 
 from speculator.target.model import Target
-from train.batch import Collator, StageRows, StateSource
-from train.config import HERE, RunConfig
-from train.gpus import place_of
-from train.initialise import new_head
+from train.door.gpus import place_of
+from train.door.initialise import new_head
+from train.door.plan import Plan
+from train.door.settle import Run
 from train.loop import Loop
-from train.plan import Plan
+from train.options.config import HERE, RunConfig
 from train.progress import Display
-from train.settle import Run
+from train.states.batch import Collator, StageRows, StateSource
 
 _DOCUMENT = 512  # mean tokens of a document
 _LOGGED = 5  # steps of a line; compilation falls into the first one

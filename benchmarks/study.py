@@ -42,13 +42,13 @@ from speculator.prompts import Conversation
 from speculator.tables import markdown_table
 from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
-from train.batch import Collator, StageRows, StateSource
-from train.config import DataConfig, EvalConfig, HeadOptions, LossConfig, RunConfig, StageConfig
-from train.gpus import Place
-from train.initialise import new_head
+from train.door.gpus import Place
+from train.door.initialise import new_head
+from train.door.settle import Run
 from train.loop import Loop
-from train.muon import MuonAndAdamW
-from train.settle import Run
+from train.optimizers.muon import MuonAndAdamW
+from train.options.config import DataConfig, EvalConfig, HeadOptions, LossConfig, RunConfig, StageConfig
+from train.states.batch import Collator, StageRows, StateSource
 
 SOURCES = ["python-sources"]
 LENGTH = 256

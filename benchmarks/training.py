@@ -42,8 +42,8 @@ from speculator.heads.unrolled import align
 from speculator.kernels.linear import HAS_ONEDNN
 from speculator.tables import markdown_table
 from speculator.target.model import Target
-from train.config import LossConfig
-from train.losses import ChunkedLoss
+from train.losses.chunked import ChunkedLoss
+from train.options.config import LossConfig
 
 LOSSES = {
     "cross-entropy": LossConfig(cross_entropy=1, kl=0),

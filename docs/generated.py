@@ -90,9 +90,9 @@ def public_names() -> list[str]:
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of `train.py`, or of a command of `speculator`."""
     if command == "train.py":
-        return import_module("train.command_line").build_parser()
+        return import_module("train.options.command_line").build_parser()
     if command == "server-command":
-        return import_module("train.server_command").build_parser()
+        return import_module("train.door.server_command").build_parser()
     return import_module("speculator.__main__").build_parser(command.removeprefix("speculator "))
 
 
@@ -132,7 +132,7 @@ def _flag(action: argparse.Action) -> tuple[str, str]:
 def settings(names: str) -> str:
     """Table of the settings of a section of a run's config, or of two like ones; of those outside all sections ("")."""
     first, *others = names.split() or [""]
-    declared = import_module("train.options").options(import_module("train.config").RunConfig)
+    declared = import_module("train.options.loader").options(import_module("train.options.config").RunConfig)
     rows: dict[str, list[str]] = {}
     for section in (first, *others):
         for dotted, option in declared.items():
@@ -149,7 +149,7 @@ def settings(names: str) -> str:
 def gpus(_: str) -> str:
     """Table of the GPUs that `--plan` knows."""
     header = ["name", "memory, GB", "bandwidth, TB/s", "TFLOP/s in 16 bits", "TFLOP/s in float32"]
-    return _table(header, ([name, *map(str, gpu)] for name, gpu in import_module("train.gpus").GPUS.items()))
+    return _table(header, ([name, *map(str, gpu)] for name, gpu in import_module("train.door.gpus").GPUS.items()))
 
 
 def names(_: str) -> str:

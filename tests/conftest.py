@@ -495,9 +495,9 @@ def measured(target, head, suites, folder, *, temperatures=(0.0,), max_new_token
 
 def settled(config, target=None, place=None, checked=False):
     """Settle a run for a target, or for its config (default: an unknown one); tiny targets do not fit all settings."""
-    from train import checks
-    from train.gpus import Place
-    from train.settle import Run
+    from train.door import checks
+    from train.door.gpus import Place
+    from train.door.settle import Run
 
     with pytest.MonkeyPatch.context() as patch:
         for name in () if checked else ("settings", "fits_target"):

@@ -15,10 +15,10 @@ from data import batches
 from speculator import Target
 from speculator.checkpoints.loading import bind
 from train import loop
-from train.batch import Collator, StageRows, StateSource
 from train.checkpoint import newest
-from train.config import LossConfig, StageConfig
 from train.loop import Loop, Progress
+from train.options.config import LossConfig, StageConfig
+from train.states.batch import Collator, StageRows, StateSource
 
 STAGE = StageConfig(
     max_steps=7,

@@ -435,7 +435,7 @@ def making_believe(monkeypatch):
     for name in ("device", "Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, _Nothing)
     monkeypatch.setattr(torch, "Event", _Nothing)
-    monkeypatch.setattr("train.batch._LOADERS", 0)  # a process of a loader would see the real machine
+    monkeypatch.setattr("train.states.batch._LOADERS", 0)  # a process of a loader would see the real machine
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: counts.wait("synchronize"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: counts.wait("synchronize"))
     answers = {"is_available": True, "current_accelerator": GPU, "device_count": 1, "current_device_index": 0}

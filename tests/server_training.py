@@ -7,10 +7,10 @@ import torch
 from speculator import Target
 from speculator.heads import Speculator
 from speculator.target.remote.server_target import ServerTarget
-from train.batch import Collator, StageRows, StateSource
-from train.config import LossConfig, StageConfig
-from train.look_ahead import LookAhead
 from train.loop import Loop
+from train.options.config import LossConfig, StageConfig
+from train.states.batch import Collator, StageRows, StateSource
+from train.states.look_ahead import LookAhead
 
 STEPS = 10
 

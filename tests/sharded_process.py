@@ -17,10 +17,10 @@ from transformers import set_seed
 
 from speculator.target.in_process import InProcessTarget
 from speculator.target.sharding import Group
-from train.batch import Collator, StageRows, StateSource
 from train.checkpoint import newest
-from train.config import LossConfig, StageConfig
 from train.loop import Loop, Progress
+from train.options.config import LossConfig, StageConfig
+from train.states.batch import Collator, StageRows, StateSource
 
 LOGGED = 3  # steps per log line of `go_on`, which saves every two steps
 

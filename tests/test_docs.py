@@ -15,10 +15,10 @@ import pytest
 from speculator import clients
 from speculator.__main__ import COMMANDS, PACKAGES
 from speculator.errors import OneLineParser
-from train import server_command
-from train.command_line import parse
-from train.config import RunConfig
-from train.options import options
+from train.door import server_command
+from train.options.command_line import parse
+from train.options.config import RunConfig
+from train.options.loader import options
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "docs"))
@@ -214,7 +214,7 @@ def leads(file: Path, path: str, anchor: str) -> bool:
 @pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_is_accepted_by_its_parser(page: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("train.head.with_settings_of_start", lambda config, given: config)  # no head is there
+    monkeypatch.setattr("train.door.head.with_settings_of_start", lambda config, given: config)  # no head is there
     for command in commands(page.read_text()):
         check(shlex.split(command, comments=True), monkeypatch)
 

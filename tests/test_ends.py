@@ -12,8 +12,8 @@ from serving_here import serving
 from data.__main__ import main as data_main
 from speculator import Target, generate
 from speculator.prompts import read_prompts
-from train.command_line import parse
-from train.config import ROOT
+from train.options.command_line import parse
+from train.options.config import ROOT
 from train.run import run as run_all
 
 BASE_EOS = 7

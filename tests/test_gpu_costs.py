@@ -28,9 +28,9 @@ from speculator.target import in_process
 from speculator.target.attention import attention
 from speculator.target.cache import kv_cache
 from speculator.target.remote.server_target import ServerTarget
-from train.batch import Collator
-from train.config import LossConfig
-from train.losses import ChunkedLoss
+from train.losses.chunked import ChunkedLoss
+from train.options.config import LossConfig
+from train.states.batch import Collator
 
 __all__ = ["gpu"]
 

@@ -22,10 +22,10 @@ from speculator.kernels import cuda_graphs
 from speculator.prompts import Conversation
 from speculator.target.attention.attention import VARLEN
 from speculator.target.cache import kv_cache
-from train.batch import Collator, StageRows, StateSource
-from train.config import LossConfig, StageConfig
 from train.loop import Loop
-from train.losses import ChunkedLoss
+from train.losses.chunked import ChunkedLoss
+from train.options.config import LossConfig, StageConfig
+from train.states.batch import Collator, StageRows, StateSource
 
 __all__ = ["gpu"]
 SAMPLED = ("model-chain", "attention-tree", "block-tree", "attention-fixed-tree")

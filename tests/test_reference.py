@@ -12,9 +12,9 @@ from speculator import Chain, Engine, HeadDrafter, Sampling, Target, reference
 from speculator.decoding import verify
 from speculator.heads import unrolled
 from speculator.heads.training import IGNORE
-from train.batch import Collator, StageRows, StateSource
-from train.config import LossConfig, StageConfig
 from train.loop import Loop
+from train.options.config import LossConfig, StageConfig
+from train.states.batch import Collator, StageRows, StateSource
 
 DEPTH, NEW = 3, 32
 PLAIN_STEPS = {"mlp": reference.mlp_step, "eagle3": reference.eagle3_step}

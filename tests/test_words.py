@@ -13,19 +13,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("speculator", "data", "eval", "train")
 WORDS = {
     # a word in names of the code: the files where it may stand
-    "pace": ("train/losses.py", "train/config.py"),  # D-PACE; of a run it is the throughput
+    "pace": ("train/losses/chunked.py", "train/options/config.py"),  # D-PACE; of a run it is the throughput
     "recurrent": (  # layers of a target
         "speculator/target/*",
         "speculator/decoding/*",
         "speculator/drafters/*",
-        "train/dry_run.py",  # of transformers' Trainer
+        "train/door/dry_run.py",  # of transformers' Trainer
     ),
     "tap": (  # of a convolution; hidden states of the target are auxiliary layers
         *("speculator/heads/dspark/dflash2.py", "speculator/checkpoints/block_drafters.py"),
     ),
     "accelerator": (  # the device or the package accelerate; trained weights are a draft head
         *("speculator/device.py", "data/batches.py", "eval/decoders.py"),
-        *("train/processes.py", "train/batch.py", "train/loop.py", "train/progress.py", "train/stages.py"),
+        *("train/processes.py", "train/states/batch.py", "train/loop.py", "train/progress.py", "train/stages.py"),
     ),
     # not words of the field: equal, suppressed, again, shared, verified, locked
     "alike": (),

@@ -48,9 +48,9 @@ from speculator.errors import UserError, first_line, read_secret, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_text
 from speculator.report import Gate, Round, read_record, write_record
 from speculator.terminal import log
-from train.command_line import parse
-from train.flags import target_flags
-from train.settle import settle
+from train.door.settle import settle
+from train.options.command_line import parse
+from train.options.flags import target_flags
 
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30
@@ -154,7 +154,7 @@ def _settle(output: Path, first: str) -> tuple[list[Round], str]:
             shutil.rmtree(file.parent / name, ignore_errors=True)
     if not (output / f"round-{len(rounds) + 1:03d}").exists():  # else its rows are in the cache too
         for path in (output / "cache").glob("*"):
-            if not path.name.startswith(f"{SELF}-"):  # see `train.own_text.folder_of`
+            if not path.name.startswith(f"{SELF}-"):  # see `train.text.own_text.folder_of`
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     # By renaming, because a link can't be changed in place: a server that starts meanwhile sees the old or the new one.
     scratch = output / "speculator.partial"

@@ -24,7 +24,7 @@ from speculator.errors import UserError
 from speculator.files import is_partial, make_folder, read_text, write_text
 from speculator.report import RunRecord
 from speculator.terminal import log
-from train.config import RunConfig
+from train.options.config import RunConfig
 
 _RECORD = "config.yaml"
 _LOCK = ".lock"

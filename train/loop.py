@@ -35,14 +35,14 @@ from speculator.target.probe import not_finite
 from speculator.terminal import Progress as Bar
 from speculator.terminal import log
 from train import interrupts
-from train.batch import NOT_TARGETS, Batch, StageRows, StateSource
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
-from train.config import LossConfig, StageConfig
 from train.interrupts import stop_asked
-from train.losses import ChunkedLoss, compiling_pays, summarise
-from train.muon import MuonAndAdamW
+from train.losses.chunked import ChunkedLoss, compiling_pays, summarise
+from train.optimizers.muon import MuonAndAdamW
+from train.optimizers.sharded_adam import ShardedAdam
+from train.options.config import LossConfig, StageConfig
 from train.progress import Clock, Display, StepsBar, log_line
-from train.sharded_adam import ShardedAdam
+from train.states.batch import NOT_TARGETS, Batch, StageRows, StateSource
 
 STATE, _MOMENTS, _RANDOM = "trainer_state.json", "optimizer.pt", "rng_state.pth"
 """Files of a checkpoint beside the head's: `Progress`, the optimiser's state, and each process's generators."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from speculator.heads.training import IGNORE
 from speculator.terminal import Progress, is_first, log
-from train.batch import Batch
 from train.checkpoint import DECODED, METRIC
+from train.states.batch import Batch
 
 _TIMED, _LEAST_SECONDS = 3, 5.0
 """Steps and seconds after which the first estimate of the time is printed: short steps differ much."""

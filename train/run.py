@@ -35,17 +35,17 @@ from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, phase, quiet_libraries, working
 from train import interrupts, processes
 from train.checkpoint import reporting_full_disk
-from train.config import RunConfig
-from train.dry_run import run_on_stand_ins
+from train.door.dry_run import run_on_stand_ins
+from train.door.gpus import place_of, timed
+from train.door.initialise import for_rows, new_head
+from train.door.plan import Plan
+from train.door.settle import settle
 from train.finish import is_finished, measure, summary
 from train.folder import check_same_run, locked, write_record
-from train.gpus import place_of, timed
-from train.initialise import for_rows, new_head
-from train.inputs import Inputs, check_batch, load_target, log_sizes, read_inputs, sizes_of
-from train.own_text import generate_own_text, held_out, packed
-from train.plan import Plan
-from train.settle import settle
+from train.options.config import RunConfig
 from train.stages import is_published, publish, tracker, train_stage
+from train.text.inputs import Inputs, check_batch, load_target, log_sizes, read_inputs, sizes_of
+from train.text.own_text import generate_own_text, held_out, packed
 
 _POLL_SECONDS = 1.0
 _LOAD, _PREPARE, _STAGE1, _GENERATE, _STAGE2, _MEASURE = PHASES = (

@@ -40,19 +40,20 @@ from speculator.target.in_process import InProcessTarget
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, working
-from train import checkpoint, checks, interrupts
-from train.batch import Collator, StageRows, StateSource
+from train import checkpoint, interrupts
+from train.door import checks
+from train.door.settle import Run
+from train.door.sizes import longest
+from train.door.vocabulary import describe
 from train.forecast import forecast
-from train.inputs import Inputs
-from train.kept_states import KeptStates
-from train.look_ahead import LookAhead
 from train.loop import STATE, Loop, Progress
-from train.losses import has_rows
+from train.losses.chunked import has_rows
 from train.processes import of_first
 from train.progress import Display
-from train.settle import Run
-from train.sizes import longest
-from train.vocabulary import describe
+from train.states.batch import Collator, StageRows, StateSource
+from train.states.kept_states import KeptStates
+from train.states.look_ahead import LookAhead
+from train.text.inputs import Inputs
 
 _FEW_LENGTHS = 128
 """Batches on a GPU have a multiple of this many tokens a row: kernels are compiled and tuned for each shape."""

@@ -12,11 +12,11 @@ from data.tally import Tally
 from speculator.__main__ import COMMANDS, build_parser, run
 from speculator.errors import UserError
 from speculator.target.model import Target
-from train.command_line import parse
-from train.config import ROOT
-from train.inputs import load_target, read_inputs
-from train.plan import Plan
-from train.settle import settle
+from train.door.plan import Plan
+from train.door.settle import settle
+from train.options.command_line import parse
+from train.options.config import ROOT
+from train.text.inputs import load_target, read_inputs
 
 KINDS = [None, 7, "text", ["a"], {"a": 1}]
 ROWS = [*KINDS, *with_odd_values(GOOD, KINDS)]

@@ -13,8 +13,8 @@ from data.mixture import SourceError, mixture_of
 from data.packing import pack
 from data.prompts import Cut, PromptLimits, conversations
 from data.sources import documents, token_documents
-from train.config import DataConfig, GenerateConfig, RunConfig, Stage2Config
-from train.inputs import own_prompts_of
+from train.options.config import DataConfig, GenerateConfig, RunConfig, Stage2Config
+from train.text.inputs import own_prompts_of
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 

@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 
-from train.config import ROOT
+from train.options.config import ROOT
 
 FACTORS: dict[str, list] = {
     "target": ["stdlib", "adapter", "qwen3", "gemma3", "qwen3_moe", "qwen3_5", "gpt2", "gguf", "mtp"],

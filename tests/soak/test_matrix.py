@@ -35,7 +35,7 @@ from speculator import Sampling, Target, generate, load_drafter, load_head, spec
 from speculator.__main__ import main
 from speculator.checkpoints import FORMATS
 from speculator.drafters import Candidates, Chain, DraftModelDrafter, FixedTree, HeadDrafter, NgramDrafter, Tree
-from train.config import ROOT
+from train.options.config import ROOT
 
 CELLS = journeys.cells()
 KILLS: dict[str, list[tuple[Any, str, int]]] = {

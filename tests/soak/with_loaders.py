@@ -8,8 +8,9 @@ from train import interrupts
 if __name__ == "__main__":
     start()
     interrupts.install()
-    from train import batch, run
-    from train.command_line import parse
+    from train import run
+    from train.options.command_line import parse
+    from train.states import batch
 
     on_cpu = batch.DataLoader
     batch.DataLoader = lambda *positional, **named: on_cpu(*positional, **named | {"num_workers": 2})

@@ -18,8 +18,8 @@ from speculator.__main__ import main
 from speculator.checkpoints.layout import base_config
 from speculator.files import MANIFEST, write_manifest
 from speculator.target.fingerprint import same_target, similar_target
-from train.config import RunConfig, TargetConfig
-from train.settle import known_config
+from train.door.settle import known_config
+from train.options.config import RunConfig, TargetConfig
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from types import NoneType
 
 import pytest
 
-from train.command_line import default_recipe, parse
-from train.config import RunConfig
-from train.options import options
+from train.options.command_line import default_recipe, parse
+from train.options.config import RunConfig
+from train.options.loader import options
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,10 +9,10 @@ from conftest import VOCAB, tiny_block_head, tiny_head, tiny_model
 
 from speculator import Target
 from speculator.checkpoints.loading import bind
-from train.batch import Collator, StageRows, StateSource
-from train.config import LossConfig, StageConfig
 from train.loop import Loop
+from train.options.config import LossConfig, StageConfig
 from train.stages import filled
+from train.states.batch import Collator, StageRows, StateSource
 
 
 @pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])

@@ -14,12 +14,12 @@ from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.kernels.compiled import can_compile
 from speculator.target.fingerprint import digest
-from train import kept_states
-from train.batch import Collator, StageRows, StateSource
-from train.config import LossConfig, StageConfig
-from train.kept_states import KeptStates
 from train.loop import Loop
-from train.losses import ChunkedLoss, has_rows
+from train.losses.chunked import ChunkedLoss, has_rows
+from train.options.config import LossConfig, StageConfig
+from train.states import kept_states
+from train.states.batch import Collator, StageRows, StateSource
+from train.states.kept_states import KeptStates
 
 DRAFTED = [0, 1, 3, 5, 8, 9, 12, 20, 21, 30]
 

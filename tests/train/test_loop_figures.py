@@ -16,12 +16,12 @@ from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.target.base import TrainingTarget
 from train import stages
-from train.batch import Collator, StageRows, StateSource
-from train.config import LossConfig, RunConfig, StageConfig
-from train.inputs import Inputs
+from train.door.sizes import with_steps
 from train.loop import Loop, Progress
+from train.options.config import LossConfig, RunConfig, StageConfig
 from train.progress import Display, Stopwatch
-from train.sizes import with_steps
+from train.states.batch import Collator, StageRows, StateSource
+from train.text.inputs import Inputs
 
 
 @pytest.mark.parametrize("d_pace", [1.0, 0.5], ids=["plain", "d_pace"])

@@ -22,14 +22,14 @@ from speculator.files import cache_folder
 from speculator.target.fingerprint import digest_of_files
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
-from train import own_text
-from train.command_line import parse
-from train.config import ROOT
-from train.dry_run import run_on_stand_ins
-from train.inputs import rows
-from train.own_text import folder_of, with_self_written
+from train.door.dry_run import run_on_stand_ins
+from train.door.settle import settle
+from train.options.command_line import parse
+from train.options.config import ROOT
 from train.run import run as run_all
-from train.settle import settle
+from train.text import own_text
+from train.text.inputs import rows
+from train.text.own_text import folder_of, with_self_written
 
 SIZES = {
     "data.seq_length": 16,

@@ -17,15 +17,15 @@ from speculator.heads import ARCHITECTURES
 from speculator.kernels.linear import HAS_ONEDNN
 from speculator.target.in_process import InProcessTarget
 from train import run
-from train import settle as settling
-from train.command_line import parse
-from train.config import HERE
-from train.gpus import GPUS, Place, gpu_named, place_of
-from train.head import head_config
-from train.plan import Plan
-from train.settle import settle
-from train.sharded_adam import largest_share
-from train.sizes import Prompt
+from train.door import settle as settling
+from train.door.gpus import GPUS, Place, gpu_named, place_of
+from train.door.head import head_config
+from train.door.plan import Plan
+from train.door.settle import settle
+from train.door.sizes import Prompt
+from train.optimizers.sharded_adam import largest_share
+from train.options.command_line import parse
+from train.options.config import HERE
 
 H100 = place_of("H100", 1)
 SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -271,7 +271,7 @@ def test_what_is_not_counted_is_named_and_the_rest_can_be_refused(flags, reason,
         raise ValueError(reason)
 
     if not flags:
-        monkeypatch.setattr("train.plan.auto_class", fail)
+        monkeypatch.setattr("train.door.plan.auto_class", fail)
     made = planned(config_of(target_folder, "--plan", "H100", *flags))
     assert reason in made.uncounted
     assert "NOT COUNTED: the target's layers" in str(made)

@@ -12,10 +12,10 @@ from eval.validation import NEW_TOKENS
 from speculator.heads.training import IGNORE
 from train import progress
 from train.checkpoint import METRIC
-from train.config import RunConfig
-from train.plan import Plan, Speed
+from train.door.plan import Plan, Speed
+from train.door.sizes import Prompt
+from train.options.config import RunConfig
 from train.progress import Clock, Display, StepsBar, log_line
-from train.sizes import Prompt
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:

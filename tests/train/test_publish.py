@@ -8,9 +8,9 @@ from conftest import tiny_head
 from eval.in_server import FORECAST_FILE
 from speculator.checkpoints.card import NAME as CARD
 from speculator.files import manifest_error, write_text
-from train.config import RunConfig, TargetConfig
 from train.finish import is_finished
 from train.forecast import forecast
+from train.options.config import RunConfig, TargetConfig
 from train.stages import publish
 
 

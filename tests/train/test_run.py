@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, Llama4TextConfig
 from speculator.__main__ import build_parser
 from speculator.report import SCHEMA, write_record
 from train import checkpoint
-from train.command_line import parse
-from train.config import RunConfig, TargetConfig
+from train.options.command_line import parse
+from train.options.config import RunConfig, TargetConfig
 from train.run import main, summary
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,12 @@ from transformers import ViTConfig
 from data import mixture
 from speculator.errors import UserError
 from speculator.heads import SpeculatorConfig
-from train import plan, run, server_command, settle
-from train.command_line import parse
-from train.config import ROOT
+from train import run
+from train.door import plan, server_command, settle
+from train.door.gpus import GPUS, Place
 from train.folder import write_record
-from train.gpus import GPUS, Place
+from train.options.command_line import parse
+from train.options.config import ROOT
 
 STAGE = {"max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1, "per_device_train_batch_size": 2}
 SIZES = {f"{stage}.{name}": value for stage in ("stage1", "stage2") for name, value in STAGE.items()}

@@ -10,10 +10,8 @@ from datasets import Dataset
 from transformers import AutoConfig, LlamaConfig
 
 from speculator import UserError
-from train.command_line import parse
-from train.config import HeadOptions, StageConfig
-from train.head import head_config
-from train.sizes import (
+from train.door.head import head_config
+from train.door.sizes import (
     count_of_tokens,
     expected_rows,
     length_of_chats,
@@ -22,6 +20,8 @@ from train.sizes import (
     with_sizes_of_target,
     with_steps,
 )
+from train.options.command_line import parse
+from train.options.config import HeadOptions, StageConfig
 
 RECIPES = ("eagle3", "dspark", "mlp")
 
@@ -181,7 +181,7 @@ def test_short_rows_for_little_text_keep_chats_whole():
 def test_the_chats_of_much_text_are_not_measured(monkeypatch):
     rows = Dataset.from_list([{"input_ids": [5] * 1000, "loss_mask": [0, *[1] * 999], "document_ids": [0] * 1000}] * 64)
     assert shortened_for(4000, rows) == 1000
-    monkeypatch.setattr("train.sizes.length_of_chats", lambda _: pytest.fail("a pass over all tokens"))
+    monkeypatch.setattr("train.door.sizes.length_of_chats", lambda _: pytest.fail("a pass over all tokens"))
     assert shortened_for(1000, rows) == 1000
 
 

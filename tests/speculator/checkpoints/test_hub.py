@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from speculator import Target, UserError
 from speculator.__main__ import main
 from speculator.checkpoints import head_folder, load_any, recognise
-from train.config import HeadOptions, RunConfig
-from train.head import with_settings_of_start
+from train.door.head import with_settings_of_start
+from train.options.config import HeadOptions, RunConfig
 
 SHA = {"main": "1" * 40, "v2": "2" * 40}
 

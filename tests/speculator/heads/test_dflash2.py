@@ -25,9 +25,9 @@ from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.dspark.dflash2 import Convolution
 from speculator.heads.training import IGNORE, TrainingBatch
-from train.config import LossConfig
-from train.losses import ChunkedLoss
-from train.muon import muon_weights
+from train.losses.chunked import ChunkedLoss
+from train.optimizers.muon import muon_weights
+from train.options.config import LossConfig
 
 V, D, L, G = 32, 16, 24, 3
 PARTS = {

@@ -16,8 +16,8 @@ from speculator.heads.dspark.config import AnchorTargets
 from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.packed import document_starts
-from train.config import LossConfig
-from train.losses import ChunkedLoss
+from train.losses.chunked import ChunkedLoss
+from train.options.config import LossConfig
 
 V, D, L = 32, 16, 24
 

@@ -15,10 +15,10 @@ from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig, regist
 from speculator.heads.drafting import LastHiddenSource, WholeTextSource
 from speculator.heads.training import IGNORE, step_metrics
 from speculator.heads.unrolled import UnrolledConfig, UnrolledHead, draft_ids
-from train.batch import Collator, StageRows, StateSource
-from train.config import HeadOptions, LossConfig, RunConfig, StageConfig
-from train.initialise import new_head
+from train.door.initialise import new_head
 from train.loop import Loop
+from train.options.config import HeadOptions, LossConfig, RunConfig, StageConfig
+from train.states.batch import Collator, StageRows, StateSource
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -9,7 +9,7 @@ from itertools import islice
 from math import ceil
 
 from speculator.target.remote.server_target import PendingStates, ServerTarget
-from train.batch import DOCUMENTS, REQUEST, Batch, StateSource, TargetStates
+from train.states.batch import DOCUMENTS, REQUEST, Batch, StateSource, TargetStates
 
 _MOST = 8  # batches ahead: the states of each wait in this process's memory
 

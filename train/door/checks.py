@@ -18,10 +18,10 @@ from speculator.target.gguf.file import is_gguf
 from speculator.target.probe import usable_context
 from speculator.target.sharding import SHARDED, check_heads, divided
 from speculator.terminal import log
-from train.config import RunConfig, StageConfig, TargetConfig
-from train.head import head_class
-from train.loss_table import LOSSES
-from train.sizes import Lengths
+from train.door.head import head_class
+from train.door.sizes import Lengths
+from train.losses.table import LOSSES
+from train.options.config import RunConfig, StageConfig, TargetConfig
 
 _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token have to be among them
 _MERGE = (

@@ -34,13 +34,13 @@ from speculator.target.loading import auto_class, drop_vision_tower
 from speculator.target.model import Target
 from speculator.target.probe import usable_context
 from speculator.target.sharding import SHARDED, divided
-from train.config import RunConfig, StageConfig, values_of
-from train.head import without_memory
-from train.kept_states import bytes_per_token
-from train.losses import chunk_tokens
-from train.muon import bytes_of_moments
-from train.settle import Run
-from train.sizes import Prompt, expected_prompts, expected_rows
+from train.door.head import without_memory
+from train.door.settle import Run
+from train.door.sizes import Prompt, expected_prompts, expected_rows
+from train.losses.chunked import chunk_tokens
+from train.optimizers.muon import bytes_of_moments
+from train.options.config import RunConfig, StageConfig, values_of
+from train.states.kept_states import bytes_per_token
 
 _USUAL_MFU, _MFU_OF_SMALL, _SMALL = 0.33, 0.08, 10**9
 """Share of the peak that recipes reached on an H100: 29 to 38%, but 7 to 9% for a target of 135 million weights."""

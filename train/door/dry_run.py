@@ -38,11 +38,12 @@ from data.readers import hub_id
 from data.sources import documents
 from data.tally import Tally
 from speculator.files import make_cache_folder
-from train import checks, interrupts
-from train.config import RunConfig, StageConfig, TargetConfig
-from train.head import head_class
+from train import interrupts
+from train.door import checks
+from train.door.head import head_class
+from train.door.settle import Run
+from train.options.config import RunConfig, StageConfig, TargetConfig
 from train.processes import of_first
-from train.settle import Run
 
 _HIDDEN, _INNER, _LENGTH, _CONTEXT = 32, 16, 64, 1024
 _DRAFTED = 100  # of the stand-in's vocabulary, where a part of the real one is drafted from

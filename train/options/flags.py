@@ -9,7 +9,7 @@ from pathlib import Path
 from speculator.cli.shared_flags import MANY, add_revision
 from speculator.errors import OneLineParser
 from speculator.workshop import ROOT
-from train.config import TargetConfig
+from train.options.config import TargetConfig
 
 
 def target_flags(target: TargetConfig) -> list[str]:

@@ -29,8 +29,8 @@ from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 from speculator.terminal import log
 from train.checkpoint import reporting_full_disk
-from train.settle import Run
-from train.sizes import longest
+from train.door.settle import Run
+from train.door.sizes import longest
 
 _STREAMS = 1 << 32  # between the seeds of the chats for stage 1 and those for stage 2
 

@@ -15,7 +15,7 @@ import torch
 from speculator.errors import UserError
 from speculator.kernels.linear import product
 from speculator.tables import gigabytes
-from train.config import HERE
+from train.options.config import HERE
 
 
 class Gpu(NamedTuple):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from speculator.heads.base import Speculator
-from train.sharded_adam import largest_share
+from train.optimizers.sharded_adam import largest_share
 
 
 def muon_weights(head: Speculator) -> list[nn.Parameter]:

@@ -19,7 +19,7 @@ from speculator.checkpoints import config_of, head_folder, load_any
 from speculator.checkpoints.native import declared_fields
 from speculator.errors import UserError, refuse, removed
 from speculator.heads import ARCHITECTURES, Speculator, SpeculatorConfig
-from train.config import HeadOptions, RunConfig
+from train.options.config import HeadOptions, RunConfig
 
 SHARED_OPTIONS = ("n_predict", "inner_dim", "draft_vocab_size")
 """Config fields of every architecture that `HeadOptions` names."""

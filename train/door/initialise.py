@@ -13,10 +13,10 @@ from speculator.errors import UserError
 from speculator.heads import Speculator, SpeculatorConfig
 from speculator.target.base import TrainingTarget
 from speculator.target.sharding import whole
-from train.head import Start, head_class, shipped_folder, without_memory
-from train.settle import Run
-from train.sizes import longest
-from train.vocabulary import count_tokens, most_frequent, unused_token
+from train.door.head import Start, head_class, shipped_folder, without_memory
+from train.door.settle import Run
+from train.door.sizes import longest
+from train.door.vocabulary import count_tokens, most_frequent, unused_token
 
 
 def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: int) -> Speculator:

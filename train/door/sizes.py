@@ -25,7 +25,7 @@ from speculator.heads import SpeculatorConfig
 from speculator.prompts import split_at_answers
 from speculator.target.probe import usable_context
 from speculator.target.remote.server_target import split
-from train.config import GenerateConfig, RunConfig, StageConfig
+from train.options.config import GenerateConfig, RunConfig, StageConfig
 
 _LONGEST = 4096
 """Tokens of a row if the run names none; few chats are longer."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from speculator.errors import OneLineParser, refuse, run_command
-from train.command_line import parse
-from train.config import RunConfig
+from train.options.command_line import parse
+from train.options.config import RunConfig
 
 # Libraries that take seconds are imported where they are used, so that a mistyped flag shows at once.
 _STORAGE = "/dev/shm/speculator"
@@ -86,9 +86,9 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
     """
     from speculator.target.probe import context_length
     from speculator.target.remote.server_target import ServerTarget
-    from train.gpus import Place
-    from train.inputs import load_target, needed_of_server
-    from train.settle import settle
+    from train.door.gpus import Place
+    from train.door.settle import settle
+    from train.text.inputs import load_target, needed_of_server
 
     run = settle(config, processes=1, place=Place(1))
     text = run.text

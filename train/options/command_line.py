@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from speculator.errors import OneLineParser, UserError
-from train.config import HERE, ROOT, HeadOptions, LossConfig, RunConfig, TargetConfig
-from train.options import Values, add_flags, build, convert, no_setting, options, read_file, read_word
+from train.options.config import HERE, ROOT, HeadOptions, LossConfig, RunConfig, TargetConfig
+from train.options.loader import Values, add_flags, build, convert, no_setting, options, read_file, read_word
 
 CONFIGS = ROOT / "configs"
 _EMBEDDED = TargetConfig().name_or_path
@@ -113,7 +113,7 @@ def _config(layers: list[Values]) -> RunConfig:
         config = replace(config, target=replace(config.target, name_or_path=str(ROOT / _EMBEDDED)))
     if not config.speculator.warm_start:
         return config
-    from train.head import with_settings_of_start  # imports torch
+    from train.door.head import with_settings_of_start  # imports torch
 
     names = [name.removeprefix("speculator.") for name in given if name.startswith("speculator.")]
     config = with_settings_of_start(config, names)
@@ -123,7 +123,7 @@ def _config(layers: list[Values]) -> RunConfig:
 
 def _loss_of(head: HeadOptions) -> dict[str, float]:
     """Return the `loss` section of our recipe for a head's architecture and method; {} without such a recipe."""
-    from train.head import head_class
+    from train.door.head import head_class
 
     def method(options: HeadOptions) -> tuple[str, str]:
         return options.architecture, head_class(options).config_class.method(options.options)

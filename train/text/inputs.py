@@ -27,14 +27,14 @@ from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
 from speculator.target.sharding import SHARDED
 from speculator.terminal import loading, log
-from train import checks
 from train.checkpoint import reporting_full_disk
+from train.door import checks
+from train.door.head import shipped_folder
+from train.door.plan import Plan
+from train.door.settle import Run
+from train.door.sizes import Prompt, count_of_tokens, shortened_for
 from train.folder import prompts_fingerprint, rows_fingerprint
-from train.head import shipped_folder
-from train.own_text import with_self_written
-from train.plan import Plan
-from train.settle import Run
-from train.sizes import Prompt, count_of_tokens, shortened_for
+from train.text.own_text import with_self_written
 
 _PROMPTS_PER_TEXT = 4
 _THOUGHTS = 1024  # tokens; few thoughts are shorter

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.tracking import Tracker
-from train.loss_table import LOSSES, Loss
-from train.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from train.losses.table import LOSSES, Loss
+from train.options.loader import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HERE = "here"
 """Value of --plan without an argument: the devices of this machine."""
 

@@ -18,11 +18,11 @@ from speculator.errors import UserError, first_line, refuse
 from speculator.heads import SpeculatorConfig
 from speculator.target.gguf.file import read_config
 from speculator.target.loading import load_config, text_config
-from train import checks
-from train.config import HERE, RunConfig, StageConfig
-from train.gpus import Place, place_of
-from train.head import Start, head_config, start_folder
-from train.sizes import Lengths, with_sizes_of_target, with_steps
+from train.door import checks
+from train.door.gpus import Place, place_of
+from train.door.head import Start, head_config, start_folder
+from train.door.sizes import Lengths, with_sizes_of_target, with_steps
+from train.options.config import HERE, RunConfig, StageConfig
 
 _ANY_TARGET = LlamaConfig(num_hidden_layers=2**16, vocab_size=2**31)
 """Larger than any target, so that a head for it refuses only what no target allows."""

@@ -1,0 +1,1 @@
+"""What is decided, checked and planned before a run begins."""

@@ -1,0 +1,1 @@
+"""The losses of a token, and their computation in chunks."""

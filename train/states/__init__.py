@@ -1,0 +1,1 @@
+"""Batches of rows, and where the target's hidden states come from: this process, servers or files."""

@@ -1,0 +1,1 @@
+"""The rows of a run, and the text that the target writes for it."""
