@@ -27,9 +27,9 @@ from torch.optim import AdamW, Optimizer
 from transformers import get_cosine_schedule_with_warmup, set_seed
 from transformers.utils import logging as transformers_logging
 
-from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
 from data.prepare import RowRequest, token_rows
+from data.writers.engine import EngineWriter
 from data.writing import Writing
 from eval.suites import Suite, from_text
 from speculator import Chain, HeadDrafter, MLPSpeculator, Sampling, Tree, generate

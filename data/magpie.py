@@ -16,9 +16,9 @@ from datasets import Dataset
 from data.batches import Batches
 from data.chat_turns import UserTurns
 from data.conversations import Row
-from data.engine_writer import identity
 from data.tally import cut_answers
-from data.writer import Writer, settings_of
+from data.writers.base import Writer, settings_of
+from data.writers.engine import identity
 from data.writing import Writing
 from speculator.decoding.sampling import Sampling
 from speculator.device import dtype_name

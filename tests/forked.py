@@ -21,7 +21,7 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["train.run", "train.options.command_line", "data.server_writer", "speculator.server.app"]
+    ["train.run", "train.options.command_line", "data.writers.server", "speculator.server.app"]
 )
 
 

@@ -12,7 +12,7 @@ from make_believe_gpu import gpu
 from replays import PROMPTS, capturing, overwrite, texts
 from serving_here import serving
 
-from data.engine_writer import EngineWriter
+from data.writers.engine import EngineWriter
 from data.writing import Writing
 from eval.suites import Suite
 from eval.validation import real_acceptance

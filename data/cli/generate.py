@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batches import state, warn_of_cut_answers
 from data.cli.flags import ALL, MAX_BAD_ROWS, NEW_TOKENS, THINKING_TOKENS
-from data.engine_writer import BATCH_SIZE
 from data.magpie import ROWS, Asking, self_rows, summary
 from data.mixture import SELF, mixture_of
 from data.prompts import Cut, PromptLimits, conversations
 from data.rendering import tokenizer_of
-from data.server_writer import TextOnly
 from data.tally import Tally, cut_answers
 from data.writers import writer_of
+from data.writers.engine import BATCH_SIZE
+from data.writers.server import TextOnly
 from data.writing import Writing
 from speculator.chat import DATA_DAY, thinks
 from speculator.checkpoints.loading import load_drafter

@@ -9,7 +9,7 @@ All code that knows such a server, from the imported to the importing:
     speculator/target/remote/              the target of such a training: `ServerTarget`
     speculator/checkpoints/                each layout names the servers that load it, and their commands;
                                            llama_cpp.py, vllm.py and vllm_plugin.py are for one server
-    data/server_writer.py                  text from servers: `data generate --server`
+    data/writers/server.py                  text from servers: `data generate --server`
     eval/as_server.py                      decodes here as a server would: `eval --as`
     eval/in_server.py                      measures a head in its server: `eval --server`
     train/door/server_command.py                starts and checks servers for training: `speculator server-command`

@@ -27,7 +27,7 @@ READERS = {
     # flags, the function that works with what has been read, if that takes long
     "data prepare": ([*SOURCE, "--seq_length", "32", "--num_proc", "1"], None),
     "data view": (["ROWS", "--rows", "9999"], None),
-    "data generate": ([*SOURCE, *SUITE[-4:]], "data.engine_writer.EngineWriter.write"),
+    "data generate": ([*SOURCE, *SUITE[-4:]], "data.writers.engine.EngineWriter.write"),
     "eval": ([*SUITE, "--output", "OUT"], "eval.run.evaluate"),
     "eval gate": (["HEAD", "HEAD", *SUITE[2:]], "eval.gate.compare"),
     "eval tune": ([*SUITE, "--output", "OUT"], "eval.tune.write_tuning"),
@@ -113,7 +113,7 @@ def test_rows_of_prompts_are_all_used_or_one_is_an_error_in_one_line(folder, tmp
     target = Target.load(str(folder / "TARGET"))
     monkeypatch.setattr("speculator.cli.model_flags.load_target", lambda arguments: target)
     monkeypatch.setattr("speculator.cli.generate.check_prompts", begin)
-    monkeypatch.setattr("data.engine_writer.EngineWriter.write", begin)
+    monkeypatch.setattr("data.writers.engine.EngineWriter.write", begin)
     arguments = vars(build_parser(name).parse_args([*flags[:2], "--prompts", str(tmp_path / "row.jsonl"), *sizes]))
     arguments["output"] = tmp_path / "another"
     work, faults = import_module(COMMANDS[name]).run, []

@@ -8,11 +8,11 @@ from chat_templates import QWEN3, chat_tokenizer
 from serving_here import serving
 
 from data.conversations import Answering
-from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
 from data.rendering import render
-from data.server_writer import ServerWriter, TextOnly
+from data.writers.engine import EngineWriter
+from data.writers.server import ServerWriter, TextOnly
 from data.writing import Writing
 from speculator import HeadDrafter, MLPSpeculator, MLPSpeculatorConfig, Sampling, UserError, generate
 from speculator.chat import set_template_variables, thinks

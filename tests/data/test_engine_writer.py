@@ -20,7 +20,7 @@ from written import writing_of
 
 from data import batches, engine_writer
 from data.__main__ import main
-from data.engine_writer import EngineWriter
+from data.writers.engine import EngineWriter
 from data.writing import Writing
 from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
 from speculator.acceptance import Acceptance

@@ -11,13 +11,13 @@ from chat_targets import CHATML, PLAIN, chatty, save, tiny_llama, tokenizer_of
 from tokenizers import AddedToken
 from written import writing_of
 
-from data import engine_writer
 from data.__main__ import main
 from data.chat_turns import UserTurns, is_repetitive, turn_texts
 from data.conversations import Row
 from data.duplicates import NearDuplicates
-from data.engine_writer import EngineWriter
 from data.magpie import Asking, self_rows
+from data.writers import engine as engine_writer
+from data.writers.engine import EngineWriter
 from speculator import UserError
 
 

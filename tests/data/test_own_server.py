@@ -4,8 +4,8 @@ import pytest
 from chat_templates import chat_tokenizer
 from serving_here import serving, tiny_head_for, tiny_target
 
-from data.engine_writer import EngineWriter
-from data.server_writer import ServerWriter, TextOnly
+from data.writers.engine import EngineWriter
+from data.writers.server import ServerWriter, TextOnly
 from data.writing import Writing
 from speculator import HeadDrafter, Sampling
 from speculator.prompts import Conversation

@@ -20,14 +20,14 @@ from conftest import tiny_tokenizer
 from datasets import load_from_disk
 from written import writing_of
 
-from data import server_writer
 from data.__main__ import main
 from data.conversations import Answering
-from data.engine_writer import EngineWriter
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
-from data.server_writer import ServerWriter, TextOnly
+from data.writers import server as server_writer
 from data.writers import writer_of
+from data.writers.engine import EngineWriter
+from data.writers.server import ServerWriter, TextOnly
 from data.writing import Writing
 from speculator import Sampling, UserError
 from speculator.clients.connection import Connection
@@ -305,7 +305,7 @@ def test_requests_run_concurrently_up_to_the_limit(serve, tokenizer, tmp_path, m
         begun.append(len(server.bodies))
         return Answering(*arguments)
 
-    monkeypatch.setattr("data.writer.Answering", answering)
+    monkeypatch.setattr("data.writers.base.Answering", answering)
     check(fetched([server], tokenizer, tmp_path, prompts, concurrency=4), tokenizer, prompts)
     assert server.most == 4
     assert begun[-1] > begun[0], "what a row holds is made before its turn"

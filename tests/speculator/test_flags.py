@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedConfig
 
-from data.engine_writer import BATCH_SIZE
 from data.magpie import ROWS
-from data.server_writer import CONCURRENCY
+from data.writers.engine import BATCH_SIZE
+from data.writers.server import CONCURRENCY
 from eval import flags as eval_flags
 from speculator.__main__ import COMMANDS, build_parser
 from speculator.checkpoints import FORMATS

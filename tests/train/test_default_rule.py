@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import measured, tiny_head
 
-from data.engine_writer import EngineWriter
+from data.writers.engine import EngineWriter
 from data.writing import Writing
 from eval.suites import Suite
 from eval.validation import real_acceptance

@@ -16,7 +16,7 @@ from filelock import FileLock
 from kills import killed_at
 from safetensors.torch import load_file, save_file
 
-from data.engine_writer import EngineWriter
+from data.writers.engine import EngineWriter
 from speculator.errors import UserError
 from speculator.files import cache_folder
 from speculator.target.fingerprint import digest_of_files

@@ -60,9 +60,9 @@ class Documents:
 class Collator:
     """Pads rows to tensors and adds the head's training targets, among them `labels`.
 
-    StageRows have "input_ids" and may have "loss_mask", "document_ids".
-    Padding is on the right, where causal attention hides it and the loss mask excludes it. A batch has "input_ids" and
-    "document_ids" [B, L], the targets by name and, if configured, `DOCUMENTS`.
+    Rows have "input_ids", and may have "loss_mask" and "document_ids". Padding is on the right, where causal attention
+    hides it and the loss mask excludes it. A batch has "input_ids" and "document_ids" [B, L], the targets by name and,
+    if configured, `DOCUMENTS`.
 
     Args:
         config: config of the head.

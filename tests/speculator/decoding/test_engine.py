@@ -11,7 +11,7 @@ from conftest import RECURRENT_RUNS, VOCAB, Oracle, tiny_head, tiny_model
 from drafters import make_drafter
 from transformers import AutoModelForCausalLM
 
-from data import engine_writer
+from data.writers import engine as engine_writer
 from data.writing import Writing
 from speculator import (
     Candidates,

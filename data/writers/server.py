@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Answering
 from data.rendering import text_tokens
-from data.writer import Job, Writer
+from data.writers.base import Job, Writer
 from data.writing import Writing
 from speculator.chat import decoded, end_token
 from speculator.clients.connection import UNAVAILABLE, Connection, base_urls

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from data.engine_writer import EngineWriter
-from data.writer import Writer
+from data.writers.base import Writer
+from data.writers.engine import EngineWriter
 from speculator.drafters import Drafter
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
 
 if TYPE_CHECKING:
-    from data.server_writer import TextOnly
+    from data.writers.server import TextOnly
 
 
 def writer_of(
@@ -31,7 +31,7 @@ def writer_of(
     """
     if isinstance(target, Target):
         return EngineWriter(target, draft(target) if draft else None, batch_size)
-    from data.server_writer import CONCURRENCY, ServerWriter  # imports openai, for a second
+    from data.writers.server import CONCURRENCY, ServerWriter  # imports openai, for a second
 
     served: Any = target  # a `ServerTarget`, or `TextOnly`
     return ServerWriter(served, concurrency or max(CONCURRENCY, batch_size))

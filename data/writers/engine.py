@@ -13,7 +13,7 @@ import torch
 
 from data.batches import POLL_SECONDS, BatchFacts, Notes, state, stored_record
 from data.conversations import Answering
-from data.writer import Job, Writer
+from data.writers.base import Job, Writer
 from speculator.decoding.engine import Engine
 from speculator.decoding.request import Request, check_prompts
 from speculator.device import dtype_name
