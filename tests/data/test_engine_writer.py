@@ -18,8 +18,9 @@ from kills import Killed, killed_at
 from replays import Double, capturing
 from written import writing_of
 
-from data import batches, engine_writer
+from data import batches
 from data.__main__ import main
+from data.writers import engine as engine_writer
 from data.writers.engine import EngineWriter
 from data.writing import Writing
 from speculator import Engine, HeadDrafter, Sampling, Target, UserError, generate
