@@ -49,8 +49,8 @@ from speculator.files import make_folder, new_folder, parse_rows, read_json, wri
 from speculator.report import Gate, Round, read_record, write_record
 from speculator.terminal import log
 from train.door.settle import settle
+from train.flags import target_flags
 from train.options.command_line import parse
-from train.options.flags import target_flags
 
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30

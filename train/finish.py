@@ -17,9 +17,9 @@ from speculator.drafters.tuning import TUNED
 from speculator.report import read_report
 from speculator.target.model import Target
 from speculator.verdict import headlines
+from train.flags import target_flags
 from train.forecast import commands_for_server
 from train.options.config import RunConfig
-from train.options.flags import target_flags
 from train.stages import curves
 
 

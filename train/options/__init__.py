@@ -1,1 +1,1 @@
-"""What a run is told: its settings, their loader, and the flags of other commands."""
+"""The settings of a run, and their loader."""
