@@ -153,10 +153,7 @@ class HiddenStateServers:
         return found
 
     def _plan_disk(self, folder: Path, longest: int) -> None:
-        """Limit the bytes in flight to this process's part of the free space of `folder`.
-
-        Raises a UserError if a document of `longest` tokens needs more.
-        """
+        """Limit the bytes in flight to our part of the free space; a UserError if `longest` tokens need more."""
         free, need = shutil.disk_usage(folder).free, self.expected.size(longest)
         budget = int(_SHARE_OF_DISK * free / self._processes)
         gigabytes = f"{need / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} free for {self._processes} processes"
@@ -164,10 +161,7 @@ class HiddenStateServers:
         self._budget = min(self._budget, budget)
 
     def submit(self, tokens: list[int], into: Tensor) -> Future:
-        """Request the states of a document's T tokens; the future is done when they are in `into` [T, layers, D].
-
-        The future raises a UserError if the request fails.
-        """
+        """Request the states of T tokens; the future is done when they are in `into` [T, layers, D], or a UserError."""
         future = self._pool.submit(self._fetch, tokens, into)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -249,10 +243,7 @@ class HiddenStateServers:
             self._change.notify_all()
 
     def _leave(self, server: _HiddenStateServer, fault: str) -> None:
-        """Note that a server has failed a request, and pause it; raise a UserError if all have failed for 20 minutes.
-
-        `fault` is one line that names the server and what went wrong.
-        """
+        """Pause a server that failed a request (`fault`: one line); raise a UserError if all failed for 20 minutes."""
         with self._change:
             server.busy -= 1
             if not server.pause:
