@@ -80,7 +80,7 @@ def read(location: str) -> Iterator[Document]:
 
 
 def fingerprint(location: str) -> str:
-    """Return a hash of the names, sizes and modification times of a source's files; of a hub dataset, its own."""
+    """Return a hash that changes with a source's files (names, sizes, times); of a hub dataset, its own fingerprint."""
     path = Path(location)
     if location == PYTHON_SOURCES:
         files = python_sources.files()
@@ -260,7 +260,10 @@ def _enumerate(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
 
 
 def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str) -> Iterator[Document]:
-    """Yield a document per (number, row, error or None): ids use `name`, messages `place`, bad rows "fault"."""
+    """Yield a document for each (number, parsed row, error or None); a row with an error has "fault" but no content.
+
+    Ids begin with the file's `name` in its source, and messages with its path, `place`.
+    """
     for number, row, error in rows:
         where = f"{place}:{number}"
         try:
@@ -414,7 +417,10 @@ def raw_rows(location: str) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:
-    """Return name, config (None: the default) and split of "org/name[/config][:split]"; SourceError: another form."""
+    """Return name, config (None: the default) and split of "org/name[/config][:split]".
+
+    Raises a SourceError for a location of another form.
+    """
     match = _HUB_ID.fullmatch(location)
     if match is None or _suffix(Path(location)) in _SUFFIXES:
         raise SourceError(

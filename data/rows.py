@@ -370,7 +370,7 @@ def _from_text(given: dict[str, Json], where: str) -> Content:
 
 
 def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
-    """Return the values of keys that must exist; RowError: one is no valid text, or all together are too long."""
+    """Return the values of keys that must exist; raise a RowError if one is no valid text, or all are too long."""
     texts = [_text(given[key], where, f'"{key}"') for key in keys]
     _check_size(where, sum(map(len, texts)))
     return texts

@@ -93,7 +93,7 @@ def documents(
 
 @lru_cache(1)  # of the sources of a run, whose splits and prompts are read one by one
 def _first_sources(locations: tuple[str, ...], fingerprints: tuple[str, ...]) -> dict[bytes, int]:
-    """Return {digest: first source that has it}, without the last source's documents; cached by `fingerprints`."""
+    """Return {digest: first source that has it}, but for the last source; cached while the `fingerprints` are equal."""
     first: dict[bytes, int] = {}
     for source, location in enumerate(locations[:-1]):
         for row in read(location):

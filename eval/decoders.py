@@ -283,7 +283,7 @@ def _cost_batches(parts: Sequence[Sequence[int]]) -> set[int]:
 
 
 def batches(suite: Suite, size: int) -> list[list[int]]:
-    """Return batches of at most `size` prompts of one category and number of turns, as indices in the suite."""
+    """Return batches of at most `size` prompts of one category and number of turns: indices in the suite, in order."""
     groups: dict[tuple[str, int], list[int]] = {}
     for i, category in enumerate(suite.categories):
         groups.setdefault((category, _later_turns(suite, i)), []).append(i)

@@ -90,7 +90,7 @@ def compare(
 
 
 def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
-    """Return the new head's tokens/s less the old one's; a sample has old tokens and seconds, then new ones."""
+    """Return the new head's tokens/s less the old one's; a sample has old tokens, old seconds, then the new ones."""
     old, old_seconds, new, new_seconds = (math.fsum(column) for column in zip(*samples, strict=True))
     return new / new_seconds - old / old_seconds
 
@@ -100,7 +100,7 @@ def compare_on_guard(
 ) -> Guard:
     """Compare the acceptance lengths of an old and a new head on a suite, with chains of `n_predict` tokens as drafts.
 
-    Unlike those of adaptive drafts, they do not depend on timings. The new one may lose this `share` of the old one.
+    Unlike those of adaptive drafts, they do not depend on timings. `share`: what the new one may lose of the old one.
     """
     counts = []
     for head in heads:

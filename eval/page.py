@@ -59,7 +59,7 @@ def write_page(report: Report, traces: Sequence[Trace], folder: Path) -> None:
 
 
 def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) -> str:
-    """Return the page's HTML; `traces` of one prompt are neighbours, `pictures` are PNG files by `report.plots`."""
+    """Return the page's HTML, with `traces`, those of one prompt together, and PNG files by plot (`report.plots`)."""
     lengths, captions = head_lengths(report), plots(report)
     prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row.name, t.row.temperature, t.prompt))]
     steps = [step for trace in traces for step in trace.steps]

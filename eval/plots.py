@@ -219,7 +219,7 @@ def _errors(intervals: Sequence[Interval]) -> np.ndarray:
 def plot_load(curves: Mapping[str, Sequence[Level]], file: Path, speedups: Speedups | None = None) -> None:
     """Write a .png of throughput against the speed of one user, and of the speedup at each number of clients.
 
-    `curves` have a point per level, by server. `speedups` are of the second server over the first; None: one server.
+    `curves` are levels by the server's name. `speedups` are of the second server over the first; None: one server.
     """
     columns = 2 if speedups else 1
     figure, axes = plt.subplots(1, columns, figsize=(5 * columns, 4), layout="constrained", squeeze=False)

@@ -21,7 +21,7 @@ _TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 
 
 def label(row: ReportRow, lengths: set[int]) -> str:
-    """Return the name of a row's drafter; if `lengths` (`head_lengths`) are several, a head's has its draft length."""
+    """Return the name of a row's drafter; if there are several `lengths` (`head_lengths`), a head's has its own."""
     if row.drafter == "head" and len(lengths) > 1:
         return f"{DRAFTERS['head']}, {row.num_speculative_tokens} tokens"
     tree = f", tree of {row.nodes}" if _is_tree(row) and row.drafter != "adaptive" else ""
@@ -38,7 +38,7 @@ def drafter_rows(rows: list[ReportRow]) -> list[ReportRow]:
 
 
 def facts(report: Report) -> dict[str, str]:
-    """Return the facts at the top of a report, {title: text}: models, hardware, versions, missing baselines."""
+    """Return the facts at the top of a report as {title: text}, and why each missing baseline did not run."""
     settings = report.settings
     assisted: Any = settings["hf_assisted"] or {}
     own = ", ".join(f"{name} {value}" for name, value in assisted.items())
@@ -85,7 +85,7 @@ def decoder_lines(rows: list[ReportRow]) -> Iterator[tuple[ReportRow, str, str |
 
 
 def reached(row: ReportRow) -> int:
-    """Return the number of draft positions at which a token was verified: the most accepted, and the next if any."""
+    """Return how many draft positions were verified: one more than the most accepted tokens, if the draft has one."""
     most = max((n for n, steps in enumerate(row.accepted_lengths) if steps), default=0)
     return min(most + 1, row.num_speculative_tokens)
 
@@ -223,7 +223,7 @@ def _categories(rows: list[ReportRow], lengths: set[int]) -> list[str]:
 
 
 def warnings(rows: Sequence[ReportRow]) -> list[str]:
-    """Return a line for each wrong prediction, context beyond the head's training, omitted prompt and cut answer."""
+    """Return warnings, a line each: wrong predictions, contexts beyond training, omitted prompts, cut answers."""
     lines = []
     for row in rows:
         where = f"{row.name}, temperature {row.temperature:g}, batch size {row.batch_size}"

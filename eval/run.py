@@ -275,7 +275,7 @@ def _content(
 
 
 def _origin(target: Target, head: Speculator, folder: str | Path | None) -> dict[str, Any]:
-    """Return the fingerprints of what was measured (with a decoding.json in `folder`), and commit, command and date."""
+    """Return fingerprints of what was measured, with the decoding.json in `folder`, and commit, command and date."""
     fingerprints = {"target": target.fingerprint, "speculator": digest_of_weights(head)}
     if folder and (tuning := Path(folder, TUNED)).is_file():
         fingerprints[TUNED] = hashlib.sha256(tuning.read_bytes()).hexdigest()
@@ -286,7 +286,7 @@ def _origin(target: Target, head: Speculator, folder: str | Path | None) -> dict
 def _time_needed(
     target: Target, suites: Sequence[Suite], tables: dict[float, list[Decoder]], batch_size: int, tokens: int
 ) -> str:
-    """Return a log line: the time if no answer ends early and drafts save none; `tokens` per prompt, with repeats."""
+    """Return a log line: the time for `tokens` new tokens per prompt if no answer ends early and drafts save none."""
     batches = sum(count_batches(suite, batch_size) for suite in suites)
     decodings = batches * sum(map(len, tables.values()))
     seconds = decodings * tokens * step_seconds(target, suites[0].prompts[0][:_SHORT], batch_size)

@@ -98,7 +98,7 @@ class Served:
 def figures(
     answers: list[list[float]], clients: int, seconds: float | None, limits: dict[str, float]
 ) -> dict[str, Any]:
-    """Return a `Level`'s fields by its answers, all within `seconds` (None: every client was busy all the time)."""
+    """Return a `Level`'s fields by its answers, which took `seconds` together (None: all clients were always busy)."""
     tokens, first, whole = np.array(answers).T
     per_token = (whole - first) / np.maximum(tokens - 1, 1)
     found = {"ttft": 1e3 * first, "tpot": 1e3 * per_token}
@@ -215,7 +215,10 @@ def stops_at(found: Sequence[tuple[Level, Level, Interval]]) -> float | None:
 
 
 def _paid(before: tuple[float, str], after: tuple[float, str], price: float, hours: float | None) -> Iterator[str]:
-    """Yield sentences on costs at a `price` per hour, and when the training of B (`hours`; None: unknown) has paid."""
+    """Yield sentences on the costs of A and B, `before` and `after`, and when the training of B's head has paid.
+
+    `price` is that of an hour. The training took `hours`; None: unknown.
+    """
     yield f"A {before[1]}; B {after[1]}"
     saved = before[0] - after[0]
     if math.isinf(before[0]) or math.isinf(after[0]):

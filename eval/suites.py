@@ -147,7 +147,7 @@ def load_suite(
 
 
 def _is_document(source: str) -> bool:
-    """Return whether a source is a text file or a folder of documents, even if missing: their reader reports that."""
+    """Return whether a source is (or, if missing, is named like) a text file or folder of documents, not of rows."""
     path = Path(source)
     if path.is_file():
         return not path.name.lower().removesuffix(".gz").endswith((".jsonl", ".json", ".parquet"))

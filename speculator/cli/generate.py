@@ -128,7 +128,7 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
 
 
 def _row(row: dict, request: Request, text: str) -> dict:
-    """Return a row of the output file: no step gives acceptance length None, failure "error", the finish reason."""
+    """Return a row of the output file, given that of the input; a text that failed has "error", its finish reason."""
     steps = Acceptance.of(request.steps)
     failed = {"error": request.finish_reason} if request.failure else {}
     made = {"text": text, "tokens": request.tokens, "acceptance_length": steps.length if steps.steps else None}

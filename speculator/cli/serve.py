@@ -124,13 +124,13 @@ def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[
 
 
 def leave_a_core() -> None:
-    """Take a thread from torch unless OMP_NUM_THREADS is set: they spin, so one on a shared core slows down all."""
+    """Reduce torch's threads by one, unless OMP_NUM_THREADS is set: they spin, so one on a shared core slows all."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def limit_tokens(target: Target, most: int) -> None:
-    """Limit a prompt with its answer, and an encoder's source, to `most` tokens; a UserError beyond the context."""
+    """Limit a prompt with its answer, and an encoder's source, to `most` tokens; UserError: the context is shorter."""
     context = target.context_length
     refuse((most > context, f"--max_model_len: the context of {target.name} is {context} tokens"))
     target.context_length = most

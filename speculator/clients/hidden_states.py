@@ -153,7 +153,7 @@ class HiddenStateServers:
         return found
 
     def _plan_disk(self, folder: Path, longest: int) -> None:
-        """Limit the bytes in flight to our part of the free space; a UserError if `longest` tokens need more."""
+        """Limit the bytes in flight to our part of the disk; UserError: a document of `longest` tokens needs more."""
         free, need = shutil.disk_usage(folder).free, self.expected.size(longest)
         budget = int(_SHARE_OF_DISK * free / self._processes)
         gigabytes = f"{need / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} free for {self._processes} processes"
@@ -161,7 +161,10 @@ class HiddenStateServers:
         self._budget = min(self._budget, budget)
 
     def submit(self, tokens: list[int], into: Tensor) -> Future:
-        """Request the states of T tokens; the future is done when they are in `into` [T, layers, D], or a UserError."""
+        """Request the states of a document's T tokens; the future is done when they are in `into` [T, layers, D].
+
+        The future raises a UserError if the request fails.
+        """
         future = self._pool.submit(self._fetch, tokens, into)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

@@ -238,7 +238,7 @@ class _Routes:
             return await asyncio.to_thread(parse, kind, body)
 
     async def _body(self, http: Request) -> bytes:
-        """Read the body; APIError: above `max_body` bytes, or not JSON: web pages may send other types (CORS)."""
+        """Read the body; raise an APIError if it's too long or no JSON: web pages may send other types (CORS)."""
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise APIError("Content-Type must be application/json", status=415)
         body = bytearray()
@@ -355,7 +355,10 @@ class _Routes:
             yield f"data: {json.dumps(error.body())}\n\n"
 
     async def _outputs(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[StepOutput]:
-        """Yield outputs until all answers end; the caller adds each to `writer`. `began` is by `time.monotonic`."""
+        """Yield the outputs of a job, as they come, until every answer has ended; the caller adds each to `writer`.
+
+        The time to the first token starts at `began`, by `time.monotonic`.
+        """
         first = True
         while not writer.done:
             output = await job.next_output()
@@ -365,7 +368,7 @@ class _Routes:
             yield output
 
     def _close(self, job: Job, writer: CompletionWriter, began: float, recorded: bool) -> None:
-        """Cancel unfinished answers, and count all and the seconds; if `recorded` and all are whole, record them."""
+        """Cancel unfinished answers and count all; with `recorded`, also record the answers if all are whole."""
         job.cancel()
         self.metrics.request_seconds.observe(time.monotonic() - began)
         for request in job.requests:

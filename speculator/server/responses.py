@@ -215,7 +215,7 @@ class ChatWriter(CompletionWriter):
         return {"message": {"role": "assistant", **self._parsed(index)}}
 
     def delta(self, index: int, text: str) -> Fields:
-        """Return `delta`: new text, with tools all of it at the end, or in channels new text of thought and content."""
+        """Return `delta`: the new text; with tools, all of it at the end; in channels, new thought and content."""
         if not (self.request.parses_calls or self._channels):
             return {"delta": {"content": text} if text else {}}
         ended = self._finish_reasons[index] is not None

@@ -40,7 +40,7 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         self.receive_weights(self.parse_update_info(update_info))  # nothing is left to wait for
 
     def receive_weights(self, update_info: FolderInfo) -> None:
-        """Load a folder's weights into the drafter; ValueError: they don't fit, or would overwrite the target's."""
+        """Load a folder's weights; raise a ValueError if they don't fit the drafter or would overwrite the target's."""
         weights = read(Path(update_info.folder))
         # Loading replaces the weights one by one, so a tensor that does not fit is found before.
         self.check({name: tuple(weight.shape) for name, weight in weights})
