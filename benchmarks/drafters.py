@@ -139,7 +139,6 @@ def measure(
 
 
 def markdown(report: dict) -> str:
-    """Render the report as a table."""
     header = ("temperature", "decoder", "rule", "acceptance length", "minus head chain", "tokens/s", "speedup", "texts")
     table = [
         (

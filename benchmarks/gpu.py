@@ -172,7 +172,6 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 def _output_of(command: str) -> str:
-    """Return what a command prints; nothing if there is no such command."""
     with suppress(OSError):
         return subprocess.run(shlex.split(command), capture_output=True, text=True).stdout.strip()
     return ""

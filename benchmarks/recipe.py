@@ -28,7 +28,7 @@ _LOGGED = 5  # steps of a line; compilation falls into the first one
 
 
 def documents(rows: int, length: int, vocab_size: int) -> Dataset:
-    """StageRows of random tokens, packed from documents of unequal length."""
+    """Return rows of random tokens, packed from documents of unequal length."""
     draw, made = random.Random(0), []
     for _ in range(rows):
         numbers: list[int] = []

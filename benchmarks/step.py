@@ -64,7 +64,6 @@ def projected(row: dict) -> float:
 
 
 def markdown(report: dict) -> str:
-    """Render the measurements and the projection."""
     header = ("batch size", "G", "plain step, ms", "over bound", "verification, ms", "over bound")
     header += ("c", "c by bytes", "v", "E", "projected speedup")
     table = [

@@ -75,8 +75,7 @@ D_PACE = LossConfig(cross_entropy=1.0, kl=0.0, d_pace=0.5)
 class Arm:
     """One row of a table.
 
-    `on_policy` is the share of the budget spent on the target's own text at the end, and `passes` says how often a row
-    of the other text is read.
+    `on_policy`: share of the budget for the target's own text, at the end. `passes`: reads of a row of other text.
     """
 
     name: str
@@ -219,7 +218,6 @@ class CachedTarget(InProcessTarget):
 
 
 def fresh_head(arm: Arm, seed: int, target: Target, rows: Dataset) -> Speculator:
-    """Create the untrained head of an arm."""
     if arm.shape.get("architecture") == INDEPENDENT:
         torch.manual_seed(seed)
         return Independent(

@@ -87,10 +87,7 @@ class _AnswerFormat:
 
 @lru_cache(maxsize=32)
 def _answer_format(tokenizer: PreTrainedTokenizerBase, template: str, with_tools: bool) -> _AnswerFormat:
-    """Return what a template writes around answers, found by rendering a chat with a known answer.
-
-    With `with_tools`, this chat has a tool.
-    """
+    """Return what a template writes around answers, found by rendering a known chat; `with_tools`: it has a tool."""
     added = any_added(tokenizer)
     special = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     tail, between = text_after_answer(tokenizer, template, with_tools)
@@ -198,12 +195,9 @@ class _Chat:
             return None
 
     def answer(self, number: int) -> tuple[str, int, int]:
-        """Render the messages up to an answer, the message `number`, counted from 0, and including it.
+        """Return the text of the messages up to answer `number` (a message, from 0), and the answer's start and end.
 
-        Returns the text, and the answer's start and end in it, in characters.
-
-        Raises:
-            RefusedError: the template rejects these messages, or writes the answer where we can't find it.
+        Raises a RefusedError if the template rejects these messages, or writes the answer where we can't find it.
         """
         before, form = self._render(self._messages[:number], ask=True), self._format
         text = self._written(number + 1)
@@ -237,10 +231,7 @@ class _Chat:
         return place
 
     def _end(self, text: str, start: int) -> int:
-        """Return where in `text` the answer from `start` on ends: after its end token.
-
-        What closes the chat is not a part of the answer (Phi 3 writes EOS there).
-        """
+        """Return where the answer from `start` on ends: after its end token, before a chat's close (EOS in Phi 3)."""
         form = self._format
         if form.tail and text.endswith(form.tail):
             end = len(text) - len(form.tail) + form.end
@@ -262,10 +253,7 @@ class _Chat:
     def extend(self, row: TextRow, text: str | None, span: tuple[int, int] | None = None) -> bool:
         """Replace a row's text by a longer render of the chat, if the render continues the row; return whether it does.
 
-        Args:
-            row: changed in place.
-            text: the render; None: rejected by the template.
-            span: start and end in `text` of an answer to add to the row's spans; None: none.
+        `text` is None if the template rejects the chat. `span` is an answer's start and end in it, to add to the row.
         """
         end = row.spans[-1][1]
         if text is None:
@@ -311,10 +299,7 @@ class _Unmarked:
         return place
 
     def place(self, length: int, before: bool = False) -> int:
-        """Return the place in the original after `length` characters of `text`.
-
-        If a mark is there, the place is after it, or with `before` in front of it.
-        """
+        """Return the place in the original after `length` characters of `text`: after a mark there, or `before` it."""
         return length + sum(size for at, size in self.gaps if at < length or (at == length and not before))
 
 
@@ -348,7 +333,6 @@ def _fault(message: Message, text: str, start: int, end: int) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a text without marks of thinking, stripped and without the empty ones."""
     return [line.strip() for line in re.split(rf"\n|{_MARK_OF_THINKING}", text) if line.strip()]
 
 
@@ -360,10 +344,7 @@ def _common(a: str, b: str) -> int:
 
 
 def _difference(row: TextRow, context: str, number: int) -> str:
-    """Describe for a log line where an answer's `context` differs from the row before it.
-
-    `number` is that of the answer's message, from 0.
-    """
+    """Describe for a log line where the `context` of message `number` (from 0) differs from the row before it."""
     before = row.text[: row.spans[-1][1]]
     place = _common(before, context)
     was, now = (text[max(0, place - 10) : place + _EXCERPT] for text in (before, context))

@@ -93,10 +93,7 @@ def state(**settings: Any) -> PartialState:
 def stored_record(folder: Path) -> JsonObject | None:
     """Return the settings with which a folder of generated rows was begun, or None if the folder is new or empty.
 
-    In a finished folder they come from manifest.json, together with its statistics.
-
-    Raises:
-        UserError: the folder holds other files.
+    In a finished folder, its statistics are among them. Raises a UserError if the folder holds other files.
     """
     manifest, work = folder / "manifest.json", folder / "batches"
     for file in (manifest, work / "record.json", manifest):  # another process may finish the work meanwhile
@@ -187,13 +184,7 @@ class Batches:
         return left
 
     def write(self, batch: int, rows: list[list[Columns]], **facts: Unpack[BatchFacts]) -> None:
-        """Store a finished batch in one file.
-
-        Args:
-            batch: its number.
-            rows: for each prompt of the batch, in their order, the rows that it gave, as columns by name.
-            facts: statistics of the batch, which `finish` sums up.
-        """
+        """Store a finished batch: for each prompt the rows that it gave, as columns by name, and facts for `finish`."""
         self.begin()
         write_text(self._file(batch), json.dumps({"rows": rows, **facts}, separators=(",", ":")))
         self._tokens += sum(sum(row["loss_mask"]) for made in rows for row in made)
@@ -202,10 +193,9 @@ class Batches:
         self._bar.update(len(rows))
 
     def begin(self) -> Path:
-        """Create the folder, lock it in the main process, and return its subfolder for unfinished work.
+        """Create the folder and lock it in the main process; return the subfolder for unfinished work.
 
-        Raises:
-            UserError: another run has locked it.
+        Raises a UserError if another run has locked it.
         """
         if not self._record.exists():
             make_folder(self._work)
@@ -228,8 +218,7 @@ class Batches:
     def conclude(self, assemble: Callable[[], tuple[Iterable[Columns], JsonObject]]) -> Dataset:
         """Write the rows and the manifest unless they exist, remove the unfinished work, and return the rows.
 
-        Args:
-            assemble: return the rows, and facts for the manifest. Only the main process calls it.
+        Only the main process calls `assemble`, which returns the rows, and facts for the manifest.
         """
         self._bar.close()
         if state().is_main_process and not self.finished:
@@ -309,6 +298,5 @@ def warn_of_cut_answers(folder: Path, setting: str) -> None:
 
 
 def _wait_for(file: Path) -> None:
-    """Return once the file exists."""
     while not file.exists():
         time.sleep(POLL_SECONDS)

@@ -42,12 +42,9 @@ class TurnTexts:
 
 
 def turn_texts(tokenizer: PreTrainedTokenizerBase, several: bool = False) -> TurnTexts | None:
-    """Return what the chat template writes around the first turns, and with `several` around the next user turn too.
+    """Return the texts around the first turns, and with `several` around the next user turn; None: no chat template.
 
-    None: there is no chat template.
-
-    Raises:
-        UserError: the template does not write each turn exactly once and unchanged.
+    Raises a UserError if the template does not write each turn exactly once and unchanged.
     """
     if not tokenizer.chat_template:
         return None
@@ -125,10 +122,7 @@ class UserTurns:
             raise UserError(f"{target.name}: its chat template writes nothing between a user turn and the answer")
 
     def add_seen(self, folder: Path) -> str:
-        """Register the first user turns of a folder's chats, so that `add` drops near-duplicates of these turns.
-
-        Returns the SHA-256 of their texts.
-        """
+        """Register the first user turns of a folder, so that `add` drops near-duplicates; return the texts' hash."""
         texts = []
         for row in Dataset.load_from_disk(str(folder / "rows")):
             # The first answer begins at the first token with loss; before it are the turn and the template's texts.
@@ -153,16 +147,12 @@ class UserTurns:
         return len(self.prompt(chat)) < self._max_asking
 
     def _continue(self, chat: Row, text: str) -> list[int]:
-        """Tokenize `text`, which follows the chat, without its first token if the chat already ends with that token."""
         tokens = chat_tokens(text, self.tokenizer)
         # The answer ends with <|im_end|>, and the template's text between answer and question begins with it.
         return tokens[1:] if chat.ids and tokens[:1] == chat.ids[-1:] else tokens
 
     def add(self, chat: Row, tokens: list[int]) -> str | None:
-        """Append a user turn, which the target wrote as `tokens`, and the template's text up to the answer to a chat.
-
-        Returns None, or the reason if the turn is dropped and the chat unchanged.
-        """
+        """Append a user turn, and the template's text up to its answer, to a chat; or drop the turn and return why."""
         text, ended = self._read(tokens)
         if self._texts is None:
             following = [*self._first, *tokens]

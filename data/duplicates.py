@@ -43,10 +43,7 @@ class NearDuplicates:
         return False
 
     def _signature(self, text: str) -> numpy.ndarray:
-        """Return the MinHash signature of a text, [64] uint32: the minimum of each hash function over its n-grams.
-
-        Case, spacing and punctuation are ignored.
-        """
+        """Return a text's MinHash signature, [64] uint32: minima over n-grams without case, spacing and punctuation."""
         # "Hello,  World!" and "hello world" are the same; a text without letters stays as it is.
         normal = " ".join(re.findall(r"\w+", text.casefold())) or text
         ngrams = {normal[i : i + _NGRAM] for i in range(max(1, len(normal) - _NGRAM + 1))}

@@ -121,12 +121,7 @@ def self_rows(
         counts: Counter[str] = Counter()
 
         def write(what: str, prompts: list[list[int]], how: Writing) -> list[list[int] | None]:
-            """Let the target continue all prompts; return the new tokens of each, or None if they failed.
-
-            Args:
-                what: "prompts" or "answers", for the folder and the progress bar.
-                how: sampling and length; each call adds a stride to its seed.
-            """
+            """Return each prompt's new tokens, None if it failed; `what` names the folder; each call moves the seed."""
             output = work.begin() / f"{len(passes) + 1}-{what}"
             how = replace(how, seed=(how.seed << _SEED_BITS) + len(passes) * _SEED_STRIDE)
             chats = [Conversation(each, completion=users.ends is not None) for each in prompts]
@@ -190,5 +185,4 @@ def summary(folder: Path) -> str:
 
 
 def _listed(dropped: Counter[str]) -> str:
-    """Return counts by reason in words, such as "12 near-duplicate, 3 empty", the largest first."""
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())

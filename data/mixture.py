@@ -51,7 +51,6 @@ class Mixture:
 
     @property
     def weights(self) -> list[float]:
-        """The weights; empty if there are none."""
         return [source.weight for source in self.sources if source.weight is not None]
 
     @property
@@ -69,11 +68,7 @@ class Mixture:
 
 
 def mixture_of(sources: Sequence[str]) -> Mixture:
-    """Parse sources as a user names them, a location with or without a weight, such as "chats.jsonl@0.7".
-
-    Raises:
-        SourceError: a weight is not above 0, or only some sources have one.
-    """
+    """Parse sources such as "chats.jsonl@0.7"; raise a SourceError if a weight is not above 0 or only some have one."""
     if not sources or not all(sources):
         raise SourceError("no source is given")
     mixture = Mixture(tuple(map(_parse, sources)))

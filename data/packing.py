@@ -42,11 +42,7 @@ def pack(documents: Iterable[TokenDocument], length: int, max_tokens: int | None
 
 
 class _OpenRow:
-    """A row that is being filled.
-
-    Attributes:
-        rests: number of documents at its start that began in another row.
-    """
+    """A row that is being filled; the first `rests` of its documents began in another row."""
 
     def __init__(self) -> None:
         self.columns: Columns = {name: [] for name in COLUMNS}

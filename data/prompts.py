@@ -41,12 +41,7 @@ class PromptLimits:
 
     @classmethod
     def of(cls, target: TrainingTarget, new_tokens: int, seq_length: int = sys.maxsize) -> PromptLimits:
-        """Return the limits of a target's prompts. An encoder, if there is one, reads them: answers need no room there.
-
-        Args:
-            new_tokens: largest length of an answer.
-            seq_length: largest length of a prompt whose answer is trained on.
-        """
+        """Return the limits of a target's prompts. If an encoder reads them, answers need no room there."""
         context, room = (target.encoder.longest, 0) if target.encoder else (target.context_length, new_tokens)
         return cls(target.name, context, room, seq_length)
 
@@ -55,14 +50,9 @@ class PromptLimits:
         return len(ids) <= min(self.seq_length, self.context - self.new_tokens)
 
     def take(self, source: str, prompts: Iterable[Conversation], count: int | None) -> tuple[list[Conversation], int]:
-        """Return the first `count` prompts that fit, and the number of prompts skipped before.
+        """Return the first `count` prompts that fit (None: all), and the number of prompts skipped before.
 
-        Args:
-            source: name of the prompts in messages.
-            count: None: all.
-
-        Raises:
-            SourceError: there are prompts, and none fits.
+        Raises a SourceError, which names the `source`, if there are prompts and none fits.
         """
         found: list[Conversation] = []
         skipped = 0
@@ -115,7 +105,6 @@ class _Cutter:
     tally: Tally
 
     def prompts(self, documents: Iterator[Document]) -> Iterator[Conversation]:
-        """Yield the prompts of a stream of documents."""
         for _, same in groupby(documents, lambda row: "document_ids" in row and row["where"].rpartition(":")[0]):
             # In packed texts every token has loss; in packed chats one of the first rows has a token without.
             first = list(islice(same, _PACKED_HEAD))
@@ -141,11 +130,7 @@ class _Cutter:
         return found
 
     def _of(self, row: Document, packed_text: bool) -> Iterator[Conversation]:
-        """Yield the prompts of one document of any format: text, chat, prompt with completion, or tokens.
-
-        A packed row gives a prompt for each document that begins in it; with `packed_text` (all tokens have loss) only
-        one.
-        """
+        """Yield the prompts of one document: of a packed row one per document, but only one with `packed_text`."""
         if "text" in row:
             yield from map(Conversation, self._of_lines(row))
         elif "messages" in row:
@@ -202,10 +187,7 @@ class _Cutter:
         )
 
     def _of_tokens(self, ids: list[int], mask: list[int]) -> Iterator[Conversation]:
-        """Yield one prompt or none: the tokens before the first one with loss, as `mask` marks it.
-
-        If the first token has loss, or none has, they are the first `prompt_tokens`.
-        """
+        """Yield one prompt or none: the tokens before the first with loss; without such, the first `prompt_tokens`."""
         if 1 in mask and not mask[0]:
             yield Conversation(ids[: mask.index(1)], completion=True)
         elif len(ids) >= self.cut.prompt_tokens:

@@ -80,10 +80,7 @@ def read(location: str) -> Iterator[Document]:
 
 
 def fingerprint(location: str) -> str:
-    """Return a hash that changes with a source: of names, sizes and modification times of the files that are read.
-
-    A hub dataset has the fingerprint of `datasets`.
-    """
+    """Return a hash that changes with a source's files (names, sizes, times); of a hub dataset, its own fingerprint."""
     path = Path(location)
     if location == PYTHON_SOURCES:
         files = python_sources.files()
@@ -142,7 +139,6 @@ def _readable_files(path: Path) -> list[Path]:
 
 
 def _is_card(file: Path) -> bool:
-    """Return whether a file's name is that of a card, a licence or a description of a dataset or a package."""
     return _CARDS.match(file.name.lower()) is not None
 
 
@@ -185,8 +181,7 @@ def _recorded(folder: Path) -> Iterator[Document]:
 def _chat_of(document: Document, begun: dict[int, int]) -> int:
     """Return the number of a recorded answer's chat: that of an earlier row whose whole prompt begins this one's.
 
-    Args:
-        begun: numbers of chats by the hash of a prompt, to which this one's is added.
+    `begun` has the numbers of chats by the hash of a prompt; this one's is added.
     """
     if "input_ids" in document:
         mask = document["loss_mask"]
@@ -208,7 +203,6 @@ def _chat_of(document: Document, begun: dict[int, int]) -> int:
 
 
 def _suffix(file: Path) -> str:
-    """Return the suffix of a file's name in lower case, without ".gz": ".jsonl" for rows.JSONL.gz."""
     return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
@@ -244,7 +238,6 @@ def _log_unread(folder: Path) -> None:
 
 
 def _local_file(file: Path, name: str) -> Iterator[Document]:
-    """Yield the documents of a file by its suffix; `name` is its name in the source, for ids."""
     if _suffix(file) not in _TEXT_SUFFIXES:
         yield from _documents(_rows_in(file), name, str(file))
         return
@@ -267,7 +260,7 @@ def _enumerate(rows: Iterable[Any]) -> Iterator[tuple[int, Any, None]]:
 
 
 def _documents(rows: Iterable[tuple[int, Any, str | None]], name: str, place: str) -> Iterator[Document]:
-    """Yield a document for each (number, parsed row, error or None); a bad row gets "fault".
+    """Yield a document for each (number, parsed row, error or None); a row with an error has "fault" but no content.
 
     Ids begin with the file's `name` in its source, and messages with its path, `place`.
     """
@@ -371,7 +364,6 @@ def _datasets_folder(path: Path) -> Iterator[Document]:
 
 
 def _dataset_rows(rows: Dataset, name: str, place: str) -> Iterator[Document]:
-    """Yield the documents of a dataset; `name` is for their ids, `place` for messages."""
     readable = rows.select_columns(_readable(rows.column_names, place))
     try:
         yield from _documents(_enumerate(_objects(readable)), name, place)
@@ -385,7 +377,6 @@ def _objects(rows: Dataset) -> Iterator[Any]:
 
 
 def _rows_of(batches: Iterable[Any], features: Features) -> Iterator[Any]:
-    """Yield the rows of Arrow's batches, see `_without_nulls`."""
     return (_without_nulls(row, features) for batch in batches for row in batch.to_pylist())
 
 
@@ -426,9 +417,9 @@ def raw_rows(location: str) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def hub_id(location: str) -> tuple[str, str | None, str]:
-    """Return name, config (None: the default) and split of a hub dataset "org/name[/config][:split]".
+    """Return name, config (None: the default) and split of "org/name[/config][:split]".
 
-    A SourceError is raised for a location of another form.
+    Raises a SourceError for a location of another form.
     """
     match = _HUB_ID.fullmatch(location)
     if match is None or _suffix(Path(location)) in _SUFFIXES:

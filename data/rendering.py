@@ -40,12 +40,7 @@ def load_tokenizer(
     variables: dict[str, Json] | None = None,
     raw: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a hub id or a local folder.
-
-    Args:
-        variables: variables of its chat template, such as `enable_thinking`.
-        raw: without its chat template.
-    """
+    """Load the tokenizer of a hub id or local folder; `variables` are for its chat template, which `raw` drops."""
     try:
         tokenizer = read_tokenizer(name, trust_remote_code, revision)
         tokenizer("a", verbose=False)
@@ -63,7 +58,6 @@ def load_tokenizer(
 
 
 def tokenizer_of(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a command's flags name."""
     return load_tokenizer(
         arguments.target,
         revision=getattr(arguments, "revision", None),
@@ -74,10 +68,7 @@ def tokenizer_of(arguments: argparse.Namespace) -> PreTrainedTokenizerBase:
 
 
 def as_chat(document: Document, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """Return a prompt and its completion as a chat, with "messages", if the tokenizer has a chat template.
-
-    Other documents are returned as they are.
-    """
+    """Return a prompt and its completion as a chat if the tokenizer has a template, and other documents unchanged."""
     if "completion" not in document or not tokenizer.chat_template or not document["prompt"].strip():
         return document
     answer: Message = {"role": "assistant", "content": document["completion"].strip()}
@@ -100,7 +91,6 @@ def render(
     """Yield documents as rows {"id", "input_ids", "loss_mask"}.
 
     A packed row becomes one row per document, and a chat one or several, the first of which has "chat": `ChatFacts`.
-
     Texts and completions end with EOS, chats as their template ends them.
 
     Args:
@@ -144,10 +134,7 @@ def _rows_of(
     tokens: Iterator[list[int]],
     chats: Iterator[Any],
 ) -> list[TokenDocument]:
-    """Return the rows of a document.
-
-    A text takes the next of its batch's `tokens`, and a chat the next of its batch's `chats`, which are from `_chats`.
-    """
+    """Return the rows of a document; a text takes the next of its batch's `tokens`, a chat the next of `chats`."""
     rendered: list[tuple[list[int], list[int]]]  # token ids and loss mask
     facts: ChatFacts | None = None
     if "text" in document:
@@ -202,7 +189,6 @@ def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple
 
 
 def _check_wanted(document: Document) -> None:
-    """Raise a NothingToLearnError for a completion that its row marks as unwanted."""
     if "label" in document:
         raise NothingToLearnError(document["where"], 'completions with "label": false')
 

@@ -125,15 +125,9 @@ def errors_of_row(where: str) -> Iterator[None]:
 
 
 def content(row: Any, where: str) -> Content:
-    """Return the content of a row by its format: `text`; `prompt` and `completion`; `messages` and maybe `tools`; or
-    `input_ids`, `loss_mask` and maybe `document_ids` and `source_ids`.
+    """Return the content of a parsed row by its format, see `Content`; a key whose value is null counts as missing.
 
-    Args:
-        row: the parsed row; a key whose value is null counts as missing.
-        where: file and line, for errors.
-
-    Raises:
-        RowError: the row has no supported format, or a value that its format does not allow.
+    Raises a RowError, with the place `where`, if the row has no supported format, or a value that it does not allow.
     """
     with errors_of_row(where):
         return _content(row, where)
@@ -174,9 +168,7 @@ def is_read(key: str) -> bool:
 def _marks(holder: dict[str, Json], read: Sequence[str], of: str) -> tuple[bool, list[str]]:
     """Return whether a row, a message or a part is trained on, and the names of its marks that we do not follow.
 
-    Args:
-        read: the keys that are read.
-        of: what has the keys, such as " of a message", for the names; "" for a row.
+    `read` are the keys that are read. `of` says for the names what has them, such as " of a message"; "" for a row.
     """
     wanted, unread = True, []
     for key, value in holder.items():
@@ -221,7 +213,6 @@ def _text(value: Any, where: str, what: str) -> str:
 
 
 def _check_size(where: str, characters: int) -> None:
-    """Raise a RowError if a row is longer than `MAX_CHARACTERS`."""
     if characters > MAX_CHARACTERS:
         kind = f"longer than {MAX_CHARACTERS:,} characters: cut it"
         raise RowError(where, f"{characters:,} characters, {kind}", kind)
@@ -230,10 +221,8 @@ def _check_size(where: str, characters: int) -> None:
 def _chat(turns: list[Any], given: dict[str, Json], where: str) -> Content:
     """Return a checked chat from its first message that is not the assistant's; "dropped" counts those before it.
 
-    The row, `given`, gives "tools", and the "system" message of a chat that has none.
-
-    Args:
-        turns: messages in OpenAI's keys, or in ShareGPT's.
+    The row, `given`, gives "tools", and the "system" message of a chat that has none. The keys of `turns` are OpenAI's
+    or ShareGPT's.
     """
     if media := media_of(given):
         raise RowError(where, f'"{media}" beside the text; only text is supported')
@@ -304,7 +293,6 @@ def _turns(value: Json, where: str, key: str, role: str = "user") -> list[Any]:
 
 
 def _speaker(turn: Any) -> Any:
-    """Return who speaks a turn, by OpenAI's name of the role if we know it."""
     name = (turn.get("role") or turn.get("from")) if isinstance(turn, dict) else None
     return _ROLES.get(name.lower(), name) if isinstance(name, str) else None
 
@@ -342,7 +330,6 @@ def _is_chat_pair(given: dict[str, Json]) -> bool:
 
 
 def _from_chat_pair(given: dict[str, Json], where: str) -> Content:
-    """Return the chat of a prompt, messages or text, and its completion, which may repeat the prompt."""
     asked = _turns(given.get("prompt") or [], where, "prompt")
     return _answered(_after_history(asked, given, where), given, where)
 
@@ -353,10 +340,7 @@ def _is_alpaca(given: dict[str, Json]) -> bool:
 
 
 def _from_alpaca(given: dict[str, Json], where: str) -> Content:
-    """Return the chat of "instruction", "input" and "output" (Alpaca), or of messages in "input" and "output".
-
-    Raises a RowError with the place `where` for a malformed row.
-    """
+    """Return the chat of "instruction", "input" and "output" (Alpaca), or of messages in "input" and "output"."""
     key = "output" if "output" in given else "completion"
     if isinstance(asked := given.get("input"), list):
         return _answered(asked, given, where, key)
@@ -368,7 +352,6 @@ def _from_alpaca(given: dict[str, Json], where: str) -> Content:
 
 
 def _after_history(turns: list[Any], given: dict[str, Json], where: str) -> list[Any]:
-    """Return turns after those of the row's "history"."""
     try:
         return with_history(given.get("history"), turns)
     except UserError as error:
@@ -387,20 +370,14 @@ def _from_text(given: dict[str, Json], where: str) -> Content:
 
 
 def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
-    """Return the values of some keys, which must exist.
-
-    Raises a RowError with the place `where` unless all are valid texts, of at most `MAX_CHARACTERS` together.
-    """
+    """Return the values of keys that must exist; raise a RowError if one is no valid text, or all are too long."""
     texts = [_text(given[key], where, f'"{key}"') for key in keys]
     _check_size(where, sum(map(len, texts)))
     return texts
 
 
 def _tokens(given: dict[str, Json], where: str) -> Content:
-    """Return the columns of a row of tokens after checks, without its padding.
-
-    A token has loss by each of `_MASKS`, and if its label is not -100.
-    """
+    """Return a row of tokens, checked, without padding; a token has loss by each of `_MASKS` and any label but -100."""
     ids: Any = given["input_ids"]
     columns: Any = {
         name: given[name] for name in (*_TOKENS, *_MASKS, "attention_mask", "position_ids") if name in given

@@ -22,10 +22,7 @@ Item = TypeVar("Item")
 
 
 def name_of(row: Document) -> str:
-    """Return a name of a document that decides its split and where its text is cut.
-
-    The name is a hash of the content, unless the source gives its documents names of their own.
-    """
+    """Return a document's name, which decides its split and cuts: from its source, or else a hash of its content."""
     return row.get("name") or digest_of(row).hex()
 
 
@@ -96,10 +93,7 @@ def documents(
 
 @lru_cache(1)  # of the sources of a run, whose splits and prompts are read one by one
 def _first_sources(locations: tuple[str, ...], fingerprints: tuple[str, ...]) -> dict[bytes, int]:
-    """Return {digest: index of the first source that has it} of all documents except those of the last source.
-
-    The result is kept for as long as the sources have these fingerprints.
-    """
+    """Return {digest: first source that has it}, but for the last source; cached while the `fingerprints` are equal."""
     first: dict[bytes, int] = {}
     for source, location in enumerate(locations[:-1]):
         for row in read(location):
@@ -116,15 +110,11 @@ def token_documents(
     tally: Tally | None = None,
     processes: int = 1,
 ) -> Iterator[TokenDocument]:
-    """Yield the documents of one split, rendered by `data.rendering.render`.
+    """Yield the documents of one split, rendered by `data.rendering.render`; `split` and `tally` are as in `documents`.
 
     Sources without weights take turns, document by document, until all have ended. With weights, each source has its
-    share of the tokens at every point, up to one document, until the first source ends.
-
-    Args:
-        split: "train", "validation" or "held-out"; None: all three.
-        tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
-        processes: processes that render; the documents do not depend on it.
+    share of the tokens at every point, up to one document, until the first source ends. The documents do not depend on
+    the number of `processes` that render.
     """
     parts = streams(mixture, split, tally)
     if not mixture.weights:
@@ -136,14 +126,10 @@ def token_documents(
 
 
 def streams(mixture: Mixture, split: str | None, tally: Tally | None) -> list[Iterator[Document]]:
-    """Return a stream of the documents of one split for each source.
+    """Return a stream of the documents of one split for each source; `split` and `tally` are as in `documents`.
 
     Of equal documents in several sources, only the first source's is kept. The streams are read in turn, so to find
     duplicates all sources but the last are read twice.
-
-    Args:
-        split: "train", "validation" or "held-out"; None: all three.
-        tally: counts the rows of the split, and skips unusable ones (default: the first one raises).
     """
     locations = mixture.locations
     first = cache(lambda: _first_sources(tuple(locations), tuple(map(fingerprint, locations[:-1]))))

@@ -62,7 +62,6 @@ class Tally:
 
     @classmethod
     def from_record(cls, record: dict[str, Any], max_share: float) -> Tally:
-        """Return a tally with the counts that `record()` returned."""
         counts = {name: Counter(record[name]) for name in ("skipped", "kinds", "left_out", "unread")}
         return cls(**{**record, **counts, "max_share": max_share})
 
@@ -73,7 +72,6 @@ class Tally:
 
     @property
     def bad(self) -> int:
-        """Number of bad rows."""
         return self.kinds.total()
 
     @property
@@ -99,7 +97,6 @@ class Tally:
             self.check("the first rows")
 
     def add_chat(self, chat: ChatFacts) -> None:
-        """Add a rendered chat to the counts of chats and of the assistant's turns."""
         self.chats += 1
         self.chat_rows += chat["rows"]
         self.answers += chat["answers"]
@@ -112,11 +109,7 @@ class Tally:
             self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
 
     def take(self, used: int, too_long: int, limit: str) -> None:
-        """Set the number of rows that were used and that were too long; all other good rows count as beyond a limit.
-
-        Args:
-            limit: the flag that limits the number of rows, such as "--max_rows".
-        """
+        """Set the numbers of used and of too long rows; the other good rows are beyond `limit`, a flag."""
         beyond = self.rows - self.bad - used - too_long
         self.used, self.skipped = used, Counter({TOO_LONG: too_long, f"beyond {limit}": beyond})
 

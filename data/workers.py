@@ -81,7 +81,6 @@ def _begin(work: Callable[[Any], Any]) -> None:
 
 
 def _exit_with_parent() -> None:
-    """End this process when its parent has ended; it runs in a thread of its own."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -33,15 +33,10 @@ class Writing:
     ends: Ends | None = None
 
     def sampling(self, row: int, rows: int, answer: int = 0) -> Sampling:
-        """Return the sampling of an answer, with a seed of its own.
+        """Return the sampling of answer number `answer` of row `row` of all `rows`, with a seed of its own.
 
         Each group of neighbouring rows has every sampling once, in an order of its own: sources that take turns, and
         rows that are held out at equal distances, would have one sampling each if all groups had the same order.
-
-        Args:
-            row: number of the row.
-            rows: number of all rows.
-            answer: number of the answer in its row.
         """
         count = len(self.samplings)
         group, place = divmod(row, count)

@@ -9,10 +9,7 @@ from speculator.errors import start
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit code; wrong input is one line on stderr and exit code 2.
-
-    Without the name of a command, `eval.run` measures and reports.
-    """
+    """Run the command line and return the exit code (2: wrong input); without a command's name, `eval.run` measures."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and f"eval {argv[0]}" in COMMANDS:
         return run(f"eval {argv[0]}", argv[1:])

@@ -22,10 +22,7 @@ _LENGTHS = {"llama.cpp": 3, "sglang": 3}
 
 
 def default_lengths(server: str, head: Speculator, target: Target) -> list[int]:
-    """Return the draft lengths to measure if the user names none; [] means the length that the head was trained for.
-
-    Raises a UserError if SGLang's default for the target is a tree, which is not measured.
-    """
+    """Return the draft lengths to measure by default ([]: as trained); a UserError if SGLang's default is a tree."""
     refuse(
         (
             server == "sglang" and target.config.model_type == "llama",
@@ -39,11 +36,7 @@ def default_lengths(server: str, head: Speculator, target: Target) -> list[int]:
 def server_decoders(
     target: Target, head: Speculator, lengths: list[int], engines: Engines, rule: str | None
 ) -> list[Decoder]:
-    """Return the decoders of `eval --as SERVER`: plain decoding, then a chain of the head for each of `lengths`.
-
-    Args:
-        rule: accept rule, under which the chain's tokens are sampled; None: they are the likeliest, under `match`.
-    """
+    """Return plain decoding, then the head's chain of each length: likeliest tokens, or with a `rule` sampled ones."""
     table = [decoder_of(target, "none", None, engines)]
     for number, length in enumerate(lengths):
         drafter = HeadDrafter(head, Chain(length, sampled=rule is not None))

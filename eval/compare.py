@@ -78,20 +78,15 @@ def table(a: Report, b: Report) -> str:
 
 
 def _changes(a: Mapping[str, object], b: Mapping[str, object]) -> list[str]:
-    """Return a line for each key whose values differ."""
     return [f"{name}: {a.get(name)} | {b.get(name)}" for name in {**a, **b} if a.get(name) != b.get(name)]
 
 
 def _conditions(row: ReportRow, names: Sequence[str]) -> dict[str, object]:
-    """Return {description: value} of what must be equal before a difference of two rows can come from the heads.
-
-    `names` are keys of a row.
-    """
+    """Return {description: value} of what must be equal before a difference of two rows can come from the heads."""
     return {f"{name} of {row.name}": value for name, value in _values(row, names).items()}
 
 
 def _values(record: Report | ReportRow, names: Sequence[str]) -> dict[str, object]:
-    """Return some fields of a report or a row."""
     return {name: getattr(record, name) for name in names}
 
 
@@ -111,7 +106,6 @@ def pairs(a: list[ReportRow], b: list[ReportRow]) -> Iterator[tuple[ReportRow, R
 
 
 def _grouped(rows: list[ReportRow]) -> dict[tuple, list[ReportRow]]:
-    """Return the rows by their values of `_KEY`, without plain decoding."""
     found: dict[tuple, list[ReportRow]] = {}
     for row in rows:
         if row.drafter != "none":

@@ -110,11 +110,9 @@ def decoders(
 
 
 def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engines, rule: str | None = None) -> Decoder:
-    """Return a decoder that runs the built-in engine, with a drafter or (None) plainly.
+    """Return a decoder of the built-in engine, plain without a drafter, under `rule` if the drafter supports it.
 
-    Args:
-        engines: engines that other decoders share, to which new ones are added.
-        rule: accept rule above temperature 0; the drafter's default if None, or if the drafter does not support it.
+    New engines are added to `engines`, which other decoders share.
     """
     rule = rule if drafter and rule in drafter.rules else None
 
@@ -125,8 +123,6 @@ def decoder_of(target: Target, key: str, drafter: Drafter | None, engines: Engin
 
 
 def _transformers_decoder(target: Target, key: str, kwargs: dict) -> Decoder:
-    """Return a decoder, `key` in reports, that runs transformers' `generate` with the further arguments `kwargs`."""
-
     def run(prompts, sampling, count, out, stop_at) -> None:
         time_transformers(target, prompts, sampling, count, out, stop_at, **kwargs)
 
@@ -278,11 +274,7 @@ def measure_suite(
 
 
 def _cost_batches(parts: Sequence[Sequence[int]]) -> set[int]:
-    """Return the numbers of the batches at which costs are measured: full ones, since fewer rows cost less.
-
-    Args:
-        parts: the prompts of each batch, as `batches` returns them.
-    """
+    """Return the numbers of the batches at which costs are measured: full ones, since fewer rows cost less."""
     # Spread evenly over the full batches: 2 of 5 are the first and the third.
     most = max(map(len, parts))
     full = [number for number, part in enumerate(parts) if len(part) == most]
@@ -291,10 +283,7 @@ def _cost_batches(parts: Sequence[Sequence[int]]) -> set[int]:
 
 
 def batches(suite: Suite, size: int) -> list[list[int]]:
-    """Return batches of at most `size` prompts, as lists of their indices in the suite.
-
-    Prompts of a batch have the same category and number of turns, and the suite's order.
-    """
+    """Return batches of at most `size` prompts of one category and number of turns: indices in the suite, in order."""
     groups: dict[tuple[str, int], list[int]] = {}
     for i, category in enumerate(suite.categories):
         groups.setdefault((category, _later_turns(suite, i)), []).append(i)
@@ -316,7 +305,6 @@ def check_batches(suites: Sequence[Suite], sizes: Sequence[int]) -> None:
 
 
 def _later_turns(suite: Suite, index: int) -> int:
-    """Return the number of a prompt's turns after the first; `index` is that of the prompt in the suite."""
     return len(suite.conversations[index].later) if suite.conversations else 0
 
 

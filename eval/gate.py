@@ -90,10 +90,7 @@ def compare(
 
 
 def _difference(samples: Sequence[tuple[int, float, int, float]]) -> float:
-    """Return the new head's tokens per second minus the old one's; rates are total tokens over total seconds.
-
-    A sample is one prompt's (old tokens, old seconds, new tokens, new seconds).
-    """
+    """Return the new head's tokens/s less the old one's; a sample has old tokens, old seconds, then the new ones."""
     old, old_seconds, new, new_seconds = (math.fsum(column) for column in zip(*samples, strict=True))
     return new / new_seconds - old / old_seconds
 
@@ -103,10 +100,7 @@ def compare_on_guard(
 ) -> Guard:
     """Compare the acceptance lengths of an old and a new head on a suite, with chains of `n_predict` tokens as drafts.
 
-    Unlike those of adaptive drafts, they do not depend on timings.
-
-    Args:
-        share: of the old head's acceptance length that the new one may lose.
+    Unlike those of adaptive drafts, they do not depend on timings. `share`: what the new one may lose of the old one.
     """
     counts = []
     for head in heads:
@@ -140,9 +134,7 @@ def _change(samples: Sequence[tuple[Acceptance, Acceptance]]) -> float:
 def power(difference: Interval, speed: float, gain: float = _GAIN) -> float | None:
     """Return the chance that these prompts show a head that is faster by `gain`; None with a single prompt.
 
-    Args:
-        difference: interval of the measured difference, whose width is that of any other head's.
-        speed: of the old head, in tokens per second.
+    The interval of the measured `difference` is as wide as any other head's; `speed` is the old head's, in tokens/s.
     """
     if difference.high is None:
         return None

@@ -171,7 +171,7 @@ def _of_counters(counted: Acceptance) -> dict[str, Any]:
 
 
 def _of_answers(answers: list[Answer]) -> dict[str, Any]:
-    """Return the same by the counts in llama-server's answers, which have no positions; without drafts they lack."""
+    """Return a `Level`'s fields about drafts from llama-server's counts, which have no positions; 0 without drafts."""
     drafted = sum(int(each.timings.get("draft_n", 0)) for each in answers)
     accepted = sum(int(each.timings.get("draft_n_accepted", 0)) for each in answers)
     # The prompt's pass gives a text's first token; each later step its own token, after those that it accepts.

@@ -77,13 +77,11 @@ class Asking:
     async def ask(
         self, prompts: Sequence[list[int]], clients: int, read: Callable[[], Reading]
     ) -> tuple[list[Answer], Reading]:
-        """Return the answers to all prompts, in their order, asked by so many clients, and a reading of the server.
+        """Return the answers to all prompts, in their order, asked by `clients` clients, and a reading of the server.
 
         Clients that find no prompt left ask others, uncounted, until the last counted answer has come: the load is the
-        same for each of them. With a `rate` they don't, and an answer's time begins when its request was due.
-
-        Args:
-            read: called once, when a client finds no prompt left.
+        same for each of them. With a `rate` they don't, and an answer's time begins when its request was due. The first
+        client that finds no prompt left calls `read`.
         """
         numbers, start, answers, readings = count(), time.monotonic(), dict[int, Answer](), list[Reading]()
         done, draw = asyncio.Event(), Random(0)

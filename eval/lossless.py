@@ -136,10 +136,7 @@ def _adaptive(arguments: argparse.Namespace, target: Target, drafter: Drafter | 
 
 
 def table(checks: Sequence[Check]) -> str:
-    """Return the checks as a Markdown table.
-
-    Its column "drafted" is the share of new tokens that were accepted draft tokens: with few, a pass proves little.
-    """
+    """Return the checks as a Markdown table; with a small "drafted" (share of accepted drafts) a pass proves little."""
     header = ("temperature", "check", "sample", "drafted", "statistic", "result", "verdict")
     rows = []
     for check in checks:

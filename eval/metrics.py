@@ -54,10 +54,7 @@ def _added(groups: Sequence[int], rows: Iterable[Sequence[float]]) -> list[list[
 
 
 def spread(ours: Timed, baseline: Timed, groups: Sequence[int]) -> Spread | None:
-    """Return quantiles of the whole answers' speedup over conversations, and the share that got slower; None: no data.
-
-    Arguments are those of `speedup`.
-    """
+    """Return quantiles over conversations of whole answers' speedup, and the share that got slower; None: no data."""
     ratios = [ratio([each]) for each in _conversations(ours, baseline, groups, whole=True)]
     if not ratios:
         return None
@@ -102,10 +99,7 @@ def by_context(sequences: Iterable[tuple[int, list[Step]]], trained_length: int 
 
 
 def _bucket(length: int, edge: int | None) -> tuple[int, int]:
-    """Return the bounds (first length, first length beyond) of a length's bucket: 0 to 64, 64 to 128, 128 to 256, ...
-
-    The bucket around `edge` is split there.
-    """
+    """Return the bounds [low, high) of a length's bucket: 0 to 64, 64 to 128, 128 to 256, ..., split at `edge`."""
     # 100 has 7 bits, so its bucket ends at 2^7 = 128, and begins at 64.
     high = max(64, 1 << length.bit_length())
     low = high // 2 if high > 64 else 0
@@ -198,10 +192,7 @@ def _cost(measured: Measured, decoder: Decoder) -> Cost:
 
 
 def rows_busy(timed: Timed) -> float:
-    """Return the mean share of a batch's rows that still decode, over the steps until its slowest row ends.
-
-    It is 1 if nothing was decoded.
-    """
+    """Return the mean share of a batch's rows that still decode until the slowest ends; 1 if nothing was decoded."""
     # Rows of 10, 6 and 2 steps: 18 of 3 * 10 are busy. Drafts end some rows earlier than others.
     useful = sum(len(row) for batch in timed.batches for row in batch.steps)
     return useful / sum(len(batch.steps) * max(map(len, batch.steps)) for batch in timed.batches) if useful else 1.0

@@ -59,12 +59,7 @@ def write_page(report: Report, traces: Sequence[Trace], folder: Path) -> None:
 
 
 def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) -> str:
-    """Return the page's HTML.
-
-    Args:
-        traces: completions to show, those of one prompt next to each other.
-        pictures: PNG files by the name of their plot, see `report.plots`.
-    """
+    """Return the page's HTML, with `traces`, those of one prompt together, and PNG files by plot (`report.plots`)."""
     lengths, captions = head_lengths(report), plots(report)
     prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row.name, t.row.temperature, t.prompt))]
     steps = [step for trace in traces for step in trace.steps]
@@ -121,10 +116,9 @@ def _interval(interval: Interval | None) -> Cell:
 def _decoder(
     row: ReportRow, key: str, baseline: str | None, ratio: Interval, lengths: set[int], others: Sequence[str]
 ) -> Line:
-    """Return a decoder's line of the page's table, as {column: `Cell`}.
+    """Return a decoder's line, {column: `Cell`}; row, key, baseline and ratio are as `decoder_lines` yields them.
 
-    The first four arguments are an item of `decoder_lines`, and `lengths` are those of `head_lengths`. The `others` are
-    baselines besides plain decoding, which have a column each.
+    `lengths` are those of `head_lengths`. The `others` are baselines besides plain decoding, with a column each.
     """
     speculative = baseline is None
     memory = row.peak_memory_bytes[key]
@@ -148,10 +142,7 @@ def _decoder(
 
 
 def _category(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
-    """Return the line of a category in the page's table, as {column: `Cell`}.
-
-    `part` has the category's figures in `row`, the decoder's row of the report. `lengths` are those of `head_lengths`.
-    """
+    """Return a category's line, {column: `Cell`}; `part` are its figures in `row`; `lengths` are `head_lengths`."""
     return {
         "category": (part.name, None),
         "decoder": (label(row, lengths), None),

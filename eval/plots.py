@@ -34,10 +34,7 @@ _COLUMNS = 2
 
 
 def draw_plots(report: Report, folder: Path) -> None:
-    """Write NAME.png into a folder for each of `eval.report.plots`.
-
-    A plot has a panel for each suite, temperature and batch size; that of the training one for each curve.
-    """
+    """Write NAME.png for each of `report.plots`: a panel per suite, temperature and batch size, or training curve."""
     lengths = head_lengths(report)
     draw: dict[str, Callable] = {
         "speed": _speed,
@@ -77,11 +74,7 @@ def draw_plots(report: Report, folder: Path) -> None:
 
 
 def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
-    """Write an .svg of what the gate decides by in each round of `speculator adapt`: how much faster the new head is.
-
-    Args:
-        rounds: contents of the rounds' round.json.
-    """
+    """Write an .svg of what the gate decides by in each round of `adapt`: how much faster the new head is."""
     figure, axis = plt.subplots(figsize=(7, 3.5), layout="constrained")
     numbers = range(1, len(rounds) + 1)
     axis.axhline(0, color=_BASELINE, label="head before the round")
@@ -108,7 +101,6 @@ def _shares(interval: Interval, whole: float) -> tuple[float, float, float]:
 
 
 def _save(figure: Figure, file: Path, **settings: Any) -> None:
-    """Write a figure in the format of the file's suffix, with `settings` of `savefig`, and close it."""
     content = io.BytesIO()
     figure.savefig(content, format=file.suffix[1:], **settings)
     write_bytes(file, content.getvalue())
@@ -125,7 +117,6 @@ def _height(name: str, rows: list[ReportRow]) -> float:
 
 
 def _colour(row: ReportRow, lengths: set[int]) -> str:
-    """Return the colour of a drafter's row; draft lengths of one head (`head_lengths`) differ in shade."""
     if row.drafter != "head" or len(lengths) < 2:
         return _COLOURS[row.drafter]
     return _SHADES[sorted(lengths, reverse=True).index(row.num_speculative_tokens) % len(_SHADES)]
@@ -219,10 +210,7 @@ def _categories(axis, rows: list[ReportRow], lengths: set[int]) -> None:
 
 
 def _errors(intervals: Sequence[Interval]) -> np.ndarray:
-    """Return error bars [2, n], the distances to the lower and the upper bounds; NaN where there is no interval.
-
-    A bound may be on the wrong side of the value by a rounding error, which matplotlib rejects.
-    """
+    """Return error bars [2, n]: NaN without an interval, and 0 if rounding puts a bound on the value's wrong side."""
     bounds = [(i.value, i.low, i.high) if i.low is not None else (math.nan,) * 3 for i in intervals]
     value, low, high = np.array(bounds).T
     return np.maximum([value - low, high - value], 0)
@@ -231,9 +219,7 @@ def _errors(intervals: Sequence[Interval]) -> np.ndarray:
 def plot_load(curves: Mapping[str, Sequence[Level]], file: Path, speedups: Speedups | None = None) -> None:
     """Write a .png of throughput against the speed of one user, and of the speedup at each number of clients.
 
-    Args:
-        curves: levels by the name of a server; a point is one number of clients.
-        speedups: of the second server over the first, by suite and temperature; None: one server.
+    `curves` are levels by the server's name. `speedups` are of the second server over the first; None: one server.
     """
     columns = 2 if speedups else 1
     figure, axes = plt.subplots(1, columns, figsize=(5 * columns, 4), layout="constrained", squeeze=False)

@@ -18,11 +18,7 @@ from speculator.target.model import Target
 
 
 class RecordingEngine(Engine):
-    """Decodes one prompt at a time.
-
-    Attributes:
-        newest: draft and result of the newest verification; None before the first.
-    """
+    """Decodes one prompt at a time; `newest` is the last verification's draft and result, None before the first."""
 
     newest: tuple[Draft, Verified] | None = None
 

@@ -21,10 +21,7 @@ _TRANSFORMERS = [name for name in BASELINES if name != "plain"]
 
 
 def label(row: ReportRow, lengths: set[int]) -> str:
-    """Return the name of a row's drafter in tables and plots; `lengths` are those of `head_lengths`.
-
-    If there are several, that of a head names its draft length.
-    """
+    """Return the name of a row's drafter; if there are several `lengths` (`head_lengths`), a head's has its own."""
     if row.drafter == "head" and len(lengths) > 1:
         return f"{DRAFTERS['head']}, {row.num_speculative_tokens} tokens"
     tree = f", tree of {row.nodes}" if _is_tree(row) and row.drafter != "adaptive" else ""
@@ -32,7 +29,6 @@ def label(row: ReportRow, lengths: set[int]) -> str:
 
 
 def _is_tree(row: ReportRow) -> bool:
-    """Return whether a row's drafts branch: they have more tokens than their depth."""
     return row.nodes > row.num_speculative_tokens
 
 
@@ -42,11 +38,7 @@ def drafter_rows(rows: list[ReportRow]) -> list[ReportRow]:
 
 
 def facts(report: Report) -> dict[str, str]:
-    """Return the facts at the top of a report as {title: text}.
-
-    These are models, hardware, versions, the settings of transformers' assisted generation if it ran, and why each
-    missing baseline did not run.
-    """
+    """Return the facts at the top of a report as {title: text}, and why each missing baseline did not run."""
     settings = report.settings
     assisted: Any = settings["hf_assisted"] or {}
     own = ", ".join(f"{name} {value}" for name, value in assisted.items())
@@ -65,7 +57,7 @@ UNFINISHED = "unfinished.json"
 
 
 def groups(report: Report) -> dict[str, list[ReportRow]]:
-    """Return the rows with the same suite, temperature and batch size, by the heading of their table."""
+    """Return {heading: rows of its table}: rows share a table if suite, temperature and batch size are the same."""
     found: dict[str, list[ReportRow]] = {}
     several = len({row.batch_size for row in report.suites}) > 1
     for row in report.suites:
@@ -93,10 +85,7 @@ def decoder_lines(rows: list[ReportRow]) -> Iterator[tuple[ReportRow, str, str |
 
 
 def reached(row: ReportRow) -> int:
-    """Return the number of draft positions at which a token was verified.
-
-    It is one more than the most accepted tokens, but at most `num_speculative_tokens`.
-    """
+    """Return how many draft positions were verified: one more than the most accepted tokens, if the draft has one."""
     most = max((n for n, steps in enumerate(row.accepted_lengths) if steps), default=0)
     return min(most + 1, row.num_speculative_tokens)
 
@@ -145,7 +134,6 @@ def markdown(report: Report) -> str:
 
 
 def _prompts(row: ReportRow) -> str:
-    """Return a sentence about the number of prompts and the length of their answers."""
     turns = f", {row.turns} turns" if row.turns != row.prompts else ""
     return f"{row.prompts} prompts{turns}, at most {row.max_new_tokens} new tokens per answer, up to EOS."
 
@@ -170,10 +158,7 @@ def _table(rows: list[ReportRow], lengths: set[int]) -> str:
 
 
 def _line(name: str, acceptance_length: str, row: ReportRow, key: str, ratios: list[str]) -> list[str]:
-    """Return the cells of a decoder's line of `_table`; `ratios` are the cells of its speedups over each baseline.
-
-    `key` is the decoder's key in the row's figures by decoder, such as "tokens_per_second".
-    """
+    """Return a decoder's cells in `_table`; `key` is its key in "tokens_per_second", `ratios` its cells of speedups."""
     memory = row.peak_memory_bytes[key]
     return [
         name,
@@ -238,11 +223,7 @@ def _categories(rows: list[ReportRow], lengths: set[int]) -> list[str]:
 
 
 def warnings(rows: Sequence[ReportRow]) -> list[str]:
-    """Return warnings about the figures of rows, one line each.
-
-    They are about predicted speedups that are off, contexts beyond the head's training, prompts that were left out, and
-    answers that were cut.
-    """
+    """Return warnings, a line each: wrong predictions, contexts beyond training, omitted prompts, cut answers."""
     lines = []
     for row in rows:
         where = f"{row.name}, temperature {row.temperature:g}, batch size {row.batch_size}"

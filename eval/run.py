@@ -49,10 +49,7 @@ _SHORT = 16  # tokens of a prompt after which steps are timed
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run `speculator eval`: measure, write the report into `--output`, and print its headlines.
-
-    With `--server` only the acceptance in that server is measured, see `eval.in_server`.
-    """
+    """Run `speculator eval`: measure, write the report, and print its headlines; `--server` runs `eval.in_server`."""
     check_flags(arguments)
     of_server = [name for name in ("clients", "rate", "slo", "price") if getattr(arguments, name) is not None]
     refuse(
@@ -245,10 +242,7 @@ def _content(
     rows: list[ReportRow],
     not_run: dict[str, str],
 ) -> Report:
-    """Return the content of report.json; the arguments are those of `evaluate`.
-
-    `origin` is what `_origin` returns, and `not_run` has the reason why a baseline was not run, by its name.
-    """
+    """Return report.json's content from `evaluate`'s arguments, `_origin`'s result and {baseline: why not run}."""
     batch_sizes, draft_model = measuring.batch_sizes, compared.draft_model
     assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
     versions = {"speculator": version_of(DISTRIBUTION), **{name: version(name) for name in ("torch", "transformers")}}
@@ -281,7 +275,7 @@ def _content(
 
 
 def _origin(target: Target, head: Speculator, folder: str | Path | None) -> dict[str, Any]:
-    """Return by what a report can be made again, and what it is of; `folder` has the decoding.json that is used."""
+    """Return fingerprints of what was measured, with the decoding.json in `folder`, and commit, command and date."""
     fingerprints = {"target": target.fingerprint, "speculator": digest_of_weights(head)}
     if folder and (tuning := Path(folder, TUNED)).is_file():
         fingerprints[TUNED] = hashlib.sha256(tuning.read_bytes()).hexdigest()
@@ -292,10 +286,7 @@ def _origin(target: Target, head: Speculator, folder: str | Path | None) -> dict
 def _time_needed(
     target: Target, suites: Sequence[Suite], tables: dict[float, list[Decoder]], batch_size: int, tokens: int
 ) -> str:
-    """Return a log line on how long the measurement takes if no answer ends early and drafts gain and lose no time.
-
-    `tables` has the decoders by temperature. `tokens` is the number of new tokens of each prompt, over all repeats.
-    """
+    """Return a log line: the time for `tokens` new tokens per prompt if no answer ends early and drafts save none."""
     batches = sum(count_batches(suite, batch_size) for suite in suites)
     decodings = batches * sum(map(len, tables.values()))
     seconds = decodings * tokens * step_seconds(target, suites[0].prompts[0][:_SHORT], batch_size)
@@ -335,10 +326,7 @@ def _tuned_tables(
 
 
 def render(report: Report, traces: Sequence[Trace], output: Path) -> None:
-    """Write the plots, report.html and, last, report.md into a folder, which is complete with report.md.
-
-    The figures and plots are also logged to the current wandb run, if there is one.
-    """
+    """Write plots, report.html and, last, report.md into a folder; log figures and plots to an open wandb run."""
     (output / UNFINISHED).unlink(missing_ok=True)
     draw_plots(report, output)
     write_page(report, traces, output)

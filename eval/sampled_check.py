@@ -195,7 +195,6 @@ def _cells(ours: Counter[Pair], theirs: Counter[Pair]) -> list[list[int]]:
 
 
 def _hash(pair: Pair) -> int:
-    """Return a hash of a pair of tokens, which is the same in every process."""
     return hash(pair) >> 8  # hashes of integers are the same in every process
 
 

@@ -98,11 +98,7 @@ class Served:
 def figures(
     answers: list[list[float]], clients: int, seconds: float | None, limits: dict[str, float]
 ) -> dict[str, Any]:
-    """Return the fields of a `Level` that its answers give.
-
-    Args:
-        seconds: in which all answers came; None: every client was busy all the time.
-    """
+    """Return a `Level`'s fields by its answers, which took `seconds` together (None: all clients were always busy)."""
     tokens, first, whole = np.array(answers).T
     per_token = (whole - first) / np.maximum(tokens - 1, 1)
     found = {"ttft": 1e3 * first, "tpot": 1e3 * per_token}
@@ -181,11 +177,7 @@ def compare(a: Served, b: Served) -> tuple[str, Speedups]:
 
 
 def _verdicts(pairs: Speedups, what: str) -> Iterator[str]:
-    """Yield for each suite a sentence on the numbers of clients for which B is worth serving, at the worst temperature.
-
-    Args:
-        what: subject of the sentence.
-    """
+    """Yield per suite a sentence on `what`: at how many clients B is worth serving, at the worst temperature."""
     suites: dict[str, list[list[tuple[Level, Level, Interval]]]] = {}
     for found in pairs.values():
         suites.setdefault(found[0][0].suite, []).append(found)
@@ -225,9 +217,7 @@ def stops_at(found: Sequence[tuple[Level, Level, Interval]]) -> float | None:
 def _paid(before: tuple[float, str], after: tuple[float, str], price: float, hours: float | None) -> Iterator[str]:
     """Yield sentences on the costs of A and B, `before` and `after`, and when the training of B's head has paid.
 
-    Args:
-        price: of an hour.
-        hours: of the training; None: unknown.
+    `price` is that of an hour. The training took `hours`; None: unknown.
     """
     yield f"A {before[1]}; B {after[1]}"
     saved = before[0] - after[0]
@@ -241,10 +231,7 @@ def _paid(before: tuple[float, str], after: tuple[float, str], price: float, hou
 
 
 def _cost(levels: Sequence[Level], price: float, limits: dict[str, float]) -> tuple[float, str]:
-    """Return the least cost of a million tokens at a level within the limits, inf without such a level, and a clause.
-
-    `price` is that of an hour.
-    """
+    """Return the least cost per million tokens within the limits (inf: none), at a `price` per hour, and a clause."""
     within = [level for level in levels if level.keeps(limits)]
     if not within:
         return math.inf, "keeps the limits at no number of clients"
@@ -258,7 +245,7 @@ def _where(level: Level) -> str:
 
 
 def _key(level: Level) -> tuple[str, str, str, float, int]:
-    """Return what two levels have in common if they can be compared, and then by what tables sort them."""
+    """Return what two levels share if they can be compared; tables are sorted by it."""
     rate = f"{level.max_new_tokens} {level.rate}"
     return level.digest, rate, level.suite, level.temperature, level.clients
 

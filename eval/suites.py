@@ -55,7 +55,6 @@ class Suite:
         return self.ends or any(conversation.chat for conversation in self.conversations)
 
     def first(self, count: int) -> Suite:
-        """Return a suite of the first `count` prompts."""
         return replace(self, prompts=self.prompts[:count], conversations=self.conversations[:count])
 
     @property
@@ -148,10 +147,7 @@ def load_suite(
 
 
 def _is_document(source: str) -> bool:
-    """Return whether a source is a local text file or a folder of documents, but not a file of rows.
-
-    A missing file counts too, if its name looks like a local one; the reader of documents reports it.
-    """
+    """Return whether a source is (or, if missing, is named like) a text file or folder of documents, not of rows."""
     path = Path(source)
     if path.is_file():
         return not path.name.lower().removesuffix(".gz").endswith((".jsonl", ".json", ".parquet"))
@@ -159,7 +155,6 @@ def _is_document(source: str) -> bool:
 
 
 def _name(source: str) -> str:
-    """Return the name of a suite: of a local file or folder the last part of its path, else the whole."""
     return Path(source).name if Path(source).exists() else source
 
 
@@ -236,7 +231,6 @@ def _interleave(prompts: Iterable[Conversation]) -> Iterator[Conversation]:
 
 
 def _in_turns(groups: Iterable[list[Conversation]]) -> Iterator[Conversation]:
-    """Yield the first item of each group, then the second of each that has one, and so on."""
     return (each for each in chain.from_iterable(zip_longest(*groups)) if each is not None)
 
 

@@ -280,7 +280,6 @@ def memory_kind(device: torch.device) -> str | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak that `peak_memory` returns."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

@@ -65,10 +65,7 @@ def trace_suite(
 ) -> list[Trace]:
     """Decode a suite's first prompts with every drafter, untimed, and return the traces, all of a prompt together.
 
-    Further draft lengths of the head are left out.
-
-    Args:
-        decoders: decoders of the built-in engine, each with its row of the report.
+    Further draft lengths of the head are left out. The decoders run the built-in engine; each has its report's row.
     """
     traces = []
     for number, prompt in enumerate(suite.prompts[:PROMPTS]):
@@ -133,19 +130,13 @@ def _path(drafter: Drafter | None, key: str, draft: Draft, verified: Verified) -
 
 
 def piece(tokenizer: PreTrainedTokenizerBase | None, before: Sequence[int], token: int) -> str:
-    """Return the text that a token adds to the tokens before it.
-
-    A character of several tokens belongs to the last of them. Without a tokenizer the text is the token's id.
-    """
+    """Return the text that a token adds, without a tokenizer its id; a character belongs to the last of its tokens."""
     window = list(before[-_WINDOW:])
     return _text_of(tokenizer, [*window, token])[len(_text_of(tokenizer, window)) :]
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase | None, tokens: Sequence[int]) -> str:
-    """Return the text of tokens, with special tokens and without an incomplete last character.
-
-    Without a tokenizer it is their ids.
-    """
+    """Return tokens' text, with special tokens but no incomplete last character; without a tokenizer, their ids."""
     if tokenizer is None:
         return "".join(f"{token} " for token in tokens)
     text = tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)

@@ -109,8 +109,8 @@ def write_tuning(
 def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
     """Measure the costs of steps, and choose the best draft: the smallest of those about as fast as the fastest.
 
-    Returns the tuning with the costs, and the predictions for one row as `write_tuning` returns them. For greedy and
-    for sampled decoding the tuning keeps the best draft if that is a tree, else no tree.
+    Returns the tuning with the costs, and `write_tuning`'s predictions. For greedy and for sampled decoding, the tuning
+    keeps the best draft if that is a tree.
     """
     with working(f"tuning: the cost of steps, {LONGEST:.0f} s at most"):
         return _measured_costs(target, head, tuning)
@@ -178,10 +178,8 @@ def table(rows: list[dict]) -> str:
 def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[float]:
     """Return the acceptance rates of the first token that n-gram lookup drafts after matches of 1, 2, ... 8 tokens.
 
-    The last one includes longer matches. A prior of 0.1 hits in 0.3 tries is added to each.
-
-    Args:
-        texts: (prompt, answer) pairs; the answers are those of plain decoding.
+    The last one includes longer matches. A prior of 0.1 hits in 0.3 tries is added to each. `texts` are pairs of a
+    prompt and the answer of plain decoding.
     """
     hits, tried = [0.1] * _LOOKUP_SIZES, [0.3] * _LOOKUP_SIZES  # a weak prior: mostly wrong
     for prompt, answer in texts:

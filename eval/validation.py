@@ -31,11 +31,8 @@ def real_acceptance(
 ) -> dict[str, float]:
     """Return "acceptance_length" (greedy) and "acceptance_length_sampled" (temperature 1) of a head, by decoding.
 
-    Only first turns are decoded, up to EOS, as in a report. The processes split the prompts, and all
-    return the figures of all prompts.
-
-    Args:
-        max_positions: KV cache positions per process (exceeded only by a single longer prompt).
+    Only first turns are decoded, up to EOS, as in a report. The processes split the prompts, and all return the figures
+    of all. Each has at most `max_positions` positions in its KV cache, unless one prompt alone is longer.
     """
     state = PartialState()
     was_training = head.training

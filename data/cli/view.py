@@ -58,10 +58,7 @@ def _facts(chat: ChatFacts | None) -> Iterator[str]:
 
 
 def _marked(document: TokenDocument, tokenizer: PreTrainedTokenizerBase, marks: tuple[str, str, str, str]) -> str:
-    """Return a document's text, including special tokens, with marks around the parts with and without loss.
-
-    `marks` are written before and after text without loss, and before and after text with loss.
-    """
+    """Return a document's text; the first two of `marks` surround parts without loss, the others those with loss."""
     text, end, shown = "", 0, ""
     for loss, run_of in groupby(document["loss_mask"]):
         end += len(list(run_of))

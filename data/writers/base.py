@@ -43,7 +43,6 @@ class Job:
     failed: list[str] = field(default_factory=list)
 
     def begin(self, row: int) -> Answering:
-        """Return prompt number `row`, to be answered."""
         return Answering(self.chats[row], self.tokenizer, self.longest, row)
 
     def sampling(self, chat: Answering) -> Sampling:

@@ -116,12 +116,10 @@ def _clock(engine: Engine, job: Job, rows: list[int], count: int) -> list[float]
 
 
 def _answer(engine: Engine, job: Job, chats: list[Answering], several: bool = True) -> list[Request]:
-    """Write the answers of some chats; return a request per answer that did not fail, in the order they finished.
+    """Write the answers of some chats, or without `several` the first of each; return the requests that did not fail.
 
-    Without `several`, write the first answer of each alone.
-
-    When an answer is finished, the request for the next one goes to the front of the queue, because the slot that it
-    frees still holds the conversation's keys and values.
+    They are in the order in which they finished. A chat's next request goes to the front of the queue, because the slot
+    that its last one frees still holds the conversation's keys and values.
     """
     made: list[Request] = []
     options = {"max_new_tokens": job.writing.max_new_tokens, **(asdict(job.writing.ends) if job.writing.ends else {})}

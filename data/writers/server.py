@@ -249,10 +249,7 @@ class _TextServer(Connection):
         """Ask for the model's name and context length, and check that two seeds give two texts after a few words.
 
         Raises a UserError if the server refuses these words, or if none of a few prompts gets two different texts: it
-        does not sample.
-
-        Args:
-            rows: number of all prompts, which decides the samplings.
+        does not sample. The number of all prompts, `rows`, decides the samplings.
         """
         try:
             models = (await self.client.with_options(max_retries=0, timeout=_FIRST_SECONDS).models.list()).data
@@ -286,11 +283,9 @@ class _TextServer(Connection):
     async def complete(
         self, row: int, prompt: Conversation, sampling: Sampling, max_tokens: int | None = None
     ) -> tuple[list[int], bool]:
-        """Return the tokens of the answer to a prompt, and whether it ended by itself, not at its length limit.
+        """Return the tokens of the answer to prompt number `row`, and whether it ended by itself.
 
-        Args:
-            row: number of the prompt, which names it in errors.
-            max_tokens: largest length of the answer (default: `writing.max_new_tokens`).
+        Otherwise it reached `max_tokens` (default: `writing.max_new_tokens`).
         """
         max_tokens = max_tokens or self.writing.max_new_tokens
         # Not in OpenAI's API. The samplers override the server's own defaults.

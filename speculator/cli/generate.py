@@ -128,10 +128,7 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
 
 
 def _row(row: dict, request: Request, text: str) -> dict:
-    """Return a row of the output file, given that of the input; without a step its acceptance length is None.
-
-    A text that failed has "error", its finish reason.
-    """
+    """Return a row of the output file, given that of the input; a text that failed has "error", its finish reason."""
     steps = Acceptance.of(request.steps)
     failed = {"error": request.finish_reason} if request.failure else {}
     made = {"text": text, "tokens": request.tokens, "acceptance_length": steps.length if steps.steps else None}
@@ -139,10 +136,7 @@ def _row(row: dict, request: Request, text: str) -> dict:
 
 
 def _converse(submit: Submit, engine: Engine, arguments: argparse.Namespace) -> list[Request]:
-    """Answer each line of stdin as a user turn, until its end or that of the context; return the finished requests.
-
-    The engine shares the conversation so far, so a turn prefills only what is new.
-    """
+    """Answer each line of stdin as a user turn until input or context end; a turn prefills only its new tokens."""
     requests: list[Request] = []
     answer: list[int] = []
     chat = Conversation()

@@ -33,12 +33,7 @@ def load_target(arguments: argparse.Namespace) -> Target:
 
 
 def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bool = False) -> None:
-    """Raise a UserError for flags that do not go together, before any model is loaded.
-
-    Args:
-        show_drafts: the user gave `--show_drafts`, which needs a drafter.
-        required: the command needs a drafter.
-    """
+    """Check the flags before a model is loaded; `show_drafts` (a flag of the user) and `required` need a drafter."""
     drafts = arguments.speculator or arguments.draft_model or arguments.ngram
     chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
@@ -70,7 +65,6 @@ def _rules(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _lookup(arguments: argparse.Namespace, memory: int = 0) -> NgramDrafter:
-    """Make the drafter of `--ngram`."""
     given = arguments.num_speculative_tokens
     return NgramDrafter(_DEFAULT_LENGTH if given is None else given, memory=memory)
 
@@ -126,7 +120,6 @@ def shaped(arguments: argparse.Namespace) -> str:
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> str:
-    """Return those of the flags that the user gave, such as "--branches, --rule"; "" if none."""
     values = vars(arguments)
     return ", ".join(f"--{name}" for name in names if values[name] is not None and values[name] is not False)
 

@@ -124,19 +124,13 @@ def _load(arguments: argparse.Namespace, target: Target, make_drafter: Callable[
 
 
 def leave_a_core() -> None:
-    """Reduce torch's threads by one for the connections, unless OMP_NUM_THREADS is set.
-
-    Torch's threads wait for each other by spinning, so one thread on a shared core slows down all of them.
-    """
+    """Reduce torch's threads by one, unless OMP_NUM_THREADS is set: they spin, so one on a shared core slows all."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def limit_tokens(target: Target, most: int) -> None:
-    """Limit a prompt together with its answer, and the source of an encoder, to `most` tokens.
-
-    Raises a UserError if the target's context is shorter.
-    """
+    """Limit a prompt with its answer, and an encoder's source, to `most` tokens; UserError: the context is shorter."""
     context = target.context_length
     refuse((most > context, f"--max_model_len: the context of {target.name} is {context} tokens"))
     target.context_length = most
@@ -161,10 +155,7 @@ def _memory(target: Target, slots: int) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> str:
-    """Raise a UserError for wrong flags, before a model is loaded; return the API key, "" without one.
-
-    Sets `arguments.target` if the target was given as TARGET.
-    """
+    """Check the flags before a model is loaded, set `arguments.target` if given as TARGET; return the API key or ""."""
     missing = [name for name in _PACKAGES if not is_installed(name)]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
     named = bool(arguments.model) + bool(arguments.target)

@@ -92,7 +92,6 @@ def add_revision(parser: argparse.ArgumentParser | argparse._ArgumentGroup, head
 
 
 def _numbers(text: str) -> list[int]:
-    """Parse integers with commas between them: the type of a flag."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

@@ -153,10 +153,7 @@ class HiddenStateServers:
         return found
 
     def _plan_disk(self, folder: Path, longest: int) -> None:
-        """Limit the bytes in flight to this process's part of the free space of `folder`.
-
-        Raises a UserError if a document of `longest` tokens needs more.
-        """
+        """Limit the bytes in flight to our part of the disk; UserError: a document of `longest` tokens needs more."""
         free, need = shutil.disk_usage(folder).free, self.expected.size(longest)
         budget = int(_SHARE_OF_DISK * free / self._processes)
         gigabytes = f"{need / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} free for {self._processes} processes"
@@ -249,10 +246,7 @@ class HiddenStateServers:
             self._change.notify_all()
 
     def _leave(self, server: _HiddenStateServer, fault: str) -> None:
-        """Note that a server has failed a request, and pause it; raise a UserError if all have failed for 20 minutes.
-
-        `fault` is one line that names the server and what went wrong.
-        """
+        """Pause a server that failed a request (`fault`: one line); raise a UserError if all failed for 20 minutes."""
         with self._change:
             server.busy -= 1
             if not server.pause:

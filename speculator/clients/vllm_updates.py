@@ -45,10 +45,7 @@ def acceptance_of(looks: Sequence[tuple[int, int]]) -> MeasuredLength:
     """Return the acceptance length over looks at the counters, at least one in each group.
 
     Drafts of one request are alike, and requests last for several looks. So the variance is that of groups of looks
-    that follow each other.
-
-    Args:
-        looks: drafts and accepted tokens since the look before.
+    that follow each other. A look is the drafts and accepted tokens since the look before.
     """
     cuts = [len(looks) * i // _GROUPS for i in range(_GROUPS + 1)]
     groups = [tuple(map(sum, zip(*looks[start:end], strict=True))) for start, end in pairwise(cuts)]
@@ -67,12 +64,7 @@ def ratio(before: MeasuredLength, after: MeasuredLength) -> tuple[float, float]:
 
 
 class VLLMServer:
-    """A running vLLM server with our plugin.
-
-    Args:
-        url: with or without /v1.
-        key: API key; empty: none.
-    """
+    """A running vLLM server with our plugin; its `url` may end with /v1, and an empty API `key` means none."""
 
     def __init__(self, url: str, key: str):
         (self.base,), self.name = base_urls([url], "--server"), shown(url)
@@ -136,12 +128,8 @@ class VLLMServer:
     def watch(self, enough: Callable[[MeasuredLength], bool], least: int = 0) -> MeasuredLength | None:
         """Look at the counters until the acceptance length is known well enough, but at most for half an hour.
 
-        None: there were too few drafts. Raises a UserError if the server does not answer at the end of that time, or
-        was started again.
-
-        Args:
-            enough: asked now and then, see `_LOOKS`.
-            least: number of drafts before.
+        None: there were too few drafts. `enough` is asked after each of `_LOOKS` looks; `least` drafts came before.
+        Raises a UserError if the server does not answer at the end of that time, or was started again.
         """
         last: tuple[int, int] | None = None
         looks: list[tuple[int, int]] = []

@@ -28,10 +28,7 @@ class AnswerText:
         self.text, self.held, self.stopped = "", "", False
 
     def push(self, tokens: Sequence[int], finish_reason: str | None) -> str:
-        """Add token ids and return the new text.
-
-        Until there is a finish reason, half a character and the start of a stop string are kept for a later call.
-        """
+        """Add token ids and return the new text; half a character or a stop string's start waits for a later call."""
         held, before_last = self.held, len(self.held)
         for token in tokens:
             before_last = len(held)
@@ -108,6 +105,5 @@ class ChannelText:
             self.texts[self._field] += text
 
     def _end(self) -> None:
-        """Add what the last message's text has held back."""
         if self._header is None:
             self._add(self._read.finish())

@@ -238,10 +238,7 @@ class _Routes:
             return await asyncio.to_thread(parse, kind, body)
 
     async def _body(self, http: Request) -> bytes:
-        """Read the body; raise an APIError unless its content type is JSON and it has at most `max_body` bytes.
-
-        A web page may send other content types to any server without asking it first (CORS).
-        """
+        """Read the body; raise an APIError if it's too long or no JSON: web pages may send other types (CORS)."""
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise APIError("Content-Type must be application/json", status=415)
         body = bytearray()
@@ -258,10 +255,7 @@ class _Routes:
         prompts: Sequence[Conversation | str | list[int]],
         writer_class: type[CompletionWriter],
     ) -> Response:
-        """Tokenize the prompts, decode the answers, and return the response, whole or as a stream of events.
-
-        Each prompt has `request.choices` answers.
-        """
+        """Tokenize the prompts, decode `request.choices` answers to each; return the response, whole or as events."""
         began = time.monotonic()
         self._check_model(request.model)
         count, most = len(prompts) * request.choices, self.worker.slots + self.max_queue
@@ -361,9 +355,9 @@ class _Routes:
             yield f"data: {json.dumps(error.body())}\n\n"
 
     async def _outputs(self, job: Job, writer: CompletionWriter, began: float) -> AsyncIterator[StepOutput]:
-        """Yield the outputs of a job, as they come, until every answer has ended.
+        """Yield the outputs of a job, as they come, until every answer has ended; the caller adds each to `writer`.
 
-        The caller adds each output to `writer`. The time to the first token starts at `began`, by `time.monotonic`.
+        The time to the first token starts at `began`, by `time.monotonic`.
         """
         first = True
         while not writer.done:
@@ -374,10 +368,7 @@ class _Routes:
             yield output
 
     def _close(self, job: Job, writer: CompletionWriter, began: float, recorded: bool) -> None:
-        """Cancel unfinished answers, and count all answers and the request's seconds.
-
-        With `recorded`, also record the answers if all are whole.
-        """
+        """Cancel unfinished answers and count all; with `recorded`, also record the answers if all are whole."""
         job.cancel()
         self.metrics.request_seconds.observe(time.monotonic() - began)
         for request in job.requests:

@@ -35,10 +35,7 @@ class APIError(Exception):
 
 
 async def answer_error(_: Request, error: Exception) -> Response:
-    """Return the response to a request that raised `error`, with OpenAI's error body: the app's exception handler.
-
-    Exceptions of unknown types have status 500 and do not show their message.
-    """
+    """Return the response to `error` in OpenAI's form (an exception handler); unknown types get 500 and no message."""
     if isinstance(error, TooLongError):
         # Clients shorten a chat by these words of OpenAI's, or by the code. The other message names a folder.
         limit = f"This model's maximum context length is {error.longest} tokens for a prompt"

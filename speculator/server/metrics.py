@@ -106,13 +106,7 @@ class Traffic(Collector):
         yield accepted
 
     def line(self, seconds: float, decoding: int, waiting: int) -> str:
-        """Return a line for the log about the last `seconds`; "" without new tokens and without requests in slots.
-
-        Args:
-            seconds: time in which this traffic was counted.
-            decoding: number of requests in slots now.
-            waiting: number of requests that wait for a slot now.
-        """
+        """Return a log line on the last `seconds` and on requests now; "" if no token is new and none is `decoding`."""
         if not self.tokens and not decoding:
             return ""
         parts = [

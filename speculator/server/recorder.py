@@ -93,7 +93,6 @@ class Recorder:
         self._lock.release()
 
     def _flush(self) -> None:
-        """Write the rows since the last shard as a new one, in the writer's thread."""
         rows, self._rows, self._written = self._rows, [], time.monotonic()
         if rows:
             self._writer.submit(self._write, rows)

@@ -131,7 +131,6 @@ class CompletionWriter:
         return {"text": text}
 
     def _tokens_before(self, index: int) -> list[int]:
-        """Return the token ids that the text of an answer continues."""
         return self.prompts[index // self.request.choices] if self._continues else []
 
     def _prompt_ids(self) -> Fields:
@@ -163,10 +162,7 @@ class CompletionWriter:
         }
 
     def _choice(self, index: int, text: Fields, tokens: list[int], logprobs: list[TokenLogprobs]) -> Fields:
-        """Return a choice of the response; its `text` is the result of `message` or `delta`.
-
-        `tokens` are those of the whole answer, or of one step of a stream. `logprobs` is empty unless requested.
-        """
+        """Return a choice with its `text` from `message` or `delta`, and the tokens of the whole answer or a step."""
         reported = None if self.request.num_logprobs is None else self._logprobs_of(index, tokens, logprobs)
         choice: Fields = {
             "index": index,
@@ -182,10 +178,7 @@ class CompletionWriter:
         return choice
 
     def choice_event(self, choice: Fields, more: Fields) -> str:
-        """Return the server-sent event with one choice.
-
-        `more` has further fields of the event, beside "choices". The usage is included if the client asked for it.
-        """
+        """Return the event with one choice, the usage if the client asked for it, and `more` fields of the event."""
         usage: Fields = {"usage": self.usage() if self._continuous_usage else None} if self._stream_usage else {}
         return self._event({"choices": [choice], **usage, **more})
 
@@ -222,10 +215,7 @@ class ChatWriter(CompletionWriter):
         return {"message": {"role": "assistant", **self._parsed(index)}}
 
     def delta(self, index: int, text: str) -> Fields:
-        """Return the field `delta`: the new text, or with tools nothing until the answer has ended, then all of it.
-
-        Of an answer in channels it is the new text of thought and content.
-        """
+        """Return `delta`: the new text; with tools, all of it at the end; in channels, new thought and content."""
         if not (self.request.parses_calls or self._channels):
             return {"delta": {"content": text} if text else {}}
         ended = self._finish_reasons[index] is not None

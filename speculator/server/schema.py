@@ -54,8 +54,6 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """The field `stream_options`."""
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # padding that hides the length of tokens; ours have none
@@ -102,7 +100,6 @@ class GenerationRequest(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property

@@ -45,11 +45,7 @@ class StepOutput:
 
 @dataclass(eq=False)
 class Job:
-    """The decoding requests of one HTTP request, and the queue of their outputs.
-
-    Attributes:
-        requests: one per answer.
-    """
+    """The decoding `requests` of one HTTP request, one per answer, and the queue of their outputs."""
 
     requests: list[Request]
     _outputs: asyncio.Queue[StepOutput | APIError] = field(default_factory=asyncio.Queue)
@@ -76,7 +72,6 @@ class Job:
 
     @property
     def unfinished(self) -> int:
-        """Number of unfinished requests."""
         return sum(request.finish_reason is None for request in self.requests)
 
 
@@ -124,7 +119,6 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -163,8 +157,7 @@ class Worker:
     async def replace_drafter(self, make_drafter: Callable[[], Drafter]) -> None:
         """Replace the drafter between two steps; raise a UserError or APIError if that fails and the old one stays.
 
-        Args:
-            make_drafter: creates the drafter, in the worker's thread: decoding pauses meanwhile.
+        The worker's thread calls `make_drafter`, and decoding pauses meanwhile.
         """
         loaded: Future[None] = Future()
         with self._wake:

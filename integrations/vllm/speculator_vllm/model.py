@@ -141,11 +141,7 @@ class MLPHead(nn.Module):
         hidden_states: Tensor,  # [n, D] the target's, or tags
         inputs_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # [n, I + 1] for compute_logits; [n, D] tags
-        """Advance every row by one step; the rows' states are kept until the next call.
-
-        Args:
-            inputs_embeds: not read.
-        """
+        """Advance every row by one step, without `inputs_embeds`; the rows' states are kept until the next call."""
         if input_ids is None or hidden_states.shape[-1] != self.config.emb_dim:
             raise RuntimeError("speculator-vllm: called without token ids, or with hidden states of another width")
         count = len(input_ids)
@@ -183,10 +179,9 @@ class MLPHead(nn.Module):
         return whole.index_copy_(-1, self.draft_tokens, logits)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copy a checkpoint's tensors, given by name, into the head, all or none; return the parameters' names.
+        """Copy a checkpoint's tensors, all or none, and return the parameters' names.
 
-        Raises:
-            ValueError: a tensor that is missing, does not belong or has another shape.
+        Raises a ValueError for a tensor that is missing, does not belong or has another shape.
         """
         places, given = self.names(), dict(weights)
         for name, weight in given.items():
@@ -218,10 +213,7 @@ def pick(
     stack: Tensor,  # [N, ...], or [1, ...] if all steps share it
     step: Tensor,  # []
 ) -> Tensor:  # [...]
-    """Return a step's own weights, as a view.
-
-    While a CUDA graph is being captured they are copied, so that the graph replays at any step.
-    """
+    """Return a step's own weights: a view, or in the capture of a CUDA graph a copy, so that it replays at any step."""
     if len(stack) == 1:
         return stack[0]
     if stack.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -40,10 +40,7 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         self.receive_weights(self.parse_update_info(update_info))  # nothing is left to wait for
 
     def receive_weights(self, update_info: FolderInfo) -> None:
-        """Load the weights of a folder into the drafter.
-
-        Raises a ValueError if they do not fit, or would overwrite the target's.
-        """
+        """Load a folder's weights; raise a ValueError if they don't fit the drafter or would overwrite the target's."""
         weights = read(Path(update_info.folder))
         # Loading replaces the weights one by one, so a tensor that does not fit is found before.
         self.check({name: tuple(weight.shape) for name, weight in weights})
@@ -58,12 +55,9 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
         self.model.load_weights(weights)
 
     def check(self, found: dict[str, tuple[int, ...]]) -> None:
-        """Raise a ValueError unless names and shapes are those of the head that the server began with.
+        """Raise a ValueError unless `found` has the names and shapes of the head that the server began with.
 
         Nothing is checked if that is neither one of this plugin's heads nor in a local folder.
-
-        Args:
-            found: shape of each tensor by its name in the new folder.
         """
         if isinstance(self.model, MLPHead):
             wanted = {name: tuple(place.shape) for name, place in self.model.names().items()}
@@ -85,6 +79,5 @@ class FolderEngine(WeightTransferEngine[WeightTransferInitInfo, FolderInfo]):
 
 
 def read(folder: Path) -> list[tuple[str, Tensor]]:
-    """Return the (name, tensor) pairs in a head's folder."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118  not a dict
