@@ -232,7 +232,7 @@ def recipe(name: str) -> Callable[[Session], None]:
 
     def part(session: Session) -> None:
         from benchmarks.recipe import measure
-        from train.options.command_line import parse
+        from train.command_line import parse
 
         session.drop("head")
         if torch.cuda.is_available():

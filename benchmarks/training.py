@@ -42,7 +42,7 @@ from speculator.heads.unrolled import align
 from speculator.kernels.linear import HAS_ONEDNN
 from speculator.tables import markdown_table
 from speculator.target.model import Target
-from train.losses.chunked import ChunkedLoss
+from train.losses import ChunkedLoss
 from train.options.config import LossConfig
 
 LOSSES = {

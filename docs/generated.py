@@ -90,9 +90,9 @@ def public_names() -> list[str]:
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of `train.py`, or of a command of `speculator`."""
     if command == "train.py":
-        return import_module("train.options.command_line").build_parser()
+        return import_module("train.command_line").build_parser()
     if command == "server-command":
-        return import_module("train.door.server_command").build_parser()
+        return import_module("train.server_command").build_parser()
     return import_module("speculator.__main__").build_parser(command.removeprefix("speculator "))
 
 

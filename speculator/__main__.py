@@ -40,7 +40,7 @@ The module `flags` next to each has a function of its name, which adds the flags
 """
 PACKAGES = {"train": "train.__main__", "data": "data.__main__", "eval": "eval.__main__"}
 """Packages that start as `python -m PACKAGE` too, and their modules, which have `main(argv)`."""
-_MAINS = {**PACKAGES, "server-command": "train.door.server_command"}
+_MAINS = {**PACKAGES, "server-command": "train.server_command"}
 _SPEAKING = ("generate", "serve", "adapt")
 """Commands that print while they work."""
 

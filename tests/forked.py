@@ -20,9 +20,7 @@ from typing import IO
 
 ROOT = Path(__file__).parents[1]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["train.run", "train.options.command_line", "data.writers.server", "speculator.server.app"]
-)
+_context.set_forkserver_preload(["train.run", "train.command_line", "data.writers.server", "speculator.server.app"])
 
 
 class Popen:

@@ -15,8 +15,8 @@ import pytest
 from speculator import clients
 from speculator.__main__ import COMMANDS, PACKAGES
 from speculator.errors import OneLineParser
-from train.door import server_command
-from train.options.command_line import parse
+from train import server_command
+from train.command_line import parse
 from train.options.config import RunConfig
 from train.options.loader import options
 

@@ -12,7 +12,7 @@ from serving_here import serving
 from data.__main__ import main as data_main
 from speculator import Target, generate
 from speculator.prompts import read_prompts
-from train.options.command_line import parse
+from train.command_line import parse
 from train.options.config import ROOT
 from train.run import run as run_all
 

@@ -28,7 +28,7 @@ from speculator.target import in_process
 from speculator.target.attention import attention
 from speculator.target.cache import kv_cache
 from speculator.target.remote.server_target import ServerTarget
-from train.losses.chunked import ChunkedLoss
+from train.losses import ChunkedLoss
 from train.options.config import LossConfig
 from train.states.batch import Collator
 

@@ -23,7 +23,7 @@ from speculator.prompts import Conversation
 from speculator.target.attention.attention import VARLEN
 from speculator.target.cache import kv_cache
 from train.loop import Loop
-from train.losses.chunked import ChunkedLoss
+from train.losses import ChunkedLoss
 from train.options.config import LossConfig, StageConfig
 from train.states.batch import Collator, StageRows, StateSource
 

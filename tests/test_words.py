@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("speculator", "data", "eval", "train")
 WORDS = {
     # a word in names of the code: the files where it may stand
-    "pace": ("train/losses/chunked.py", "train/options/config.py"),  # D-PACE; of a run it is the throughput
+    "pace": ("train/losses.py", "train/options/config.py"),  # D-PACE; of a run it is the throughput
     "recurrent": (  # layers of a target
         "speculator/target/*",
         "speculator/decoding/*",

@@ -48,9 +48,9 @@ from speculator.errors import UserError, first_line, read_secret, refuse
 from speculator.files import make_folder, new_folder, parse_rows, read_json, write_bytes, write_text
 from speculator.report import Gate, Round, read_record, write_record
 from speculator.terminal import log
+from train.command_line import parse
 from train.door.settle import settle
 from train.flags import target_flags
-from train.options.command_line import parse
 
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30

@@ -37,7 +37,7 @@ from speculator.terminal import log
 from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.interrupts import stop_asked
-from train.losses.chunked import ChunkedLoss, compiling_pays, summarise
+from train.losses import ChunkedLoss, compiling_pays, summarise
 from train.optimizers.muon import MuonAndAdamW
 from train.optimizers.sharded_adam import ShardedAdam
 from train.options.config import LossConfig, StageConfig

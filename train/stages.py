@@ -47,7 +47,7 @@ from train.door.sizes import longest
 from train.door.vocabulary import describe
 from train.forecast import forecast
 from train.loop import STATE, Loop, Progress
-from train.losses.chunked import has_rows
+from train.losses import has_rows
 from train.processes import of_first
 from train.progress import Display
 from train.states.batch import Collator, StageRows, StateSource

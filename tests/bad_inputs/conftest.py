@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import data.__main__
 import eval.__main__
 import speculator.__main__
-import train.options.command_line
+import train.command_line
 import train.run
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.report import write_record
@@ -35,7 +35,7 @@ _NO_ERROR = re.compile(r"\d\S*/s\]|\?\S*/s\]|it/s\]|^\d/\d |: [\d,]+ rows read, 
 
 
 def _train(argv: list[str]) -> int:
-    return train.run.main(train.options.command_line.parse(argv))
+    return train.run.main(train.command_line.parse(argv))
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -24,7 +24,7 @@ from eval import in_server
 from speculator.__main__ import main as speculator
 from speculator.cli import serve
 from speculator.kernels import cuda_graphs
-from train.options.command_line import parse
+from train.command_line import parse
 
 __all__ = ["make_believe"]
 RECIPE = """

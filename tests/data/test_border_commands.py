@@ -12,9 +12,9 @@ from data.tally import Tally
 from speculator.__main__ import COMMANDS, build_parser, run
 from speculator.errors import UserError
 from speculator.target.model import Target
+from train.command_line import parse
 from train.door.plan import Plan
 from train.door.settle import settle
-from train.options.command_line import parse
 from train.options.config import ROOT
 from train.text.inputs import load_target, read_inputs
 

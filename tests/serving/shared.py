@@ -9,7 +9,7 @@ from speculator import Chain, HeadDrafter, Target, generate
 from speculator.decoding.engine import Engine
 from speculator.heads import Speculator
 from speculator.heads.training import TrainingBatch
-from train.losses.chunked import ChunkedLoss
+from train.losses import ChunkedLoss
 from train.options.config import LossConfig
 
 TARGET = Path(__file__).parents[2] / "examples" / "stdlib_target"

@@ -24,7 +24,7 @@ from speculator import Target
 from speculator.checkpoints.loading import bind
 from speculator.heads import ARCHITECTURES
 from speculator.target.remote.server_target import ServerTarget
-from train.door import server_command
+from train import server_command
 
 SOURCES = ("train", "data", "eval")
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ if __name__ == "__main__":
     start()
     interrupts.install()
     from train import run
-    from train.options.command_line import parse
+    from train.command_line import parse
     from train.states import batch
 
     on_cpu = batch.DataLoader

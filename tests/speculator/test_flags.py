@@ -20,14 +20,13 @@ from speculator.cli.serve import KEY_VARIABLE
 from speculator.clients.vllm_updates import LAYOUTS
 from speculator.decoding import verify
 from speculator.heads import ARCHITECTURES, SpeculatorConfig
-from train.door import server_command
-from train.options import command_line
+from train import command_line, server_command
 
 _ALL_PARSERS = """
 import sys
 from speculator.__main__ import COMMANDS, build_parser
-from train.options import command_line
-from train.door import server_command
+from train import command_line
+from train import server_command
 for parser in (*map(build_parser, COMMANDS), command_line.build_parser(), server_command.build_parser()):
     parser.format_help()
 print([name for name in ("torch", "transformers", "datasets", "openai", "matplotlib") if name in sys.modules])

@@ -12,12 +12,12 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, T5Config
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES, MLPSpeculator, MLPSpeculatorConfig
+from train.command_line import parse
 from train.door.gpus import Place
 from train.door.head import without_memory
 from train.door.initialise import new_head
 from train.door.plan import Plan
 from train.door.settle import settle
-from train.options.command_line import parse
 from train.text import inputs
 
 

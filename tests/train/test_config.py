@@ -6,7 +6,7 @@ from types import NoneType
 
 import pytest
 
-from train.options.command_line import default_recipe, parse
+from train.command_line import default_recipe, parse
 from train.options.config import RunConfig
 from train.options.loader import options
 

@@ -24,10 +24,10 @@ from speculator.report import write_record
 from speculator.server.recorder import Recorder
 from speculator.target.remote.server_target import split
 from train import run
+from train.command_line import parse
 from train.door.initialise import new_head
 from train.door.settle import settle
 from train.loop import Loop, Progress
-from train.options.command_line import parse
 from train.options.config import StageConfig
 from train.run import main
 

@@ -20,11 +20,11 @@ from transformers import FalconConfig, Glm4MoeConfig, LlamaConfig, Qwen3Config
 from speculator.errors import UserError
 from speculator.heads import ARCHITECTURES
 from train import run
+from train.command_line import parse
 from train.door import dry_run
 from train.door.dry_run import run_on_stand_ins
 from train.door.settle import known_config, settle
 from train.folder import check_same_run, write_record
-from train.options.command_line import parse
 from train.run import run as run_all
 
 ROOT = Path(__file__).parents[2]

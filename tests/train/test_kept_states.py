@@ -15,7 +15,7 @@ from speculator.checkpoints.loading import bind
 from speculator.kernels.compiled import can_compile
 from speculator.target.fingerprint import digest
 from train.loop import Loop
-from train.losses.chunked import ChunkedLoss, has_rows
+from train.losses import ChunkedLoss, has_rows
 from train.options.config import LossConfig, StageConfig
 from train.states import kept_states
 from train.states.batch import Collator, StageRows, StateSource

@@ -15,10 +15,10 @@ from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import IGNORE, TrainingBatch, forecast_error, step_metrics
 from speculator.heads.unrolled import UnrolledHead, align
 from speculator.kernels.compiled import can_compile
-from train.losses import chunked as losses_module
-from train.losses import table as loss_table
-from train.losses.chunked import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
+from train import losses as losses_module
+from train.losses import _CHUNK, ChunkedLoss, _adds_in_float32, chunk_tokens, d_pace, summarise
 from train.options import config as config_module
+from train.options import loss_table
 from train.options.config import LossConfig
 
 N, B, L, V, D, I = 2, 3, 8, 11, 6, 5  # noqa: E741
@@ -155,8 +155,8 @@ def test_the_loss_of_the_contributors_page_is_trained_on(monkeypatch):
     """A function, a line of the table and a field are all that a loss needs, in the losses' only branch too."""
     from conftest import settled  # need the package datasets, which tests on a GPU do without
 
+    from train.command_line import parse
     from train.door import checks
-    from train.options.command_line import parse
 
     function, line, field, test = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/contributing/add-a-loss.md").read_text(), re.DOTALL
@@ -471,7 +471,7 @@ import gc, sys, torch, torch.distributed as dist
 from speculator.heads import MLPSpeculator, MLPSpeculatorConfig
 from speculator.heads.training import TrainingBatch
 from train.options.config import LossConfig
-from train.losses.chunked import ChunkedLoss
+from train.losses import ChunkedLoss
 
 case = torch.load(sys.argv[1])
 dist.init_process_group("gloo")

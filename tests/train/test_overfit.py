@@ -17,7 +17,7 @@ from speculator.heads import ARCHITECTURES, register, unrolled
 from speculator.heads.attention.base import AttentionConfig, AttentionHead
 from speculator.heads.drafting import WholeTextSource
 from speculator.heads.training import TrainingBatch
-from train.losses.chunked import ChunkedLoss, summarise
+from train.losses import ChunkedLoss, summarise
 from train.options.config import LossConfig
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -22,9 +22,9 @@ from speculator.files import cache_folder
 from speculator.target.fingerprint import digest_of_files
 from speculator.target.model import Target
 from speculator.target.remote.server_target import ServerTarget
+from train.command_line import parse
 from train.door.dry_run import run_on_stand_ins
 from train.door.settle import settle
-from train.options.command_line import parse
 from train.options.config import ROOT
 from train.run import run as run_all
 from train.text import own_text

@@ -17,6 +17,7 @@ from speculator.heads import ARCHITECTURES
 from speculator.kernels.linear import HAS_ONEDNN
 from speculator.target.in_process import InProcessTarget
 from train import run
+from train.command_line import parse
 from train.door import settle as settling
 from train.door.gpus import GPUS, Place, gpu_named, place_of
 from train.door.head import head_config
@@ -24,7 +25,6 @@ from train.door.plan import Plan
 from train.door.settle import settle
 from train.door.sizes import Prompt
 from train.optimizers.sharded_adam import largest_share
-from train.options.command_line import parse
 from train.options.config import HERE
 
 H100 = place_of("H100", 1)

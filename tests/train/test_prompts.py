@@ -11,7 +11,7 @@ from conftest import settled
 from eval.suites import load_suite
 from speculator.errors import UserError
 from speculator.target.model import Target
-from train.options.command_line import parse
+from train.command_line import parse
 from train.options.config import ROOT
 from train.run import run as run_all
 from train.text.inputs import own_prompts_of, prompts_of

@@ -28,8 +28,8 @@ from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import manifest_error, write_manifest
 from train import checkpoint, interrupts, loop, processes
+from train.command_line import parse
 from train.folder import check_same_run, locked, rows_fingerprint, write_record
-from train.options.command_line import parse
 from train.options.config import ROOT
 from train.run import main
 from train.states.batch import Collator

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Llama4TextConfig
 from speculator.__main__ import build_parser
 from speculator.report import SCHEMA, write_record
 from train import checkpoint
-from train.options.command_line import parse
+from train.command_line import parse
 from train.options.config import RunConfig, TargetConfig
 from train.run import main, summary
 

@@ -23,9 +23,8 @@ from speculator.clients import hidden_states as hidden_state_servers
 from speculator.files import read_json
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig, MLPSpeculator, MLPSpeculatorConfig
 from speculator.target.remote.server_target import ServerTarget
-from train import run
-from train.door import server_command
-from train.options.command_line import parse
+from train import run, server_command
+from train.command_line import parse
 from train.states.batch import DOCUMENTS, Documents
 from train.states.look_ahead import LookAhead
 

@@ -10,10 +10,10 @@ from data import mixture
 from speculator.errors import UserError
 from speculator.heads import SpeculatorConfig
 from train import run
+from train.command_line import parse
 from train.door import plan, server_command, settle
 from train.door.gpus import GPUS, Place
 from train.folder import write_record
-from train.options.command_line import parse
 from train.options.config import ROOT
 
 STAGE = {"max_steps": 1, "warmup_steps": 0, "eval_steps": 1, "save_steps": 1, "per_device_train_batch_size": 2}

@@ -22,10 +22,10 @@ from speculator.target.in_process import InProcessTarget
 from speculator.target.sharding import Group, check_heads
 from train import run
 from train.checkpoint import DECODED, METRIC
+from train.command_line import parse
 from train.door.gpus import Place
 from train.door.plan import Plan
 from train.optimizers.sharded_adam import ShardedAdam
-from train.options.command_line import parse
 from train.options.config import TargetConfig
 
 __all__ = ["gpu"]

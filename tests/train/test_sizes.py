@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoConfig, LlamaConfig
 
 from speculator import UserError
+from train.command_line import parse
 from train.door.head import head_config
 from train.door.sizes import (
     count_of_tokens,
@@ -20,7 +21,6 @@ from train.door.sizes import (
     with_sizes_of_target,
     with_steps,
 )
-from train.options.command_line import parse
 from train.options.config import HeadOptions, StageConfig
 
 RECIPES = ("eagle3", "dspark", "mlp")

@@ -20,8 +20,8 @@ from speculator.target.sharding import SHARDED, check_heads, divided
 from speculator.terminal import log
 from train.door.head import head_class
 from train.door.sizes import Lengths
-from train.losses.table import LOSSES
 from train.options.config import RunConfig, StageConfig, TargetConfig
+from train.options.loss_table import LOSSES
 
 _LEAST_DRAFTED = 16  # tokens of a draft vocabulary: several children of a token have to be among them
 _MERGE = (

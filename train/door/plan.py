@@ -37,7 +37,7 @@ from speculator.target.sharding import SHARDED, divided
 from train.door.head import without_memory
 from train.door.settle import Run
 from train.door.sizes import Prompt, expected_prompts, expected_rows
-from train.losses.chunked import chunk_tokens
+from train.losses import chunk_tokens
 from train.optimizers.muon import bytes_of_moments
 from train.options.config import RunConfig, StageConfig, values_of
 from train.states.kept_states import bytes_per_token

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.tracking import Tracker
-from train.losses.table import LOSSES, Loss
 from train.options.loader import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from train.options.loss_table import LOSSES, Loss
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "here"

@@ -24,7 +24,7 @@ from speculator.kernels.compiled import Compiled
 from speculator.tables import gigabytes
 from speculator.target.fingerprint import digest
 from speculator.target.in_process import InProcessTarget
-from train.losses.chunked import chunk_tokens, compiling_pays
+from train.losses import chunk_tokens, compiling_pays
 from train.states.batch import DOCUMENTS, Batch, Documents, StateSource, TargetStates
 
 Tensors: TypeAlias = dict[str, Tensor]

@@ -22,7 +22,7 @@ from speculator.checkpoints.table import to_json
 from speculator.checkpoints.targets import LLAMA_CPP, refusal
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from speculator.target.fingerprint import fingerprint, same_target
-from train.options.command_line import parse
+from train.command_line import parse
 
 gguf = pytest.importorskip("gguf")
 PLAIN = {"fc_norm": False, "norm_output": False}

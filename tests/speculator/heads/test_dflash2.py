@@ -25,7 +25,7 @@ from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.dspark.dflash2 import Convolution
 from speculator.heads.training import IGNORE, TrainingBatch
-from train.losses.chunked import ChunkedLoss
+from train.losses import ChunkedLoss
 from train.optimizers.muon import muon_weights
 from train.options.config import LossConfig
 

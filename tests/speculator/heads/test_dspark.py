@@ -16,7 +16,7 @@ from speculator.heads.dspark.config import AnchorTargets
 from speculator.heads.training import IGNORE, TrainingBatch
 from speculator.target.cache.kv_cache import KVCache
 from speculator.target.packed import document_starts
-from train.losses.chunked import ChunkedLoss
+from train.losses import ChunkedLoss
 from train.options.config import LossConfig
 
 V, D, L = 32, 16, 24

@@ -19,8 +19,8 @@ from speculator.checkpoints.layout import base_config
 from speculator.target.gguf import header as gguf_header
 from speculator.target.gguf.file import end_tokens, metadata, read_tokenizer
 from speculator.target.gguf.splits import SPLITS, set_split
+from train.command_line import parse
 from train.door.settle import known_config
-from train.options.command_line import parse
 
 gguf = pytest.importorskip("gguf")
 

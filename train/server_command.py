@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from speculator.errors import OneLineParser, refuse, run_command
-from train.options.command_line import parse
+from train.command_line import parse
 from train.options.config import RunConfig
 
 # Libraries that take seconds are imported where they are used, so that a mistyped flag shows at once.

@@ -18,8 +18,8 @@ from speculator.device import compute_dtype, exact, send
 from speculator.heads.training import IGNORE, Drafts, Metric, Term, TokenLosses, forecast_error
 from speculator.kernels.compiled import Compiled, can_compile
 from speculator.kernels.linear import product
-from train.losses.table import TargetProbs, Tokens, cross_entropy, overlap
 from train.options.config import LossConfig
+from train.options.loss_table import TargetProbs, Tokens, cross_entropy, overlap
 
 _CHUNK = {"cpu": 2**25}
 _CHUNK_ON_GPU = 2**26

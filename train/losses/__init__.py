@@ -1,1 +1,0 @@
-"""The losses of a token, and their computation in chunks."""
