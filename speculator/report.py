@@ -262,7 +262,6 @@ def read_report(file: Path) -> Report:
 
 
 def write_record(file: Path, record: Any) -> None:
-    """Write a dataclass of this module as JSON; `read_record` undoes it."""
     write_json(file, as_json(record))
 
 

@@ -102,11 +102,7 @@ def _speedup(row: ReportRow) -> float:
 
 
 def _times(rows: list[ReportRow], before: Iterable[str] = repeat("")) -> str:
-    """Return the speedups over plain decoding of each row with its temperature, as a clause.
-
-    Args:
-        before: what comes before each row's speedup.
-    """
+    """Return the rows' speedups over plain decoding with their temperatures, each after its text of `before`."""
     parts, unit = [], " times as fast as plain decoding"
     for row, words in zip(rows, before, strict=False):
         decoding, whole = shown(row.speedup["plain"]), shown(row.end_to_end_speedup["plain"])

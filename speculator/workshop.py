@@ -12,7 +12,6 @@ ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1]
 
 
 def is_wheel() -> bool:
-    """Return whether this is a wheel's copy, and not a checkout."""
     return ROOT == _INSTALLED
 
 

@@ -104,10 +104,7 @@ class UnrolledHead(Speculator):
         batch: TrainingBatch,
         loss: TokenLoss,
     ) -> dict[str, Metric]:
-        """Compute the objective and metrics of all steps from what the output matrix reads.
-
-        Labels are laid out by u, the position whose next token a step predicts (see the module).
-        """
+        """Compute the objective and metrics of all steps; labels are laid out by u, see the module."""
         batch_size, steps, length = batch.labels.shape
 
         def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * S, ...]

@@ -95,10 +95,7 @@ class Captured(Generic[Result]):
         state: Sequence[Tensor],  # all tensors that the function updates in place
         *arguments: Any,
     ) -> Result:
-        """Return the function's result, by a replay if the key has a graph; see the class for the first calls.
-
-        Calls with the same key must launch the same kernels on the same addresses.
-        """
+        """Return the function's result; a key stands for the same kernels on the same addresses."""
         if not enabled or self._waits(key):
             return self.work(*arguments)
         entry = self._entries.setdefault(key, _Entry())
@@ -145,10 +142,7 @@ class Captured(Generic[Result]):
                 entry.graph.reset()
 
     def _check(self, key: Hashable, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
-        """Run the work eagerly and by the graph, each from the same `state`, and compare results and new states.
-
-        Returns the graph's result if they agree; otherwise drops the graph and returns the eager result.
-        """
+        """Return the graph's result if an eager run from the same `state` agrees, else drop the graph."""
         # The work changes the state in place, so the graph's run needs it put back first.
         before = [tensor.clone() for tensor in state]
         expected = self.work(*arguments)

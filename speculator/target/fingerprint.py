@@ -24,10 +24,7 @@ matrices, 1 in 5,000 reaches 0.95."""
 
 
 def fingerprint(model: Any) -> str:
-    """Return sizes from the config and a few weights of embedding, output matrix and adapter, as one string.
-
-    Weights are rounded to bfloat16. Path, dtype, device and library versions have no influence.
-    """
+    """Return sizes and a few weights (bfloat16) as a string; path, dtype, device and library versions don't matter."""
     config = decoder_config(model)
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     offloaded = any(matrix.is_meta for matrix in matrices)

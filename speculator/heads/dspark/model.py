@@ -188,10 +188,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
 
     @torch.no_grad()
     def draft_from(self, tokens: Tensor) -> None:  # [V_d] ids, ascending, among those that it drafts from
-        """Make these tokens the draft vocabulary, such as the most frequent ones (2502.14856).
-
-        The target's matrices are dropped, so call `bind` before the head drafts again. Raises a UserError for DFlash 2.
-        """
+        """Make these the draft vocabulary (2502.14856), then `bind` again. Raises a UserError for DFlash 2."""
         refuse((self.config.is_dflash2, "a DFlash 2 head drafts from the whole vocabulary"))
         if self.markov_head is not None:
             drafted = tokens if self.draft_tokens is None else draft_ids(tokens, self.draft_tokens)
@@ -217,12 +214,7 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         return self.embed(slots)
 
     def confidence_logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [..., D], [...] -> [...]
-        """Return the logit of the probability that the target accepts the token drafted after each of `tokens`.
-
-        Args:
-            features: final states of the block positions that draft these tokens.
-            tokens: the token before each drafted one.
-        """
+        """Return the logit of the chance that what `features` draft after each of `tokens` is accepted."""
         if self.markov_head is not None:
             features = torch.cat([features, self.markov_head.markov_w1(tokens)], -1)
         return self.confidence_head.proj(features)[..., 0]

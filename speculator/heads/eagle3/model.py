@@ -261,10 +261,7 @@ class Eagle3Form:
 
     @torch.no_grad()
     def first(self, cache: LevelCache, aux_hidden: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
-        """Process accepted tokens; return the logits of a draft's first token. Arguments are those of `read`.
-
-        The last valid token of each row is the pending one.
-        """
+        """Process accepted tokens (see `read`), the last of which is pending; return a draft's first logits."""
         u, residual = self.read(cache, aux_hidden, tokens, counts)
         cache.level = 0
         cache.seen = cache.lengths.new_zeros(len(aux_hidden), 1, 0, dtype=torch.bool)

@@ -40,10 +40,7 @@ _LEAST_WIDTH = 32
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Return the `Form`s of each layer's keys and values, read from a filled cache of transformers.
-
-    A layer without keys of its own, such as a recurrent one, gives ().
-    """
+    """Return the `Form`s of each layer's keys and values in a filled cache; () for a recurrent layer."""
     layers: list[Any] = [getattr(layer, "keys", None) is not None and layer for layer in cache.layers]
     return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
 
@@ -232,10 +229,7 @@ class KVCache(Cache):
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors to save before a trial step and restore after it: the lengths, and the states of recurrent layers.
-
-        Keys and values are not among them: a trial step writes only free positions.
-        """
+        """Tensors that a trial step restores, lengths and recurrent states: its keys are at free positions."""
         return [self.lengths, *(state for layer in self.recurrent.values() for state in layer.states)]
 
     @contextmanager
@@ -331,10 +325,7 @@ class KVCache(Cache):
             layer.commit(counts)
 
     def truncate(self, lengths: Tensor) -> None:  # [R]
-        """Set the lengths of the selected rows, and free the positions above.
-
-        With recurrent layers each length must be 0 or the row's own.
-        """
+        """Set the selected rows' lengths, and free the rest; with recurrent layers only to 0 or the row's own."""
         self.selected.copy_(lengths)
         for layer in self.recurrent.values():
             layer.clear(self.selected == 0)
@@ -394,10 +385,7 @@ class KVCache(Cache):
             self.cross.erase(row)
 
     def grow(self, capacity: int) -> None:
-        """Allocate at least `capacity` positions per row, if there are fewer.
-
-        For a moment old and new buffers exist together.
-        """
+        """Allocate at least `capacity` positions per row; for a moment old and new buffers exist together."""
         if self.room_for(capacity) <= self.capacity:
             return
         capacity = self.room_for(capacity)

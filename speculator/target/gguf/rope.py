@@ -17,10 +17,7 @@ _ORIGINAL = [1024 << i for i in range(8)]
 
 
 def set_rope(config: PreTrainedConfig, header: Header) -> None:
-    """Give a model's config the base, the scaling and the rotated share of the rope in its file.
-
-    Raises a UserError for a rope that transformers does not have, or that we can't read from a file.
-    """
+    """Set a file's rope (base, scaling, rotated share) in a config; one that we can't read raises a UserError."""
     text: Any = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     if not rope:
