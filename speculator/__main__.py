@@ -84,7 +84,7 @@ class _Version(argparse.Action):
 
 
 def _import(name: str, command: str) -> Any:
-    """Import the module `name`, which may take seconds; exit with code 2 if a package of `train` is missing."""
+    """Import the module `name`, which takes seconds; exit with code 2 if a package of the extra `train` is missing."""
     if name.startswith("speculator."):
         return import_module(name)
     make_importable()

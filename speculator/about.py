@@ -15,7 +15,7 @@ DISTRIBUTION = "speculator-llm"
 
 
 def version_line() -> str:
-    """Return the line that a report of a fault needs."""
+    """Return one line for a bug report: version, torch, Python and the GPUs, or the CPU without any."""
     commit = git_commit()
     own = f"speculator {version_of(DISTRIBUTION)}" + (f" ({commit})" if commit else "")
     return f"{own}, torch {version_of('torch')}, Python {platform.python_version()}, {_gpus() or processor()}"

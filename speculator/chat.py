@@ -91,7 +91,7 @@ def with_history(history: Json, messages: list[Any]) -> list[Any]:
 
 
 def with_system(messages: Json, system: Json) -> Json:
-    """Return a row's messages with its "system" message before them, unless it has none or they have one."""
+    """Return a row's messages with its "system" message first, unless it has none or the messages have one."""
     if not system or not isinstance(messages, list):
         return messages
     own = any(isinstance(each, dict) and each.get("role") == "system" for each in messages)
@@ -285,7 +285,7 @@ def arguments_of(function: Any) -> Json:
 
 
 def clean_tools(tools: Any) -> list[Tool] | None:
-    """Return tools, which may be JSON text, as a list of objects; None without any. Others raise a UserError."""
+    """Return tools (objects or JSON text) as a list; None if there are none; raise a UserError for anything else."""
     tools = from_json(tools)
     if not tools:
         return None
@@ -449,7 +449,7 @@ def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_to
 
 
 def any_added(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
-    """Return a pattern that matches any added token, special or not, the longest first; nothing without any."""
+    """Return a pattern that matches any added token, the longest first; without such tokens it matches nothing."""
     texts = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
@@ -585,7 +585,7 @@ def channels(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> list[
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Return what an answer's text has before `THINK_END`, and what it has after; "" and the text without this mark."""
+    """Return an answer's text before `THINK_END`, and that after it; without this mark "" and the whole text."""
     before, mark, after = text.partition(THINK_END)
     return (before.replace("<think>", "").strip("\n"), after.lstrip("\n")) if mark else ("", text)
 

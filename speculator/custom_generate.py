@@ -259,7 +259,7 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
 
 
 def _sources(model_kwargs: dict[str, Any]) -> list[Encoded]:
-    """Remove the encoder's states and mask from the inputs; return each row's states, without padding, if any."""
+    """Remove the encoder's states and mask from the inputs; return each row's states, unpadded ([]: no encoder)."""
     if (encoded := model_kwargs.pop("encoder_outputs", None)) is None:
         return []
     states, mask = encoded[0], model_kwargs.pop("attention_mask", None)  # [B, S, D], [B, S]

@@ -90,7 +90,6 @@ def printable(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Print text, escaped by `printable` if stdout is a terminal."""
     print(safe(text), flush=True)
 
 

@@ -33,7 +33,6 @@ _OTHER_CACHE = "set SPECULATOR_CACHE to a writable folder"
 
 
 def check_input(path: str | Path) -> Path:
-    """Return the path of a regular file, or raise a UserError."""
     if not os.path.isfile(path):
         raise UserError(f"{path}: {'not a regular file' if os.path.exists(path) else 'No such file'}")
     return Path(path)

@@ -80,7 +80,6 @@ class Figures:
 
     @property
     def length(self) -> Interval:
-        """The acceptance length with its interval."""
         return Interval(
             self.acceptance_length, self.acceptance_length_interval.low, self.acceptance_length_interval.high
         )

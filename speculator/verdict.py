@@ -97,7 +97,6 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
 
 
 def _speedup(row: ReportRow) -> float:
-    """Return the speedup of whole answers over plain decoding."""
     return row.end_to_end_speedup["plain"].value
 
 

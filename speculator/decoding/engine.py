@@ -253,7 +253,7 @@ class Engine:
         self.rows.grow(self.waiting)
 
     def prefill(self) -> bool:
-        """Process one chunk of prompts; sample a first token after complete ones. False: nothing to do."""
+        """Process one chunk of prompts; sample a first token after complete ones. False: all are in the cache."""
         chunk = self.rows.next_chunk(self.chunk)
         if chunk is None:
             return False
@@ -294,7 +294,7 @@ class Engine:
         return made
 
     def process(self, batch: Batch, report: Tensor, kept: Tensor | None = None) -> None:
-        """Append a step's tokens to the requests, some of which may finish; for the others, see `Verified`."""
+        """Append a step's tokens to the requests, some of which may finish; see `Verified` for `report` and `kept`."""
         rows = report.tolist()  # the step's one copy to the host
         logprobs = {} if kept is None else self._logprobs(batch, rows, kept)
         # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
@@ -472,7 +472,6 @@ class Engine:
         return {row: each[: len(tokens)] for row, each, tokens in zip(rows, found, new, strict=True)}
 
     def _fail(self, row: int, request: Request) -> None:
-        """End a request whose logits are not finite, unless it has ended, and leave nothing of it in its row."""
         self.rows.erase(row)
         if not request.finish_reason:
             request.fail("not_finite", not_finite(self.target))

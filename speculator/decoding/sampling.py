@@ -199,7 +199,10 @@ class Noise:
         logits: Tensor,  # [B, f, V] of tokens at one depth
         depth: int,  # 0: the next token
     ) -> Tensor:  # [B, f, V]
-        """Return the logits plus Gumbel noise, if any: the argmax is a sample, the top k are k candidates."""
+        """Return the logits plus their position's Gumbel noise: the argmax is a sample, the top k are k candidates.
+
+        The logits come back unchanged if all rows are at temperature 0, or if the rule is not `match`.
+        """
         return self.sampling.scaled(logits).add_(self._level(depth)[:, None]) if self._noisy else logits
 
     def samples(

@@ -34,14 +34,7 @@ def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) 
 def decode(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], before: Sequence[int] = (), special: bool = False
 ) -> str:
-    """Return the text of new tokens.
-
-    Args:
-        tokenizer: the target's tokenizer.
-        tokens: the new tokens.
-        before: tokens before the new ones. Without these, some tokenizers drop a leading space: " Paris" is "Paris".
-        special: keep the text of special tokens.
-    """
+    """Return the text of new tokens; without the tokens `before`, some tokenizers drop a leading space (" Paris")."""
 
     before = last(tokenizer, before, MAX_CONTEXT)
     return decode_after(tokenizer, tokens, before, decoded(tokenizer, before, special) if before else "", special)

@@ -249,7 +249,7 @@ class Speculator(PreTrainedModel, ABC):
         return self.config.n_predict
 
     def token_matrices(self) -> list[Tensor]:
-        """Return its own matrices with a row for each token (V or V_d rows): embeddings and output matrices."""
+        """Return the head's own matrices with a row per token (V or V_d rows): embeddings and output matrices."""
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
     def weights_per_token(self, length: int) -> int:
@@ -260,7 +260,6 @@ class Speculator(PreTrainedModel, ABC):
         self,
         output: Tensor,  # [V, ...]
     ) -> Tensor:  # [V_d, ...]
-        """Select the rows of the draft vocabulary."""
         return output if self.draft_tokens is None else output[self.draft_tokens.to(output.device)]
 
     def to_full_vocabulary(

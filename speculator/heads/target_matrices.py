@@ -73,7 +73,6 @@ class HeadOnTargetMatrices(Speculator):
         return self._of_target(1)
 
     def output_logits(self, features: Tensor) -> Tensor:  # [..., D] -> [..., V_d]
-        """Multiply by the target's output matrix, in the target's dtype."""
         output = self.target_output
         return output(features.to(output.weight.dtype)).to(features.dtype)
 

@@ -43,8 +43,6 @@ class HostIndices:
 
 
 class UnrolledConfig(SpeculatorConfig):
-    """Config of a head that is trained at every position."""
-
     @property
     def min_training_length(self) -> int:
         return self.n_predict + 2
@@ -82,7 +80,6 @@ class UnrolledHead(Speculator):
         return [*super().token_matrices(), *(self.output(i).weight for i in range(self.n_predict))]
 
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
-        """Return the objective and the metrics of each step."""
         host = on_host(batch)
         length = host.labels.shape[-1]
         features = self.unrolled(

@@ -81,7 +81,6 @@ class Captured(Generic[Result]):
         self.clear(pool)
 
     def clear(self, pool: Any) -> None:
-        """Drop all graphs, and capture into another pool from now on."""
         self.pool = pool
         self._entries: OrderedDict[Hashable, _Entry[Result]] = OrderedDict()
         self._failed: dict[Hashable, float] = {}
@@ -95,7 +94,7 @@ class Captured(Generic[Result]):
         state: Sequence[Tensor],  # all tensors that the function updates in place
         *arguments: Any,
     ) -> Result:
-        """Return the function's result; a key stands for the same kernels on the same addresses."""
+        """Return the function's result; calls of one key must launch the same kernels on the same addresses."""
         if not enabled or self._waits(key):
             return self.work(*arguments)
         entry = self._entries.setdefault(key, _Entry())
@@ -142,7 +141,7 @@ class Captured(Generic[Result]):
                 entry.graph.reset()
 
     def _check(self, key: Hashable, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
-        """Return the graph's result if an eager run from the same `state` agrees, else drop the graph."""
+        """Return the graph's result if an eager run from `state` agrees; else drop the graph, return the eager one."""
         # The work changes the state in place, so the graph's run needs it put back first.
         before = [tensor.clone() for tensor in state]
         expected = self.work(*arguments)

@@ -117,10 +117,7 @@ def _bits(values: Tensor) -> list[int]:  # [n] -> the bits of n bfloat16 numbers
 
 
 def same_target(one: str, other: str) -> bool:
-    """Return whether two fingerprints have the same sizes and at least three quarters of the sampled weights in common.
-
-    The other samples may differ by rounding or a little more training.
-    """
+    """Return whether two fingerprints share sizes and 3/4 of the samples: rounding or more training changes some."""
     pairs = _pairs(one, other)
     return bool(pairs) and 4 * sum(a == b for a, b in pairs) >= 3 * len(pairs)
 

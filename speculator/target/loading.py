@@ -92,7 +92,6 @@ def load_config(name: str, trust_remote_code: bool = False, revision: str | None
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a target's text config; of an encoder-decoder model, the decoder's."""
     return config.get_text_config(decoder=config.is_encoder_decoder or None)
 
 

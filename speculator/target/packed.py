@@ -58,7 +58,7 @@ def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Argumen
 
 
 def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
-    """Return the arguments of `packed` with masks, for families that disregard positions in theirs (gpt-oss, AFMoE)."""
+    """Return the arguments of `packed` with masks by document: some families' own ignore positions (gpt-oss, AFMoE)."""
     given = packed(model, tokens, documents)
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
     masks = create_masks_for_generate(model.config, like, None, None, given["position_ids"])

@@ -362,6 +362,9 @@ def tolerance(model: PreTrainedModel) -> float:
 
 
 def gap(logits: Tensor, expected: Tensor) -> float:  # [B, S, V] both
-    """Return the root mean square difference at the worst position, in standard deviations of the expected logits."""
+    """Return the root mean square difference at the worst position, in standard deviations of the expected logits.
+
+    The largest difference of a single logit would grow with the vocabulary by rounding alone.
+    """
     worst = (logits - expected).square().mean(-1).max().sqrt()
     return (worst / expected.std()).item()

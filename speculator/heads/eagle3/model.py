@@ -81,7 +81,6 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
     # --- what it shares with its target
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Fill in the default auxiliary layers, and share the target's embedding (see `share_embedding`)."""
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         self.check_width(embedding)
         self.share_embedding(embedding)
@@ -217,7 +216,6 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         tokens: Tensor,  # [B, S+N-1]
         embedding: Tensor | None = None,  # [V, D] replaces the embedding in use
     ) -> Tensor:  # [N, B, S, V]
-        """See `UnrolledHead.logits`."""
         shared = self._shared_embedding
         if embedding is not None:
             self._shared_embedding = [embedding]

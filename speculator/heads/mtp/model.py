@@ -444,10 +444,7 @@ class MTPForm:
 
 
 class MTPSource(LevelSource):
-    """Gives the draft logits of MTP layers; keeps each row's keys and values as `LevelSource` does.
-
-    Position t of the cache reads x[t+1] here too.
-    """
+    """Drafts by MTP layers, with keys and values as in `LevelSource`: position t of the cache reads x[t+1] here too."""
 
     cache: MTPCache
 

@@ -28,7 +28,6 @@ part of the time. All scores of 8,192 tokens with 64 heads would take 52 GB."""
 
 
 def avoid_cudnn(device: torch.device) -> None:
-    """Switch cuDNN's attention off for the process, if the device is a CUDA device."""
     if device.type == "cuda":
         # From torch 2.11 on, cuDNN comes first for masks in bfloat16. It builds a plan of 20 to 50 ms for every new
         # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).

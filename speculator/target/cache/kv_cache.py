@@ -40,7 +40,7 @@ _LEAST_WIDTH = 32
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Return the `Form`s of each layer's keys and values in a filled cache; () for a recurrent layer."""
+    """Return the `Form`s of each layer's keys and values in a filled cache; () if it has none, as a recurrent one."""
     layers: list[Any] = [getattr(layer, "keys", None) is not None and layer for layer in cache.layers]
     return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
 
@@ -72,10 +72,7 @@ class _CacheLayer(CacheLayerMixin):
         """Do nothing: the buffers exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write keys and values [R, H, T, Dh] after each row's length; return those that attention reads, of all rows.
-
-        The result is [R, H, extent, Dh] twice. transformers' layers call this.
-        """
+        """Write keys and values [R, H, T, Dh] after each row's length; return those to read, [R, H, extent, Dh]."""
         write = current()
         assert write is not None
         # Positions beyond a row's own tokens hold leftovers of rejected drafts. They are read and masked: shapes stay
@@ -229,7 +226,7 @@ class KVCache(Cache):
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors that a trial step restores, lengths and recurrent states: its keys are at free positions."""
+        """Tensors to restore after a trial step, which writes keys and values at free positions only."""
         return [self.lengths, *(state for layer in self.recurrent.values() for state in layer.states)]
 
     @contextmanager

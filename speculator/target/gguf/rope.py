@@ -35,10 +35,7 @@ def set_rope(config: PreTrainedConfig, header: Header) -> None:
 
 
 def _scaling(header: Header, known: Any, base: float, head_dim: int) -> JsonObject:
-    """Return the fields of `rope_parameters` that say how a file scales its rope; {}: not at all.
-
-    `known` has the rope's metadata, by their keys without the prefix. `base` is that of the frequencies.
-    """
+    """Return the scaling's fields of `rope_parameters`, {} for none; `known` has its metadata without the prefix."""
     tensors = {tensor.name: tensor.data for tensor in header.tensors}
     longrope = [name for name in tensors if name.startswith("rope_factors_")]
     refuse((longrope, f"the file's rope has factors of its own ({', '.join(longrope)}), which are not supported here"))

@@ -164,10 +164,7 @@ class PendingStates:
 
     @torch.no_grad()
     def result(self) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
-        """Wait for the servers; return the states after the final norm, and the auxiliary ones, concatenated.
-
-        Without auxiliary layers both are the states after the final norm.
-        """
+        """Wait for the servers, and return what `TrainingTarget.training_states` does."""
         for future in self._futures:
             future.result()
         states = self._states.to(self._target.device, non_blocking=True)
