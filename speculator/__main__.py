@@ -46,10 +46,7 @@ _SPEAKING = ("generate", "serve", "adapt")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line, by default that of the process, and return its exit code.
-
-    After wrong input the code is 2, and one line is on stderr.
-    """
+    """Run a command line (default: the process's); return its exit code: 2 after wrong input, with a line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(prog="speculator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action=_Version, nargs=0, help="print version, commit, torch and device")
@@ -87,10 +84,7 @@ class _Version(argparse.Action):
 
 
 def _import(name: str, command: str) -> Any:
-    """Import and return the module `name`, which `command` needs; it may take seconds.
-
-    Exits with code 2 and one line if a package of the extra `train` is missing, which some commands need.
-    """
+    """Import the module `name`, which takes seconds; exit with code 2 if a package of the extra `train` is missing."""
     if name.startswith("speculator."):
         return import_module(name)
     make_importable()

@@ -15,7 +15,7 @@ DISTRIBUTION = "speculator-llm"
 
 
 def version_line() -> str:
-    """Return the line that a report of a fault needs."""
+    """Return one line for a bug report: version, torch, Python and the GPUs, or the CPU without any."""
     commit = git_commit()
     own = f"speculator {version_of(DISTRIBUTION)}" + (f" ({commit})" if commit else "")
     return f"{own}, torch {version_of('torch')}, Python {platform.python_version()}, {_gpus() or processor()}"
@@ -29,10 +29,7 @@ def git_commit() -> str | None:
 
 
 def processor() -> str:
-    """Return the CPU's name with its family and model numbers, or only its architecture, such as "aarch64".
-
-    The numbers tell CPUs apart to which virtual machines give the same name.
-    """
+    """Return the CPU's name with the family and model numbers that tell CPUs of one name apart, or its architecture."""
     with suppress(OSError):
         facts = dict(re.findall(r"^(.+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
         if "model name" in facts:
@@ -41,13 +38,11 @@ def processor() -> str:
 
 
 def _gpus() -> str:
-    """Return the names of the machine's NVIDIA GPUs, such as "2 x NVIDIA H100"; empty if there are none."""
     names = (_printed("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package, or that it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:  # a checkout that is not installed

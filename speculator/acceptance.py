@@ -47,7 +47,6 @@ class Acceptance:
         return made
 
     def count(self, accepted: int) -> None:
-        """Count a step that accepted so many draft tokens."""
         self.reached += [0] * (accepted + 1 - len(self.reached))
         for i in range(accepted + 1):
             self.reached[i] += 1
@@ -60,12 +59,10 @@ class Acceptance:
 
     @property
     def steps(self) -> int:
-        """Number of steps."""
         return sum(self.reached[:1])
 
     @property
     def accepted(self) -> int:
-        """Number of accepted draft tokens."""
         return sum(self.reached[1:])
 
     @property

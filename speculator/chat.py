@@ -81,10 +81,7 @@ def media_of(row: dict[str, Json]) -> str:
 
 
 def with_history(history: Json, messages: list[Any]) -> list[Any]:
-    """Return messages with a row's "history", pairs of a question and its answer, after their system message.
-
-    Raises a UserError if it is something else.
-    """
+    """Return messages with a row's "history", pairs of a question and its answer, after their system message."""
     pairs: Any = history or []
     if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise UserError('"history" is not a list of pairs')
@@ -94,7 +91,7 @@ def with_history(history: Json, messages: list[Any]) -> list[Any]:
 
 
 def with_system(messages: Json, system: Json) -> Json:
-    """Return a row's messages with its "system" message before them, unless it has none or they have one."""
+    """Return a row's messages with its "system" message first, unless it has none or the messages have one."""
     if not system or not isinstance(messages, list):
         return messages
     own = any(isinstance(each, dict) and each.get("role") == "system" for each in messages)
@@ -288,11 +285,7 @@ def arguments_of(function: Any) -> Json:
 
 
 def clean_tools(tools: Any) -> list[Tool] | None:
-    """Return tools as a list of objects, or None if there are none; they may be JSON text, whole or each.
-
-    Raises:
-        UserError: they are something else.
-    """
+    """Return tools (objects or JSON text) as a list; None if there are none; raise a UserError for anything else."""
     tools = from_json(tools)
     if not tools:
         return None
@@ -456,10 +449,7 @@ def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_to
 
 
 def any_added(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
-    """Return a pattern that matches the text of any added token, special or not, and prefers the longest.
-
-    Without added tokens it matches nothing.
-    """
+    """Return a pattern that matches any added token, the longest first; without such tokens it matches nothing."""
     texts = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
@@ -488,7 +478,7 @@ def thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 @lru_cache(maxsize=32)
 def _end_token(tokenizer: PreTrainedTokenizerBase, template: str, size: int) -> int | None:
-    """Do the work of `end_token` once for each template and number of tokens (`size`)."""
+    """`end_token`, cached by template and number of tokens (`size`)."""
     last, between = text_after_answer(tokenizer, template)
     added = any_added(tokenizer)
     found = added.search(last) or added.match(between.lstrip())
@@ -595,7 +585,7 @@ def channels(tokenizer: PreTrainedTokenizerBase, answer: Sequence[int]) -> list[
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Return what an answer's text has before `THINK_END`, and what it has after; "" and the text without this mark."""
+    """Return an answer's text before `THINK_END`, and that after it; without this mark "" and the whole text."""
     before, mark, after = text.partition(THINK_END)
     return (before.replace("<think>", "").strip("\n"), after.lstrip("\n")) if mark else ("", text)
 

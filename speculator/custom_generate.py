@@ -138,10 +138,7 @@ class _BorrowedModel:
 
     @contextmanager
     def target(self, model: PreTrainedModel) -> Iterator[Target]:
-        """Yield the model as a `Target`: frozen, with packed matrices and this library's attention.
-
-        At the end the model is as it was before.
-        """
+        """Yield the model as a frozen `Target` with packed matrices and our attention; restore the model at the end."""
         # In another thread a second call would find the model half changed, and leave it so.
         with _LOCKS.setdefault(model, RLock()):
             # Another model than in the last call, another output layer or adapter, or the same one elsewhere: nothing
@@ -208,7 +205,6 @@ class _BorrowedModel:
 
 
 def _refuse_other_modes(config: GenerationConfig) -> None:
-    """Raise a UserError unless the call decodes greedily or samples, and wants token ids only."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UserError(f"speculative decoding does not support {mode.value.replace('_', ' ')}")
@@ -263,10 +259,7 @@ def _ends(criteria: StoppingCriteriaList) -> tuple[set[int], list[str], int]:
 
 
 def _sources(model_kwargs: dict[str, Any]) -> list[Encoded]:
-    """Remove the encoder's states and their mask from the inputs; return the states of each row, without padding.
-
-    The list is empty for a model without an encoder.
-    """
+    """Remove the encoder's states and mask from the inputs; return each row's states, unpadded ([]: no encoder)."""
     if (encoded := model_kwargs.pop("encoder_outputs", None)) is None:
         return []
     states, mask = encoded[0], model_kwargs.pop("attention_mask", None)  # [B, S, D], [B, S]
@@ -301,10 +294,7 @@ def _pad_id(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | N
 
 
 def _padded(input_ids: Tensor, new: Sequence[list[int]], pad: int | None) -> Tensor:  # [B, S] -> [B, S + longest]
-    """Append each row's new tokens, padded on the right with `pad`.
-
-    Raises a UserError if rows have different lengths and `pad` is None.
-    """
+    """Append each row's new tokens, padded on the right; unequal lengths without `pad` raise a UserError."""
     width = max(map(len, new))
     if pad is None and any(len(row) < width for row in new):
         raise UserError("rows end at different lengths, which needs a pad_token_id")

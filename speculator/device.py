@@ -13,7 +13,6 @@ from speculator.terminal import log
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -25,7 +24,6 @@ def hardware(device: torch.device) -> str:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -37,7 +35,6 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def synchronize() -> None:
-    """Wait for the accelerator, if there is one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -81,7 +78,6 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
 
 @cache
 def _log_mps() -> None:
-    """Print once that a Mac's GPU is idle."""
     log("Apple's GPU lacks the 64-bit numbers that sampling needs: all runs on the CPU; llama.cpp uses this GPU")
 
 

@@ -80,7 +80,6 @@ def refuse_below(arguments: argparse.Namespace, **least: int) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type's name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -91,7 +90,6 @@ def printable(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Print text, escaped by `printable` if stdout is a terminal."""
     print(safe(text), flush=True)
 
 
@@ -108,10 +106,7 @@ def as_text(typed: str) -> str:
 
 
 def check_text(where: str, text: str) -> None:
-    """Raise a UserError, which begins with `where`, for an unpaired surrogate in a text.
-
-    JSON and arguments of a command can contain such characters, and tokenizers reject them.
-    """
+    """Raise a UserError that begins with `where` for an unpaired surrogate: JSON can hold one, tokenizers reject it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -119,10 +114,7 @@ def check_text(where: str, text: str) -> None:
 
 
 def start() -> None:
-    """Prepare a process for a command, before its imports, which take seconds.
-
-    Ctrl-C then ends the process at once with exit code 130. Characters that stdout or stderr can't encode are escaped.
-    """
+    """Prepare a process before slow imports: Ctrl-C exits with 130; output escapes what it can't encode."""
     # A closed stream, as by `>&-`, is None: what is printed there goes nowhere.
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -134,15 +126,11 @@ def start() -> None:
 
 
 def _leave(*_: Any) -> None:
-    """Signal handler that ends the process at once, with exit code 130."""
     os._exit(130)
 
 
 def check_secret(where: str, secret: str) -> None:
-    """Raise a UserError, which names `where` but not the key, for an API key that an HTTP header can't contain.
-
-    Libraries would print the key in their errors.
-    """
+    """Raise a UserError for a key that no HTTP header can contain: libraries would print it in their errors."""
     if not re.fullmatch(r"[!-~]*", secret):
         raise UserError(f"{where} contains a space, a line end or another character that a key can't contain")
 
@@ -206,7 +194,6 @@ def run_command(name: str, work: Callable[[], int | None]) -> int:
 
 
 def _print_nowhere() -> None:
-    """Let what is printed from now on, and what stdout holds, go nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

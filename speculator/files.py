@@ -33,7 +33,6 @@ _OTHER_CACHE = "set SPECULATOR_CACHE to a writable folder"
 
 
 def check_input(path: str | Path) -> Path:
-    """Return the path of a regular file, or raise a UserError."""
     if not os.path.isfile(path):
         raise UserError(f"{path}: {'not a regular file' if os.path.exists(path) else 'No such file'}")
     return Path(path)
@@ -87,10 +86,7 @@ def open_binary(file: Path) -> Iterator[IO[bytes]]:
 
 
 def parse_rows(file: Path) -> Iterator[tuple[int, Any, str | None]]:
-    """Yield (line number from 1, parsed row, error) of each non-blank line of a JSON lines file.
-
-    The error is None for a valid line; the row is None for an invalid one.
-    """
+    """Yield (line number from 1, row, error) of each non-blank line of JSON lines; the row or the error is None."""
     with open_binary(file) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -105,10 +101,7 @@ def parse_rows(file: Path) -> Iterator[tuple[int, Any, str | None]]:
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ("FILE:LINE", parsed row) of each non-blank line of a JSON lines file.
-
-    An invalid line raises a UserError.
-    """
+    """Yield ("FILE:LINE", parsed row) of each non-blank line of JSON lines; an invalid one raises a UserError."""
     for number, row, error in parse_rows(file):
         if error:
             raise UserError(f"{file}:{number}: {error}")
@@ -116,10 +109,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def check_output_file(flag: str, file: Path | None) -> None:
-    """Raise a UserError, which begins with `flag`, if a file can't be written. None passes.
-
-    Called before the work whose result the file will hold.
-    """
+    """Raise a UserError that begins with `flag` if a file can't be written (None passes); called before the work."""
     if file is None:
         return
     if not file.parent.is_dir():
@@ -131,10 +121,7 @@ def check_output_file(flag: str, file: Path | None) -> None:
 
 
 def check_output_folder(flag: str, folder: Path) -> None:
-    """Raise a UserError, which begins with `flag`, if a folder can't be written to, or made.
-
-    Called before the work whose result the folder will hold.
-    """
+    """Raise a UserError that begins with `flag` if a folder can't be made or written to; called before the work."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{flag} {folder}: not a folder")
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -220,10 +220,7 @@ def log_first_turns(name: str, conversations: Sequence[Conversation]) -> None:
 
 
 def prompt_of(where: str, row: Any) -> Conversation:
-    """Create a prompt from a row, by the first of `KEYS` whose value is not null.
-
-    Raises a UserError, which begins with `where`, if the row has none of them or a malformed value.
-    """
+    """Create a prompt from a row by its first non-null key of `KEYS`; raise a UserError that begins with `where`."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: not a JSON object")
     key = next((key for key in KEYS if row.get(key) is not None), None)

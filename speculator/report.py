@@ -80,7 +80,6 @@ class Figures:
 
     @property
     def length(self) -> Interval:
-        """The acceptance length with its interval."""
         return Interval(
             self.acceptance_length, self.acceptance_length_interval.low, self.acceptance_length_interval.high
         )
@@ -262,7 +261,6 @@ def read_report(file: Path) -> Report:
 
 
 def write_record(file: Path, record: Any) -> None:
-    """Write a dataclass of this module as JSON; `read_record` undoes it."""
     write_json(file, as_json(record))
 
 

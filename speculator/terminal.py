@@ -59,7 +59,6 @@ class _Named:
         self.title, self.began = title, time.monotonic()
 
     def beat(self) -> None:
-        """Print the title and the time elapsed."""
         _write(printable(f"{self.title}: {timedelta(seconds=int(time.monotonic() - self.began))} elapsed"))
 
 
@@ -87,7 +86,6 @@ class _Heartbeat(threading.Thread):
 
     @classmethod
     def end(cls, work: Any) -> None:
-        """Remove a work, whether or not it is the innermost."""
         cls.work = [each for each in cls.work if each is not work]  # tqdm compares bars by their place
 
     def run(self) -> None:

@@ -97,16 +97,11 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
 
 
 def _speedup(row: ReportRow) -> float:
-    """Return the speedup of whole answers over plain decoding."""
     return row.end_to_end_speedup["plain"].value
 
 
 def _times(rows: list[ReportRow], before: Iterable[str] = repeat("")) -> str:
-    """Return the speedups over plain decoding of each row with its temperature, as a clause.
-
-    Args:
-        before: what comes before each row's speedup.
-    """
+    """Return the rows' speedups over plain decoding with their temperatures, each after its text of `before`."""
     parts, unit = [], " times as fast as plain decoding"
     for row, words in zip(rows, before, strict=False):
         decoding, whole = shown(row.speedup["plain"]), shown(row.end_to_end_speedup["plain"])

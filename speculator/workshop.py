@@ -12,7 +12,6 @@ ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[1]
 
 
 def is_wheel() -> bool:
-    """Return whether this is a wheel's copy, and not a checkout."""
     return ROOT == _INSTALLED
 
 
@@ -23,6 +22,6 @@ def make_importable() -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be imported; a folder of its name, which Python would import as empty, is none."""
+    """Return whether a package can be imported; a folder of its name, which Python imports as empty, doesn't count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

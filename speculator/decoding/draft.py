@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def take_at(values: Tensor, position: Tensor) -> Tensor:  # [B, T, X], [B] -> [B, X]
-    """Return the values at the given position of each row."""
     return gather_at(values, position[:, None])[:, 0]
 
 

@@ -191,7 +191,6 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True while a request waits or is in a slot."""
         return bool(self.waiting) or any(slot.request for slot in self.scheduler.slots)
 
     def run(self) -> None:
@@ -254,10 +253,7 @@ class Engine:
         self.rows.grow(self.waiting)
 
     def prefill(self) -> bool:
-        """Process one chunk of the prompts that are not in the cache yet; sample a first token after complete ones.
-
-        Returns False if all prompts are in the cache.
-        """
+        """Process one chunk of prompts; sample a first token after complete ones. False: all are in the cache."""
         chunk = self.rows.next_chunk(self.chunk)
         if chunk is None:
             return False
@@ -298,10 +294,7 @@ class Engine:
         return made
 
     def process(self, batch: Batch, report: Tensor, kept: Tensor | None = None) -> None:
-        """Append a step's tokens to the batch's requests, some of which may finish.
-
-        `report` and `kept` are those of `Verified`.
-        """
+        """Append a step's tokens to the requests, some of which may finish; see `Verified` for `report` and `kept`."""
         rows = report.tolist()  # the step's one copy to the host
         logprobs = {} if kept is None else self._logprobs(batch, rows, kept)
         # Not strict: decoding rows are the first slots, and a captured step reports idle rows after them.
@@ -448,7 +441,6 @@ class Engine:
         batch.pending.copy_(verified.next_token)
 
     def update_memory(self, batch: Batch, verified: Verified) -> None:
-        """Add the tokens that `commit` keeps in the cache to the drafter's memory."""
         self.rows.memory.commit(verified.tokens, verified.hidden, verified.counts)
 
     # ---- host work of a step
@@ -480,14 +472,12 @@ class Engine:
         return {row: each[: len(tokens)] for row, each, tokens in zip(rows, found, new, strict=True)}
 
     def _fail(self, row: int, request: Request) -> None:
-        """End a request whose logits are not finite, unless it has ended, and leave nothing of it in its row."""
         self.rows.erase(row)
         if not request.finish_reason:
             request.fail("not_finite", not_finite(self.target))
 
 
 def _check_drafter(target: Target, drafter: Drafter | None, rule: str | None) -> None:
-    """Raise a UserError if the accept rule is unknown, or does not fit all drafts of the drafter."""
     allowed = drafter.rules if drafter else RULES
     if rule is not None and rule not in RULES:
         raise UserError(f"unknown accept rule {rule!r}: choose one of {', '.join(RULES)}")

@@ -59,10 +59,7 @@ def first_tokens(
     requests: Sequence[Request],
     hidden: Tensor,  # [R, D] of the last token of each request's sequence
 ) -> tuple[Tensor, list[bool], dict[int, list[TokenLogprobs]]]:  # [R]
-    """Sample each request's next token.
-
-    Returns the tokens, whether the logits of each row are finite, and log-probabilities by the rows that want them.
-    """
+    """Sample each request's next token; return the tokens, whether logits are finite, and log-probabilities by row."""
     logits = target.logits(hidden)
     lengths = torch.tensor([len(request.sequence) for request in requests], device=hidden.device)
     # Coupled, whatever the rule: the token at position `lengths` has the noise of that position in a plain step too.

@@ -144,7 +144,6 @@ class Request:
 
     @property
     def num_new(self) -> int:
-        """Number of new tokens."""
         return len(self.sequence) - len(self.prompt)
 
     def cancel(self) -> None:
@@ -158,7 +157,6 @@ class Request:
             self.on_step([], 0)
 
     def lack_memory(self) -> None:
-        """End the request because there is too little memory for it."""
         self.fail(
             "memory",
             f"too little memory for a prompt of {len(self.prompt)} tokens and {self.max_new_tokens} new ones: shorten "
@@ -255,7 +253,6 @@ def suppressed(requests: Iterable[Request]) -> list[tuple[int, int, list[int]]]:
 
 
 def max_logprobs(requests: Iterable[Request]) -> int | None:
-    """Return the largest `logprobs` of the requests, which is a number of likeliest tokens; None if all are None."""
     return max((request.logprobs for request in requests if request.logprobs is not None), default=None)
 
 
@@ -332,7 +329,6 @@ def _sampling_per_row(sampling: Sampling | Sequence[Sampling], rows: int) -> lis
 
 
 def _max_new_tokens_per_row(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
-    """Return each row's limit of new tokens, given one per row or one for all; raise a UserError for anything else."""
     given: Any = max_new_tokens
     limits = list(given) if isinstance(given, list | tuple) else [given] * rows
     if len(limits) != rows:
@@ -349,10 +345,7 @@ class TooLongError(UserError):
 
 
 def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> list[Text]:
-    """Return the texts of prompts (`Target.text`), for `new_requests`.
-
-    Raises a UserError for a prompt that is empty, too long or not of the target's tokens.
-    """
+    """Return the texts of prompts; raise a UserError for one that is empty, too long or of unknown tokens."""
     if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__iter__"):
         raise UserError(f"prompts must be lists of token ids, got {prompts!r:.40}")
     if not len(prompts):
@@ -375,15 +368,11 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
 
 
 def as_text(target: Target, prompt: Sequence[int]) -> Text:
-    """Return the text of a prompt, which is checked unless it is a text already."""
     return prompt if isinstance(prompt, Text) else check_prompts(target, [prompt])[0]
 
 
 def _as_list(number: int, prompt: Any) -> list[int]:
-    """Return a prompt (list, tuple, range, array or tensor of integers) as a list; raise a UserError for other types.
-
-    `number` is the prompt's in the error message, from 1.
-    """
+    """Return a prompt of integers as a list; raise a UserError, which names its `number` from 1, for other types."""
     if isinstance(prompt, Text):
         return prompt
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -396,7 +385,6 @@ def _as_list(number: int, prompt: Any) -> list[int]:
 
 
 def as_token_set(token_ids: int | Iterable[int]) -> set[int]:
-    """Return one EOS token id, or several, as a set; raise a UserError for anything but integers."""
     try:
         return {index(token_ids)} if not isinstance(token_ids, Iterable) else set(map(index, token_ids))
     except TypeError:

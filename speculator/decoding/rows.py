@@ -210,7 +210,6 @@ class Rows:
                         raise
 
     def _grow_to(self, capacity: int) -> None:
-        """Give every row room for `capacity` positions in the cache and in the drafter's memory."""
         self.cache.grow(capacity)
         capacity = self.cache.room_for(capacity)  # the cache may have more, of a growth that failed
         self.memory.grow(capacity)
@@ -222,10 +221,7 @@ class Rows:
         return max(len(request.sequence), min(len(request.prompt) + new, self.target.context_length))
 
     def _allocate(self, allocate: Callable[[], None], waiting: deque[Request]) -> None:
-        """Call `allocate` until it succeeds. Whenever memory runs out, the request that needs the most tokens fails.
-
-        That request may be in a slot or `waiting`.
-        """
+        """Call `allocate` until it succeeds; after each failure the largest request fails, in a slot or `waiting`."""
         while True:
             try:
                 return allocate()
@@ -248,15 +244,11 @@ class Rows:
 
     @property
     def _tokens_per_step(self) -> int:
-        """The most tokens of one row in a verification: the pending token and the draft."""
         return 1 + (self.drafter.max_nodes if self.drafter else 0)
 
     @property
     def _spare_positions(self) -> int:
-        """Number of cache positions that steps may write after a sequence.
-
-        There is room for two steps: after a request has ended inside a draft, a captured step still writes its row.
-        """
+        """Cache positions for two steps: a captured step still writes a row whose request has ended."""
         return 2 * self._tokens_per_step
 
     # ---- moves
@@ -269,7 +261,6 @@ class Rows:
             self.pending[destination] = self.pending[source]
 
     def _move(self, source: list[int], destination: list[int], longest: int) -> None:
-        """Copy the first `longest` tokens of each source row to its destination row, in cache and drafter memory."""
         self.cache.move(source, destination, longest)
         self.memory.move(source, destination, longest)
 
@@ -416,10 +407,7 @@ class Rows:
         return sum(parameter.nbytes for parameter in self.target.model.parameters())
 
     def _new_graphs(self) -> None:
-        """Drop all CUDA graphs, which read old buffers, and use a new memory pool for the next ones.
-
-        torch can't capture into a pool whose graphs are all gone.
-        """
+        """Drop all CUDA graphs, which read old buffers; torch can't capture into a pool whose graphs are all gone."""
         self._step.clear(cuda_graphs.new_pool(self.target.device))
 
 

@@ -332,10 +332,7 @@ _GAMMA = -7046029254386353131  # splitmix64's increment: the finaliser alone map
 
 
 def _shr(x: Tensor, bits: int) -> Tensor:
-    """Return integers shifted right by `bits`, zeros shifted in, where torch's own shift copies the sign bit.
-
-    x ^ (x >> bits) gives every value once only with zeros: with copies, x and ~x give the same.
-    """
+    """Return integers shifted right with zeros shifted in: torch copies the sign bit, so x and ~x would hash alike."""
     return (x >> bits).bitwise_and_((1 << (8 * x.itemsize - bits)) - 1)
 
 
@@ -365,10 +362,7 @@ def gumbel(
     positions: Tensor,  # [...] position of the token to be sampled in its sequence
     size: int,  # V
 ) -> Tensor:  # [..., V] float32
-    """Return independent standard Gumbel numbers that depend on seed, position and token only.
-
-    The argmax of log p + gumbel is a sample from p.
-    """
+    """Return standard Gumbel numbers by seed, position and token; the argmax of log p + gumbel is a sample from p."""
     return _gumbel_of(random_bits(seeds, positions, size))
 
 
@@ -413,10 +407,7 @@ def _gumbel_on(kind: str) -> Callable[..., Tensor]:
 
 
 def _gumbel_of(bits: Tensor) -> Tensor:  # [...] 0 to 2^31 - 1 -> [...] float32
-    """Return the Gumbel number of 31 random bits, always finite.
-
-    Large numbers have the finest steps, because they decide whether a rare token is sampled.
-    """
+    """Return finite Gumbel numbers of 31 random bits; large ones, which decide on rare tokens, have fine steps."""
     # Halfway between the grid's points, so never 0, and below 1 in float32: log(0) would give an infinite score.
     uniform = (bits.float() + 0.5).mul_(2.0**-31).clamp_max_(1 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()

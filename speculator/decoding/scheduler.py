@@ -62,7 +62,6 @@ class Scheduler:
 
     @property
     def prefilling(self) -> bool:
-        """True while some admitted prompt is not computed yet."""
         return any(slot.phase in (PREFILLING, WAITING_FOR_PREFIX) for slot in self.slots)
 
     def release(self) -> list[int]:
@@ -289,15 +288,11 @@ def _block_hashes(prompt: Sequence[int]) -> list[int]:
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of leading tokens whose keys and values one sequence can copy from the other's row.
-
-    The number is 0 for sequences of an encoder-decoder model with different sources, since all decoder states differ.
-    """
+    """Return how many leading tokens' keys and values can be copied; 0 if the encoder's sources differ."""
     return common_prefix(a, b) if source_of(a) == source_of(b) else 0
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
     # Slices are compared in C. They double while they are equal, so that a short prefix costs little; then they halve.
     same, size, most = 0, 8, min(len(a), len(b))
     while same < most and a[same : same + size] == b[same : same + size]:

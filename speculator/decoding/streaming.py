@@ -21,10 +21,7 @@ _CONTINUATION_BYTE = re.compile(r"<0x[89AB][0-9A-F]>")
 
 
 def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) -> Sequence[int]:
-    """Return the last `count` tokens, or up to three more so that the first token begins a UTF-8 character.
-
-    Tokenizers decode nothing from byte tokens that start inside a character.
-    """
+    """Return the last `count` tokens, or up to 3 more: no tokenizer decodes what begins inside a character."""
     # A character has at most four bytes, so at most three tokens back one begins.
     start = max(0, len(tokens) - count)
     for begin in range(start, max(-1, start - 4), -1):
@@ -37,14 +34,7 @@ def last(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], count: int) 
 def decode(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], before: Sequence[int] = (), special: bool = False
 ) -> str:
-    """Return the text of new tokens.
-
-    Args:
-        tokenizer: the target's tokenizer.
-        tokens: the new tokens.
-        before: tokens before the new ones. Without these, some tokenizers drop a leading space: " Paris" is "Paris".
-        special: keep the text of special tokens.
-    """
+    """Return the text of new tokens; without the tokens `before`, some tokenizers drop a leading space (" Paris")."""
 
     before = last(tokenizer, before, MAX_CONTEXT)
     return decode_after(tokenizer, tokens, before, decoded(tokenizer, before, special) if before else "", special)
@@ -96,13 +86,11 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the text that is still held back, at the end of the tokens."""
         piece = self._held()
         self._window, self._shown = [], 0
         return piece
 
     def _held(self) -> str:
-        """Return the text after that of the last piece, which may still change."""
         return decode(self.tokenizer, self._window[self._shown :], self._window[: self._shown])
 
 

@@ -28,11 +28,7 @@ def _prob_of(probs: Tensor, tokens: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [
 
 
 def deepest(accept: Tensor, draft: Draft) -> Tensor:  # [B, n] bool -> [B]
-    """Return the verify position where the longest path of accepted tokens ends; 0 if none was accepted.
-
-    Args:
-        accept: the test of each draft token by itself. A token counts only if all its ancestors are accepted too.
-    """
+    """Return the verify position where the longest accepted path ends (0: none); ancestors must be accepted too."""
     accept = accept & draft.drafted
     # A chain ends at its first rejection: [1, 1, 0, 1] gives the products [1, 1, 0, 0], whose sum is 2.
     if draft.parents is None:

@@ -144,13 +144,7 @@ class DraftModelSource(LogitsSource):
         return self._run(tokens, self._tree, base)
 
     def _run(self, tokens: Tensor, tree: Draft | None, base: int) -> Tensor:  # [B, f] -> [B, f, V]
-        """Compute the logits after each token of a level of the draft.
-
-        Args:
-            tokens: the level.
-            tree: the draft up to this level; None for a chain.
-            base: verify position of the level's first token.
-        """
+        """Return the logits after each token of a level, from verify position `base` on; `tree` None: a chain."""
         return self._logits(self.model.extend(self.cache, tokens.clamp(max=self.model.vocab_size - 1), tree, base))
 
     def _known(self, tokens: Sequence[int]) -> list[int]:

@@ -97,7 +97,6 @@ def without_captures(work: Callable[[], Result]) -> Result:
 
 
 def clock(work: Callable[..., Result], *given: Any) -> tuple[float, Result]:
-    """Run `work`, wait for the device, and return the seconds and the result."""
     synchronize()
     started = time.perf_counter()
     result = work(*given)

@@ -150,7 +150,6 @@ class NgramDrafter(Drafter):
             index.read()
 
     def forget(self) -> None:
-        """Forget all earlier sequences."""
         self._indices = {}
         if self.history:
             self.history = History(self.history.tokens, self.max_ngram)

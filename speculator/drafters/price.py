@@ -232,7 +232,6 @@ class Chooser:
         return step
 
     def _shift(self, request: Request) -> Shift:
-        """Return a request's own estimate for the head; a new request gets one that starts from that of all."""
         row = self._rows.get(request)
         return row.shift if row else Shift(_REQUEST_VARIANCE, _REQUEST_FORGETS, self._head[request.sampling.greedy])
 

@@ -23,7 +23,6 @@ _BEAM = 10
 
 
 def check_length(length: Any) -> int:
-    """Return the length of a chain; raise a UserError unless it is an integer in 1.._MOST."""
     count = as_count("draft length", length, least=1)
     check_nodes(count)
     return count
@@ -75,7 +74,6 @@ class Chain:
 
 
 def as_shape(shape: Shape | int) -> Shape:
-    """Return a shape; a number n stands for a chain of n tokens."""
     return Chain(shape) if isinstance(shape, int | Integral) else shape
 
 

@@ -191,10 +191,7 @@ def _is_tree(choice: Choice) -> bool:
 def _costs_here(
     head: Speculator, target: Target, shapes: Sequence[Shape], temperatures: Sequence[float], batch_size: int
 ) -> list[CostEntry]:
-    """Measure step costs, or read those that an earlier process on this machine measured with the same code.
-
-    Returns an entry for each number of rows and kind of temperature that was measured in time; maybe none.
-    """
+    """Return step costs, measured now or by an earlier process of the same code here; maybe not all sizes."""
     kinds = sorted({temperature == 0 for temperature in temperatures})
     sizes = [(rows, greedy) for rows in sizes_to_measure(batch_size) for greedy in kinds]
     machine = measured_on(target)

@@ -123,10 +123,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @classmethod
     def method(cls, options: Mapping[str, Any]) -> str:
-        """Return the name of the method, such as "dflash", of a head with these `speculator.options`.
-
-        Recipes of one method have one loss.
-        """
+        """Return the method's name, such as "dflash", for a head's options; recipes of a method share one loss."""
         return cls.model_type
 
     def starts_from_target(self, requested: bool) -> bool:
@@ -237,7 +234,6 @@ class Speculator(PreTrainedModel, ABC):
         self,
         embedding: Tensor,  # [V, D] the target's
     ) -> None:
-        """Raise a UserError if the target's embedding has another width than this head reads."""
         width = embedding.shape[1]
         if width != self.config.emb_dim:
             raise UserError(f"the head reads embeddings of size {self.config.emb_dim}, the target has {width}")
@@ -253,7 +249,7 @@ class Speculator(PreTrainedModel, ABC):
         return self.config.n_predict
 
     def token_matrices(self) -> list[Tensor]:
-        """Return its own matrices with a row for each token (V or V_d rows): embeddings and output matrices."""
+        """Return the head's own matrices with a row per token (V or V_d rows): embeddings and output matrices."""
         return [module.weight for module in self.modules() if isinstance(module, nn.Embedding)]
 
     def weights_per_token(self, length: int) -> int:
@@ -264,7 +260,6 @@ class Speculator(PreTrainedModel, ABC):
         self,
         output: Tensor,  # [V, ...]
     ) -> Tensor:  # [V_d, ...]
-        """Select the rows of the draft vocabulary."""
         return output if self.draft_tokens is None else output[self.draft_tokens.to(output.device)]
 
     def to_full_vocabulary(

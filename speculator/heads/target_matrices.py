@@ -27,10 +27,7 @@ class HeadOnTargetMatrices(Speculator):
         embedding: Tensor,  # [V, D]
         output: nn.Linear,  # D -> V
     ) -> None:
-        """Use the target's matrices, without a bias.
-
-        The output matrix is copied only if a draft vocabulary selects rows of it, or if it is sharded or quantised.
-        """
+        """Use the target's matrices, without bias; the output matrix is copied if cut, sharded or quantised."""
         # Another address means that rows were selected, or that a sharded or quantised matrix was made whole.
         rows = self.draft_rows(whole(output.weight))
         if rows.data_ptr() != output.weight.data_ptr() or output.bias is not None:
@@ -76,7 +73,6 @@ class HeadOnTargetMatrices(Speculator):
         return self._of_target(1)
 
     def output_logits(self, features: Tensor) -> Tensor:  # [..., D] -> [..., V_d]
-        """Multiply by the target's output matrix, in the target's dtype."""
         output = self.target_output
         return output(features.to(output.weight.dtype)).to(features.dtype)
 

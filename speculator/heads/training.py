@@ -155,6 +155,4 @@ class TokenLoss(Protocol):
         predictors: Tensor | None = None,
         drafts: Drafts | None = None,  # what `loss.d_pace` weighs together
         normalisers: Tensor | None = None,  # logsumexp of the logits of each row of `hidden`; None: unknown
-    ) -> TokenLosses:
-        """Compute loss and hits of every label, for N steps of K rows."""
-        ...
+    ) -> TokenLosses: ...

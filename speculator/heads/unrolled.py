@@ -43,8 +43,6 @@ class HostIndices:
 
 
 class UnrolledConfig(SpeculatorConfig):
-    """Config of a head that is trained at every position."""
-
     @property
     def min_training_length(self) -> int:
         return self.n_predict + 2
@@ -82,7 +80,6 @@ class UnrolledHead(Speculator):
         return [*super().token_matrices(), *(self.output(i).weight for i in range(self.n_predict))]
 
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
-        """Return the objective and the metrics of each step."""
         host = on_host(batch)
         length = host.labels.shape[-1]
         features = self.unrolled(
@@ -104,10 +101,7 @@ class UnrolledHead(Speculator):
         batch: TrainingBatch,
         loss: TokenLoss,
     ) -> dict[str, Metric]:
-        """Compute the objective and metrics of all steps from what the output matrix reads.
-
-        Labels are laid out by u, the position whose next token a step predicts (see the module).
-        """
+        """Compute the objective and metrics of all steps; labels are laid out by u, see the module."""
         batch_size, steps, length = batch.labels.shape
 
         def by_u(x: Tensor, index: int, fill: float) -> Tensor:  # [B, S, ...] -> [B * S, ...]

@@ -81,7 +81,6 @@ class Captured(Generic[Result]):
         self.clear(pool)
 
     def clear(self, pool: Any) -> None:
-        """Drop all graphs, and capture into another pool from now on."""
         self.pool = pool
         self._entries: OrderedDict[Hashable, _Entry[Result]] = OrderedDict()
         self._failed: dict[Hashable, float] = {}
@@ -95,10 +94,7 @@ class Captured(Generic[Result]):
         state: Sequence[Tensor],  # all tensors that the function updates in place
         *arguments: Any,
     ) -> Result:
-        """Return the function's result, by a replay if the key has a graph; see the class for the first calls.
-
-        Calls with the same key must launch the same kernels on the same addresses.
-        """
+        """Return the function's result; calls of one key must launch the same kernels on the same addresses."""
         if not enabled or self._waits(key):
             return self.work(*arguments)
         entry = self._entries.setdefault(key, _Entry())
@@ -145,10 +141,7 @@ class Captured(Generic[Result]):
                 entry.graph.reset()
 
     def _check(self, key: Hashable, entry: _Entry[Result], state: Sequence[Tensor], *arguments: Any) -> Result:
-        """Run the work eagerly and by the graph, each from the same `state`, and compare results and new states.
-
-        Returns the graph's result if they agree; otherwise drops the graph and returns the eager result.
-        """
+        """Return the graph's result if an eager run from `state` agrees; else drop the graph, return the eager one."""
         # The work changes the state in place, so the graph's run needs it put back first.
         before = [tensor.clone() for tensor in state]
         expected = self.work(*arguments)

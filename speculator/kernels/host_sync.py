@@ -10,10 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def has_host_sync(work: Callable[[], Any], device: torch.device) -> bool:
-    """Run the work, up to twice, and return whether the host waits for the device in it.
-
-    On a CPU, which never waits, operations that would make the host wait for a GPU count.
-    """
+    """Run the work, up to twice; return whether the host waits for a GPU in it (on a CPU: whether it would)."""
     with HostSyncs() as found:
         work()
     if found.names or device.type != "cuda":

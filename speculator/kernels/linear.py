@@ -242,7 +242,6 @@ def _is_plain(weight: Tensor) -> bool:
 
 
 def unpack_linears(parts: Iterable[PackedLinear]) -> None:
-    """Undo `pack_linears` in place."""
     parts = list(parts)
     _drop_copies(parts)
     for part in parts:

@@ -78,10 +78,7 @@ class AuxLayers:
         return states if self._stream is None or states.ndim == 3 else states[self._stream]
 
     def prove(self, given: dict[str, Any]) -> Any:
-        """Return the model's output for these keyword arguments; compare what the hooks read with its `hidden_states`.
-
-        If they differ, `layers` becomes empty, so that `check` rejects heads that read auxiliary layers.
-        """
+        """Return the model's output; empty `layers` if the hooks read other states than its `hidden_states`."""
         with _without_new_hooks(self._model), self.recorded(range(len(self.layers))) as read:
             output = self._model(**given, use_cache=False, output_hidden_states=True)
         states = output.get("decoder_hidden_states") or output.hidden_states or ()

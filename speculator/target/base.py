@@ -41,10 +41,7 @@ class TrainingTarget(ABC):
 
     @cached_property
     def digest(self) -> str | None:
-        """Hash of the weights' files, which tells a fine-tune of the inner layers from its original.
-
-        None if they are not in a local folder. A `fingerprint` is the same for both.
-        """
+        """Hash of the weights' files, unlike `fingerprint` different for each fine-tune; None if they are not local."""
         return digest_of_files(self.name)
 
     @property
@@ -102,10 +99,7 @@ class TrainingTarget(ABC):
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """Ids of the tokens that end a generation: those of generation config, tokenizer and chat template.
-
-        Fine-tunes often keep the base model's generation config, whose EOS they never write.
-        """
+        """Ids that end a generation, by tokenizer, chat template and generation config (often the base model's)."""
         return self._configured_ends | self._written_ends
 
     @property

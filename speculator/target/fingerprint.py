@@ -24,10 +24,7 @@ matrices, 1 in 5,000 reaches 0.95."""
 
 
 def fingerprint(model: Any) -> str:
-    """Return sizes from the config and a few weights of embedding, output matrix and adapter, as one string.
-
-    Weights are rounded to bfloat16. Path, dtype, device and library versions have no influence.
-    """
+    """Return sizes and a few weights (bfloat16) as a string; path, dtype, device and library versions don't matter."""
     config = decoder_config(model)
     matrices = [part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part]
     offloaded = any(matrix.is_meta for matrix in matrices)
@@ -120,10 +117,7 @@ def _bits(values: Tensor) -> list[int]:  # [n] -> the bits of n bfloat16 numbers
 
 
 def same_target(one: str, other: str) -> bool:
-    """Return whether two fingerprints have the same sizes and at least three quarters of the sampled weights in common.
-
-    The other samples may differ by rounding or a little more training.
-    """
+    """Return whether two fingerprints share sizes and 3/4 of the samples: rounding or more training changes some."""
     pairs = _pairs(one, other)
     return bool(pairs) and 4 * sum(a == b for a, b in pairs) >= 3 * len(pairs)
 

@@ -272,13 +272,7 @@ class InProcessTarget(ModelHere):
         return self.hidden_of_documents(tokens, documents, *self.document_attention)
 
     def hidden_of_documents(self, tokens: Tensor, documents: Tensor, attention: Any, layout: Layout) -> Tensor:
-        """Compute hidden states [B, S, D] of rows of documents.
-
-        Args:
-            tokens, documents: [B, S], see `speculator.target.packed`.
-            attention: attention implementation, a name or a dict of names by sub-config.
-            layout: arranges the documents for that attention, see `speculator.target.packed`.
-        """
+        """Compute hidden states [B, S, D] of documents [B, S] by an attention and its layout, see `packed.py`."""
         (rows, length), own_rows = tokens.shape, slice(None)
         if self.group is not None and self.group.parallel == "tp":  # all processes must run the same rows
             tokens, documents = self.group.gathered(tokens), self.group.gathered(documents)

@@ -92,7 +92,6 @@ def load_config(name: str, trust_remote_code: bool = False, revision: str | None
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a target's text config; of an encoder-decoder model, the decoder's."""
     return config.get_text_config(decoder=config.is_encoder_decoder or None)
 
 
@@ -115,11 +114,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return transformers' Auto class that loads a checkpoint with this config.
-
-    Raises:
-        UserError: an encoder-decoder model that does not read and write text, or T5Gemma 2.
-    """
+    """Return transformers' Auto class for a config; T5Gemma 2 and encoder-decoders not of text raise a UserError."""
     if config.is_encoder_decoder:  # first: BART's kind has a class for causal LMs too, whose cross attention is random
         text = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         merged = config.model_type == "t5gemma2"
@@ -199,10 +194,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_weights(model: Any, missing_keys: Any, unexpected_keys: Any, mismatched_keys: Any) -> None:
-    """Raise a UserError unless the files hold all weights of the model, in its shapes, and no others.
-
-    `OTHER_PARTS` may be there. The keys come from `from_pretrained` with `output_loading_info`.
-    """
+    """Raise a UserError unless files hold exactly the model's weights, in its shapes, and maybe `OTHER_PARTS`."""
     text = model.config.get_text_config()
     mtp_layers = range(getattr(text, "num_nextn_predict_layers", 0) or 0)
     other_parts = [*OTHER_PARTS, *(rf"\blayers\.{text.num_hidden_layers + i}\." for i in mtp_layers)]

@@ -83,10 +83,7 @@ class Target(InProcessTarget):
         probe(self)
 
     def count_by_row(self) -> None:
-        """Let the decoder of an encoder-decoder model count positions row by row; other models already do.
-
-        `speculator.target.encoder.positions.remove` undoes it.
-        """
+        """Let an encoder-decoder model's decoder count positions by row; `positions.remove` undoes it."""
         if self.encoder:
             positions.install(self._body, self.context_length, self.config.pad_token_id)
 

@@ -52,19 +52,13 @@ def document_starts(documents: Tensor) -> Tensor:  # [B, S] -> [B, S]
 
 
 def packed(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
-    """Return arguments whose positions start at 0 in each document: 0 1 2 0 1 for the documents 7 7 7 8 8.
-
-    transformers' masks start a new document wherever positions restart at 0.
-    """
+    """Return arguments with positions from 0 in each document (0 1 2 0 1 for 7 7 7 8 8), which separates them."""
     index = torch.arange(documents.shape[1], device=documents.device)
     return {"input_ids": tokens, "position_ids": index - document_starts(documents)}
 
 
 def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
-    """Return the arguments of `packed` and attention masks in which no document sees another one of its row.
-
-    For model families that make their own masks without regard to positions (gpt-oss, AFMoE).
-    """
+    """Return the arguments of `packed` with masks by document: some families' own ignore positions (gpt-oss, AFMoE)."""
     given = packed(model, tokens, documents)
     like = torch.empty(*tokens.shape, 0, dtype=model.dtype, device=tokens.device)
     masks = create_masks_for_generate(model.config, like, None, None, given["position_ids"])
@@ -72,10 +66,7 @@ def masked(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Argumen
 
 
 def in_one_row(model: PreTrainedModel, tokens: Tensor, documents: Tensor) -> Arguments:  # [B, S] both
-    """Return the arguments of `packed` with all rows end to end in one, [1, B S].
-
-    Flash attention separates documents only in a single row.
-    """
+    """Return the arguments of `packed` with all rows in one, [1, B S], as flash attention separates documents."""
     given = packed(model, tokens, documents)
     return {"input_ids": given["input_ids"].reshape(1, -1), "position_ids": given["position_ids"].reshape(1, -1)}
 

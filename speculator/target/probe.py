@@ -227,10 +227,7 @@ def context_length(config: PreTrainedConfig, name: str) -> int:
 
 
 def original_context(config: PreTrainedConfig) -> int | None:
-    """Return longrope's original context, in tokens; None without longrope.
-
-    Beyond it longrope's factors depend on the longest text of a batch.
-    """
+    """Return longrope's original context, beyond which factors depend on a batch's longest text; else None."""
     rope: Any = getattr(config, "rope_parameters", None) or {}
     found = [
         each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
@@ -272,10 +269,7 @@ def _no_source(target: InProcessTarget, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _in_tree(target: Target, cache: KVCache, tokens: Tensor) -> Tensor:  # [2, 3] -> [2, 3, V]
-    """Compute the logits of three tokens that follow each row, with a wrong sibling of the second token in the tree.
-
-    The logits must be those of the three tokens as a chain: no token may see the wrong one.
-    """
+    """Return the logits of three tokens per row, with a wrong sibling of the second, which none of them may see."""
     # Verify positions: 0 pending, 1 wrong, 2 right, 3 last. Tokens 0 and 1 hang on the pending one, and token 2 on
     # token 1, the right one; a token that sees the wrong one, or counts positions along the cache, gets other logits.
     tree = TokenTree()

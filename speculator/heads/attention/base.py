@@ -21,10 +21,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 
 
 def default_aux_layers(layers: int) -> list[int]:
-    """Return the auxiliary layers that servers use for a head that names none: 2, L // 2, L - 3 of L layers.
-
-    Raises a UserError for a target of fewer than 7 layers.
-    """
+    """Return servers' default auxiliary layers, 2, L // 2 and L - 3; raise a UserError for fewer than 7 layers."""
     if layers < 7:
         raise UserError(f"a target of {layers} layers has no default aux_layers, which need 7: name them")
     return [2, layers // 2, layers - 3]

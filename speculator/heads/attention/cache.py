@@ -72,7 +72,6 @@ class HeadCache:
             x[:, list(destination), :, :longest] = x[:, list(source), :, :longest]
 
     def grow(self, capacity: int) -> None:
-        """Enlarge every row to at least `capacity` positions."""
         # Pads from the last dimension on: d stays, and positions are added at the end. Rows that were selected before
         # are views of the old tensors.
         more = (0, 0, 0, max(0, capacity - self.keys.shape[3]))

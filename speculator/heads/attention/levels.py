@@ -54,10 +54,7 @@ class LevelCache(HeadCache):
         return torch.arange(extent, device=self.lengths.device)
 
     def visible(self, window: int | None) -> Tensor:  # [B, f, M]
-        """Return a mask of the cache's positions that each token of the newest level attends to.
-
-        Of the text, these are the last `window` positions, counted from the token's own; None: all.
-        """
+        """Return a mask of positions that each newest token attends to: of the text the last `window` (None: all)."""
         drafted = self.seen.shape[2]
         columns = self.columns(drafted)
         # The text is at 0 .. length - 1, and the draft's tokens follow it in the order in which they were drafted.

@@ -110,7 +110,6 @@ class DSparkSpeculatorConfig(AttentionConfig):
 
     @property
     def is_dflash2(self) -> bool:
-        """Whether it has a part of DFlash 2: convolutions, a selector, or both."""
         return bool(self.conv_group_size or self.selector_rank)
 
     @property

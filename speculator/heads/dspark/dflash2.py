@@ -86,13 +86,7 @@ class CandidateSelector(nn.Module):
         return LikeliestTokens(top.indices, top.values)
 
     def scores(self, features: Tensor, candidates: LikeliestTokens, before: Tensor) -> Tensor:
-        """Return the candidates' scores [..., selector_top_k].
-
-        Args:
-            features: [..., D] final states of the slots.
-            candidates: those of the slots.
-            before: [...] the token before each slot's.
-        """
+        """Return the candidates' scores [..., selector_top_k], given features [..., D] and the tokens before [...]."""
         rows = nn.functional.embedding(before, self.predecessor_codebook) * self.hidden_projection(features)
         successors = nn.functional.embedding(candidates.tokens, self.successor_codebook)
         return candidates.logits + (successors @ rows[..., None])[..., 0]

@@ -182,16 +182,12 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     # --- what it shares with its target
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Fill in the default auxiliary layers, and share the target's embedding and output matrix."""
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         self.share(embedding, output)
 
     @torch.no_grad()
     def draft_from(self, tokens: Tensor) -> None:  # [V_d] ids, ascending, among those that it drafts from
-        """Make these tokens the draft vocabulary, such as the most frequent ones (2502.14856).
-
-        The target's matrices are dropped, so call `bind` before the head drafts again. Raises a UserError for DFlash 2.
-        """
+        """Make these tokens the draft vocabulary (2502.14856), then `bind` again; a UserError for DFlash 2."""
         refuse((self.config.is_dflash2, "a DFlash 2 head drafts from the whole vocabulary"))
         if self.markov_head is not None:
             drafted = tokens if self.draft_tokens is None else draft_ids(tokens, self.draft_tokens)
@@ -217,24 +213,13 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         return self.embed(slots)
 
     def confidence_logits(self, features: Tensor, tokens: Tensor) -> Tensor:  # [..., D], [...] -> [...]
-        """Return the logit of the probability that the target accepts the token drafted after each of `tokens`.
-
-        Args:
-            features: final states of the block positions that draft these tokens.
-            tokens: the token before each drafted one.
-        """
+        """Return the logit of the chance that what `features` draft after each of `tokens` is accepted."""
         if self.markov_head is not None:
             features = torch.cat([features, self.markov_head.markov_w1(tokens)], -1)
         return self.confidence_head.proj(features)[..., 0]
 
     def conditioned(self, features: Tensor, logits: Tensor, before: Tensor) -> Tensor:  # -> [..., V]
-        """Return the logits of the token after each of `before`.
-
-        Args:
-            features: [..., D] final states of the slots that draft these tokens.
-            logits: [..., V_d] those of the slots alone.
-            before: [...] the token before each drafted one.
-        """
+        """Return logits after the tokens `before` [...], from slots' features [..., D] and logits [..., V_d]."""
         if self.markov_head is not None:
             logits = logits + self.markov_head(before)
         elif self.candidate_selector is not None:
@@ -242,7 +227,6 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         return self.to_full_vocabulary(logits)
 
     def drafting_slots(self, h: Tensor) -> Tensor:  # [..., block_size, D] -> [..., G, D]
-        """Select the slots that predict tokens, and apply the last norm."""
         # All G slots with `sample_from_anchor`, else the last G of G + 1: the anchor's drafts nothing.
         return self.norm(h[..., self.config.block_size - self.n_predict :, :])
 
@@ -339,7 +323,6 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
         return self.drafting_slots(h)
 
     def forward(self, batch: TrainingBatch, loss: TokenLoss) -> dict[str, Metric]:
-        """Return the objective and the metrics of each slot."""
         device, length = batch.input_ids.device, batch.input_ids.shape[1]
         # All indices are worked out on the host: their numbers would have to be waited for on a GPU.
         host = batch.targets["on_host"]

@@ -81,7 +81,6 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
     # --- what it shares with its target
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Fill in the default auxiliary layers, and share the target's embedding (see `share_embedding`)."""
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         self.check_width(embedding)
         self.share_embedding(embedding)
@@ -217,7 +216,6 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         tokens: Tensor,  # [B, S+N-1]
         embedding: Tensor | None = None,  # [V, D] replaces the embedding in use
     ) -> Tensor:  # [N, B, S, V]
-        """See `UnrolledHead.logits`."""
         shared = self._shared_embedding
         if embedding is not None:
             self._shared_embedding = [embedding]
@@ -261,10 +259,7 @@ class Eagle3Form:
 
     @torch.no_grad()
     def first(self, cache: LevelCache, aux_hidden: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
-        """Process accepted tokens; return the logits of a draft's first token. Arguments are those of `read`.
-
-        The last valid token of each row is the pending one.
-        """
+        """Process accepted tokens (see `read`), the last of which is pending; return a draft's first logits."""
         u, residual = self.read(cache, aux_hidden, tokens, counts)
         cache.level = 0
         cache.seen = cache.lengths.new_zeros(len(aux_hidden), 1, 0, dtype=torch.bool)

@@ -91,8 +91,6 @@ class TargetEmbedding(nn.Module):
 
 
 class BiasedRMSNorm(nn.Module):
-    """RMS norm with weight and bias."""
-
     def __init__(self, size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -219,7 +217,6 @@ class MLPSpeculator(UnrolledHead):
         return (module for module in self.modules() if isinstance(module, TargetEmbedding))
 
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
-        """Read tokens by the target's embedding, of the width that the head was made for, unless it has its own."""
         if not self.config.own_embedding:
             self.check_width(embedding)
         self.share_embedding(embedding)
@@ -261,7 +258,6 @@ class MLPSpeculator(UnrolledHead):
         tokens: Tensor,  # [B, S+N-1]
         embedding: Tensor | None = None,  # [V, D] in place of the target's
     ) -> Tensor:  # [N, B, S, V]
-        """See `UnrolledHead`."""
         shared = [module.shared for module in self.target_embeddings()]
         if embedding is not None:
             self.share_embedding(embedding)

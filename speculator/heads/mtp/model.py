@@ -230,10 +230,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     def _step(
         self, index: int, step: int, rows: QueryRows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run layer `index`, to be recomputed in the backward pass; return features, next state, keys and values.
-
-        `step`, `rows` and `kept` are those of `Joint`; the others are those of `run`.
-        """
+        """Run layer `index`, recomputed in the backward pass; return features, state, keys and values. See `Joint`."""
 
         def work(embedded: Tensor, state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
             attend = Joint(rows, step, kept)
@@ -383,10 +380,7 @@ class MTPForm:
 
     @torch.no_grad()
     def first(self, cache: MTPCache, states: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
-        """Process accepted tokens; return the logits of a draft's first token. Arguments are those of `read`.
-
-        The last valid token of each row is the pending one.
-        """
+        """Process accepted tokens (see `read`), the last of which is pending; return a draft's first logits."""
         made, valid = self.read(cache, states, tokens, counts)
         cache.level = 0
         cache.seen = cache.lengths.new_zeros(len(states), 1, 0, dtype=torch.bool)
@@ -450,10 +444,7 @@ class MTPForm:
 
 
 class MTPSource(LevelSource):
-    """Gives the draft logits of MTP layers; keeps each row's keys and values as `LevelSource` does.
-
-    Position t of the cache reads x[t+1] here too.
-    """
+    """Drafts by MTP layers, with keys and values as in `LevelSource`: position t of the cache reads x[t+1] here too."""
 
     cache: MTPCache
 

@@ -28,7 +28,6 @@ part of the time. All scores of 8,192 tokens with 64 heads would take 52 GB."""
 
 
 def avoid_cudnn(device: torch.device) -> None:
-    """Switch cuDNN's attention off for the process, if the device is a CUDA device."""
     if device.type == "cuda":
         # From torch 2.11 on, cuDNN comes first for masks in bfloat16. It builds a plan of 20 to 50 ms for every new
         # shape and keeps it for ever, and on B200 it changes texts of models with few key heads (pytorch#193893).
@@ -46,11 +45,7 @@ def set_attention(model: PreTrainedModel, implementation: Any) -> None:
 
 @contextmanager
 def using_attention(model: PreTrainedModel, implementation: Any) -> Iterator[None]:
-    """Use another attention implementation inside the block, then `ATTENTION` again.
-
-    Args:
-        implementation: a name, or a dict of names by sub-config, as `original_attention` returns it.
-    """
+    """Use another attention (a name, or names by sub-config) inside the block, then `ATTENTION` again."""
     try:
         set_attention(model, implementation)
         yield
@@ -221,10 +216,7 @@ def _fused(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:  # [B, T, Hq, Dh]
-    """Return attention by torch's fused function, or by `_explicit` for what that lacks.
-
-    Query heads that share a key head are stacked along T, so grouped keys and values are never repeated.
-    """
+    """Return attention by torch's fused function, or by `_explicit`; grouped keys and values are never repeated."""
     rows, query_heads, width, size = query.shape
     groups = query_heads // key.shape[1]
     # [B, Hq, T, d] -> [B, H, groups * T, d]: with 8 query heads on 2 key heads, the queries of heads 0..3 follow each
@@ -247,10 +239,7 @@ def _explicit(
     sinks: Tensor | None,  # [Hq] a logit in the softmax of each query head, without a value
     groups: int,  # query heads per key head, stacked along the queries' T
 ) -> Tensor:  # [B, H, groups * T, Dh]
-    """Compute attention that the fused function lacks: soft-capped scores (Gemma 2) and attention sinks (gpt-oss).
-
-    At most `_SCORES` scores exist at a time, so queries are computed in blocks.
-    """
+    """Compute soft-capped scores (Gemma 2) and attention sinks (gpt-oss), at most `_SCORES` scores at a time."""
     rows, heads, stacked, _ = query.shape
     sink = None
     if sinks is not None:

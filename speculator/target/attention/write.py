@@ -41,10 +41,7 @@ class Packing:
 
     @classmethod
     def of(cls, counts: Sequence[int], width: int, bucket: int, device: torch.device) -> Packing:
-        """Return the packing of rows that have `counts` tokens.
-
-        The last token is repeated up to a multiple of `bucket`, so that shapes are few.
-        """
+        """Return the packing of rows that have `counts` tokens; the last is repeated up to a multiple of `bucket`."""
         real = torch.arange(width) < torch.tensor(counts)[:, None]
         # The k-th real token has k + 1 real ones up to it, so its index in the packed row is cumsum - 1. Padding gets
         # that of the token before it: a valid index, whose value nobody reads.

@@ -45,10 +45,7 @@ class CrossMemory:
         return self._rows.bytes_per_token
 
     def arguments(self, name: str, own: KVCache) -> dict[str, object]:
-        """Return the arguments with which a decoder attends to the selected rows' sources and writes into `own`.
-
-        `name` is the argument that takes a cache, and `own` the cache of self-attention.
-        """
+        """Return arguments for attending to the selected sources, and to the decoder's cache `own`, called `name`."""
         # With keys and values at hand, the model asks only whether there are states.
         return {name: EncoderDecoderCache(own, Cache(layers=self._shown)), "encoder_hidden_states": self._dummy}
 
@@ -57,10 +54,7 @@ class CrossMemory:
         return any(keys is layer.keys for layer in self._shown)
 
     def read(self, start: int, sources: Sequence[EncoderInput]) -> None:
-        """Store keys and values of these sources in rows start, start + 1, ...
-
-        A source that some row already has is copied instead of encoded again.
-        """
+        """Store keys and values of sources in rows start, start + 1, ...; a source that some row has is copied."""
         # A target refuses a source that its encoder can't read whole; a draft model's encoder may be a shorter one.
         most = self._encoder.longest
         cut = [source if len(source) <= most else source[:most] for source in sources]
@@ -103,7 +97,6 @@ class CrossMemory:
         self.bias = bias[:, None, None].to(self._device) if hidden.any() else None
 
     def erase(self, row: int) -> None:
-        """Set a row's keys and values to 0, and forget its source."""
         self._rows.erase(row)
         self.sources[row], self._selection = (), None
 

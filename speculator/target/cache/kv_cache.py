@@ -40,10 +40,7 @@ _LEAST_WIDTH = 32
 
 
 def forms(cache: Cache) -> list[tuple[Form, ...]]:
-    """Return the `Form`s of each layer's keys and values, read from a filled cache of transformers.
-
-    A layer without keys of its own, such as a recurrent one, gives ().
-    """
+    """Return the `Form`s of each layer's keys and values in a filled cache; () if it has none, as a recurrent one."""
     layers: list[Any] = [getattr(layer, "keys", None) is not None and layer for layer in cache.layers]
     return [(_form(layer.keys), _form(layer.values)) if layer else () for layer in layers]
 
@@ -75,10 +72,7 @@ class _CacheLayer(CacheLayerMixin):
         """Do nothing: the buffers exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write keys and values [R, H, T, Dh] after each row's length; return those that attention reads, of all rows.
-
-        The result is [R, H, extent, Dh] twice. transformers' layers call this.
-        """
+        """Write keys and values [R, H, T, Dh] after each row's length; return those to read, [R, H, extent, Dh]."""
         write = current()
         assert write is not None
         # Positions beyond a row's own tokens hold leftovers of rejected drafts. They are read and masked: shapes stay
@@ -232,10 +226,7 @@ class KVCache(Cache):
 
     @property
     def state(self) -> list[Tensor]:
-        """Tensors to save before a trial step and restore after it: the lengths, and the states of recurrent layers.
-
-        Keys and values are not among them: a trial step writes only free positions.
-        """
+        """Tensors to restore after a trial step, which writes keys and values at free positions only."""
         return [self.lengths, *(state for layer in self.recurrent.values() for state in layer.states)]
 
     @contextmanager
@@ -331,10 +322,7 @@ class KVCache(Cache):
             layer.commit(counts)
 
     def truncate(self, lengths: Tensor) -> None:  # [R]
-        """Set the lengths of the selected rows, and free the positions above.
-
-        With recurrent layers each length must be 0 or the row's own.
-        """
+        """Set the selected rows' lengths, and free the rest; with recurrent layers only to 0 or the row's own."""
         self.selected.copy_(lengths)
         for layer in self.recurrent.values():
             layer.clear(self.selected == 0)
@@ -394,10 +382,7 @@ class KVCache(Cache):
             self.cross.erase(row)
 
     def grow(self, capacity: int) -> None:
-        """Allocate at least `capacity` positions per row, if there are fewer.
-
-        For a moment old and new buffers exist together.
-        """
+        """Allocate at least `capacity` positions per row; for a moment old and new buffers exist together."""
         if self.room_for(capacity) <= self.capacity:
             return
         capacity = self.room_for(capacity)

@@ -34,10 +34,7 @@ class StatesOnly(BaseModelOutput):
 
 
 class Encoded(EncoderInput):
-    """A source given as the encoder's states [S, D] in place of tokens: `Encoder.encode` returns them as they are.
-
-    Each one has unique token ids, so no two are equal.
-    """
+    """A source as encoder states [S, D], which `Encoder.encode` returns as they are; each has unique token ids."""
 
     states: Tensor
 
@@ -106,10 +103,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, sources: Sequence[EncoderInput]) -> Tensor:  # [n, S, D]
-        """Return the encoder's states of sources of equal length.
-
-        Padding would change the states by rounding, so that a text would depend on the others in its batch.
-        """
+        """Return the states of sources of equal length: padding would change them, and so a text, by rounding."""
         if known := [source.states for source in sources if isinstance(source, Encoded)]:
             return torch.stack(known)
         tokens = torch.tensor(sources, device=self._model.device)

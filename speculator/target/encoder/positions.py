@@ -39,7 +39,6 @@ def install(decoder: Any, length: int, other_than: int | None) -> None:
 
 
 def remove(decoder: nn.Module) -> None:
-    """Undo `install`."""
     for module in decoder.modules():
         for name in ("compute_bias", "forward"):
             if getattr(vars(module).get(name), "per_row", False):

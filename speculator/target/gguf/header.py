@@ -137,7 +137,7 @@ def _mapped(mapped: mmap.mmap, offset: int, shape: tuple[int, ...], kind: int) -
 
 
 class _Field(NamedTuple):
-    """A field as transformers' loader reads it; it takes a value as it is whose types it does not know."""
+    """A field as transformers' loader reads it; a value of unknown type is taken as it is."""
 
     parts: list[Any]
     data: range

@@ -17,10 +17,7 @@ _ORIGINAL = [1024 << i for i in range(8)]
 
 
 def set_rope(config: PreTrainedConfig, header: Header) -> None:
-    """Give a model's config the base, the scaling and the rotated share of the rope in its file.
-
-    Raises a UserError for a rope that transformers does not have, or that we can't read from a file.
-    """
+    """Set a file's rope (base, scaling, rotated share) in a config; one that we can't read raises a UserError."""
     text: Any = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     if not rope:
@@ -38,10 +35,7 @@ def set_rope(config: PreTrainedConfig, header: Header) -> None:
 
 
 def _scaling(header: Header, known: Any, base: float, head_dim: int) -> JsonObject:
-    """Return the fields of `rope_parameters` that say how a file scales its rope; {}: not at all.
-
-    `known` has the rope's metadata, by their keys without the prefix. `base` is that of the frequencies.
-    """
+    """Return the scaling's fields of `rope_parameters`, {} for none; `known` has its metadata without the prefix."""
     tensors = {tensor.name: tensor.data for tensor in header.tensors}
     longrope = [name for name in tensors if name.startswith("rope_factors_")]
     refuse((longrope, f"the file's rope has factors of its own ({', '.join(longrope)}), which are not supported here"))

@@ -58,7 +58,6 @@ class RecurrentLayer:
         self.states = [torch.zeros(rows, *shape, dtype=dtype, device=device) for shape, dtype, device in forms]
 
     def select(self, start: int, stop: int) -> None:
-        """Select rows start..stop - 1 for the next passes."""
         self._committed = [state[start:stop] for state in self.states]
 
     def begin(self, width: int, counts: Sequence[int] | None, tree: TokenTree | None, again: bool) -> None:
@@ -94,10 +93,7 @@ class RecurrentLayer:
         return convolution(function, *self._paths, *args, **kwargs)
 
     def single_token_state(self) -> Tensor | None:
-        """Return a copy of the state for a pass of one token, which the model's own code advances.
-
-        None for other passes, which `run` computes.
-        """
+        """Return a copy of the state for a pass of one token; None for others, which `run` computes."""
         if len(self.states) == 1 or self._width > 1 or self._counts is not None:
             return None
         self._final = self._start[1].clone()  # some families update it in place
@@ -161,7 +157,6 @@ class RecurrentLayer:
             state.masked_fill_(like(rows.to(state.device), state), 0)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy the states of row source[i] to row destination[i]."""
         for state in self.states:
             state[destination.to(state.device)] = state[source.to(state.device)]
 
@@ -174,10 +169,7 @@ class RecurrentLayer:
 
 
 def state_forms(layer: Any) -> tuple[StateForm, ...]:
-    """Return shape per row, dtype and device of each state of a layer of transformers' cache, after a pass.
-
-    () if the layer is not recurrent. Raises a ValueError for recurrent layers of an unsupported kind.
-    """
+    """Return (row shape, dtype, device) of each state; () if not recurrent. Unsupported kinds raise a ValueError."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return ()
     if not hasattr(Cache, "get_conv_state"):

@@ -119,10 +119,7 @@ def selective_scan(
     C: Tensor,  # [B, N, T]
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Run Mamba 1 token by token, because its own scan can't start from a state; return outputs and last state.
-
-    Identity step: dt = 0, as in `state_space`.
-    """
+    """Run Mamba 1 token by token, as its scan can't start from a state; identity step: dt = 0, see `state_space`."""
     update = vars(sys.modules[function.__module__])["mamba_selective_state_update"]
     z = x if kwargs["z"] is None else kwargs["z"]
     x, dt, B, C, z = (how.unrolled(each, -1) for each in (x, dt, B, C, z))
@@ -166,10 +163,7 @@ def convolution(
 
 
 def intercept(model: nn.Module) -> None:
-    """Wrap transformers' recurrences in the modules of a model's layers, once per process.
-
-    During a pass that writes a `KVCache`, the wrapped functions call the layer in `running` instead.
-    """
+    """Wrap transformers' recurrences, once per process: passes that write a `KVCache` call the layer in `running`."""
     for module in {sys.modules[type(layer).__module__] for layer in model.modules()}:
         for name in (*RULES, _CONVOLUTION):
             function = getattr(module, name, None)

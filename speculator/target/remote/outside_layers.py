@@ -130,10 +130,7 @@ def _read(
 
 
 def _stored_name(weight: str, names: list[str]) -> str | None:
-    """Return which of the checkpoint's names is that of a tensor of the text model; None unless exactly one fits.
-
-    Names in a multimodal checkpoint have other prefixes.
-    """
+    """Return the checkpoint's name, maybe with a multimodal prefix, of a text model's tensor; None unless one fits."""
     if weight in names:
         return weight
     # "model.norm.weight" is looked for as ".norm.weight": multimodal models have "model.language_model.norm.weight".

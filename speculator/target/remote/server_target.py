@@ -68,10 +68,7 @@ class ServerTarget(ModelHere):
         device: str | torch.device | None = None,
         trust_remote_code: bool = False,
     ) -> ServerTarget:
-        """Return the target of a hub id or folder, of which only the parts outside the layers are loaded.
-
-        No server is asked before `check`.
-        """
+        """Return the target of a hub id or folder without its layers; no server is asked before `check`."""
         parts = read_outside_layers(name, revision, dtype, resolve_device(device), trust_remote_code)
         return cls(*parts, urls)
 
@@ -105,10 +102,7 @@ class ServerTarget(ModelHere):
     def training_states(
         self, tokens: Tensor, documents: Tensor, aux_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
-        """Return the hidden states of a batch from the servers, as `TrainingTarget.training_states` does.
-
-        Padding is sent too. `begin` takes rows without padding, and does not wait.
-        """
+        """See `TrainingTarget`. Padding is sent too; `begin` takes rows without it, and does not wait."""
         rows = [split(*pair) for pair in zip(tokens.tolist(), documents.tolist(), strict=True)]
         return self.begin(rows, tokens.shape[1]).result()
 
@@ -170,10 +164,7 @@ class PendingStates:
 
     @torch.no_grad()
     def result(self) -> tuple[Tensor, Tensor]:  # [B, S, D], [B, S, nD]
-        """Wait for the servers; return the states after the final norm, and the auxiliary ones, concatenated.
-
-        Without auxiliary layers both are the states after the final norm.
-        """
+        """Wait for the servers, and return what `TrainingTarget.training_states` does."""
         for future in self._futures:
             future.result()
         states = self._states.to(self._target.device, non_blocking=True)
