@@ -29,6 +29,8 @@ from train.options.config import RunConfig
 _RECORD = "config.yaml"
 _LOCK = ".lock"
 _ACCUMULATION = "gradient_accumulation_steps"
+_FREE = ("speculator.options", "target.chat_template_kwargs")
+"""Settings whose keys the user chooses."""
 _NOT_SETTINGS = ("output_dir", "overwrite_output_dir", "dry_run", "plan")
 
 
@@ -210,6 +212,8 @@ def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
     """Describe the first setting that differs, as "stage1.max_steps (100, not 200)"; None if all are equal."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in before if key not in now)]:
+            if key not in now and path not in _FREE:
+                return f"{path}.{key}, which this version does not have"
             found = _first_difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)
             if found:
                 return found

@@ -84,14 +84,8 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path) -> Progress:
-        """Return the progress of a checkpoint; raise a UserError if transformers' Trainer wrote it."""
-        found = read_json(folder / STATE)
-        if "since_log" not in found:
-            raise UserError(
-                f"{folder} is of a version whose checkpoints can't be resumed: choose another --output_dir, or replace "
-                "the run by --overwrite_output_dir"
-            )
-        return cls(**found)
+        """Return the progress of a checkpoint."""
+        return cls(**read_json(folder / STATE))
 
     def ends(self, stage: StageConfig) -> bool:
         """Return whether a stage has taken all steps, or saved `patience` checkpoints since its best one."""
@@ -158,6 +152,7 @@ class Loop:
         self._votes: Tensor | None = None
         # Kept on the device, and read only if a loss is not finite: then it says whose fault that is.
         self._target_is_finite = torch.tensor(True, device=self.device)
+        torch.manual_seed(rows.seed)  # a stage draws the same numbers whatever the run did before it
 
     def run(self) -> Progress:
         """Train up to the last step, or until a signal or the stage's patience ends it."""
@@ -313,8 +308,9 @@ class Loop:
     def _refuse_unless_finite(self, what: str, value: float) -> None:
         """Raise a UserError if a figure on the host is not finite; reading one from the device would stall it."""
         if not math.isfinite(value):
-            target = self.source.target
-            why = "start another run with a smaller learning_rate" if self._target_is_finite else not_finite(target)
+            # All processes are here, and the one that speaks may not be the one whose rows the target overflowed on.
+            faults = self.accelerator.reduce((~self._target_is_finite).float(), "sum")
+            why = not_finite(self.source.target) if faults else "start another run with a smaller learning_rate"
             raise UserError(
                 f"{what} became {value} by step {self.progress.global_step}; the checkpoints in {self.folder} "
                 f"are kept; {why}"

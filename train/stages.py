@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import ceil
 from pathlib import Path
 from typing import Any, NoReturn
@@ -164,7 +164,7 @@ def train_stage(
             display=Display(
                 title=name.replace("stage", "stage "),
                 outlook=outlook,
-                token_at_peak=inputs.plan.token_at_peak(name) if inputs.plan else None,
+                token_at_peak=inputs.plan.token_at_peak(name),
                 accelerator=tracker(run, name, recorded | {name: dataclasses.asdict(settings)}),
             ),
         )
@@ -172,11 +172,13 @@ def train_stage(
             loop.resume(resume, progress)
         with interrupts.saving():
             progress = loop.run()
-        if interrupts.stop_asked() or not progress.ends(settings):
+        stopped = interrupts.stop_asked() or not progress.ends(settings)
+        with suppress(Exception) if stopped else nullcontext():  # the signal may have ended a tracker's process too
+            for each in loop.accelerator.trackers:
+                if each.name != "wandb":  # whose run of the last stage also gets the final report
+                    each.finish()
+        if stopped:
             _stop(folder / f"checkpoint-{progress.global_step}", config.same_command)
-        for each in loop.accelerator.trackers:
-            if each.name != "wandb":  # whose run of the last stage also gets the final report
-                each.finish()
     if state.is_main_process:
         history = progress.log_history
         best, passed_over = checkpoint.best(folder, history, settings.save_steps, settings.max_steps)
@@ -286,17 +288,25 @@ def tracker(run: Run, name: str, settings: JsonObject | None = None) -> Accelera
 
     Args:
         name: "stage1" or "stage2".
-        settings: what wandb records; None if it has been recorded.
+        settings: what the tracker records, by section; None if it has been recorded.
     """
     folder, kind, title = run.folder / name, run.config.report_to, f"{run.folder.name} {name}"
     accelerator = Accelerator(
         cpu=not has_accelerator(), log_with=None if kind == "none" else kind, project_dir=folder / "runs"
     )
-    facts = {"mlflow": {"run_name": title}, "trackio": {"name": title}}
+    facts = {"mlflow": {"run_name": title}, "trackio": {"name": title, "resume": "allow"}}
 
     def begin(project: str, **wandb: Any) -> None:
-        accelerator.init_trackers(project, init_kwargs=facts | {"wandb": wandb})
+        accelerator.init_trackers(project, flat if kind != "wandb" else None, facts | {"wandb": wandb})
 
+    # Other trackers than wandb take plain values alone.
+    sections = {section: found for section, found in (settings or {}).items() if isinstance(found, dict)}
+    flat = {
+        f"{section}.{name}": value
+        for section, found in sections.items()
+        for name, value in found.items()
+        if isinstance(value, (bool, int, float, str))
+    }
     if kind != "wandb":
         begin(tracking.PROJECT)
     elif accelerator.is_main_process:

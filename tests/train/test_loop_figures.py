@@ -16,8 +16,9 @@ from speculator import Target, UserError
 from speculator.checkpoints.loading import bind
 from speculator.target.base import TrainingTarget
 from train import stages
+from train.door.plan import Plan
 from train.door.sizes import with_steps
-from train.loop import Loop, Progress
+from train.loop import Loop
 from train.options.config import LossConfig, RunConfig, StageConfig
 from train.progress import Display, Stopwatch
 from train.states.batch import Collator, StageRows, StateSource
@@ -128,18 +129,14 @@ def test_a_stage_begins_a_run_of_the_tracker(target, tmp_path, monkeypatch, kind
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, kind, made)
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType(kind)])
     run = settled(RunConfig(output_dir=str(tmp_path / "run"), report_to=kind), target)
-    stages.tracker(run, "stage1").log({"loss": 1.0}, step=5)
+    settings = {"stage1": {"max_steps": 9, "epochs": None}, "date": "today"}
+    stages.tracker(run, "stage1", settings).log({"loss": 1.0}, step=5)
     (arguments,) = made.call_args_list
     where = {"tensorboard": call("speculator", tmp_path / "run" / "stage1" / "runs")}
-    names = {"trackio": {"name": "run stage1"}, "mlflow": {"run_name": "run stage1"}}
+    names = {"trackio": {"name": "run stage1", "resume": "allow"}, "mlflow": {"run_name": "run stage1"}}
     assert arguments == where.get(kind, call("speculator", **names.get(kind, {})))
-    assert [each[0] for each in made.return_value.method_calls] == ["start", "log"]
-
-
-def test_a_checkpoint_of_the_trainer_before_is_refused_in_one_line(tmp_path):
-    (tmp_path / "trainer_state.json").write_text('{"global_step": 4, "max_steps": 8, "log_history": []}')
-    with pytest.raises(UserError, match=r"can't be resumed: .*--overwrite_output_dir"):
-        Progress.read(tmp_path)
+    assert [each[0] for each in made.return_value.method_calls] == ["start", "store_init_configuration", "log"]
+    made.return_value.store_init_configuration.assert_called_once_with({"stage1.max_steps": 9})
 
 
 class Elsewhere(TrainingTarget):
@@ -201,7 +198,7 @@ def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs,
         validation_rows=rows,
         suites={"validation": Suite("text", [[1, 2]])},
         own_prompts=None,
-        plan=None,
+        plan=Plan(run),
     )
     with pytest.raises(Begun):
         stages.train_stage("stage1", target, tiny_head, inputs)

@@ -276,6 +276,10 @@ def test_what_is_not_counted_is_named_and_the_rest_can_be_refused(flags, reason,
     assert reason in made.uncounted
     assert "NOT COUNTED: the target's layers" in str(made)
     assert "| fits | ? |" in str(made)
+    assert "expected time" not in str(made)
+    assert made.token_at_peak("stage1") is None
+    heads = made.memory()["stage1"]["head's weights and gradients"] + made.memory()["stage1"]["moments"]
+    made.place = replace(made.place, memory=int(1.1 * heads))  # caches that may be spread over devices do not count
     made.refuse_too_large()
     made.place = replace(made.place, memory=10**5)
     with pytest.raises(UserError, match=r"to train: take a smaller speculator\.inner_dim"):

@@ -387,6 +387,11 @@ def test_settings_of_stages_that_have_not_begun_may_change(tmp_path, capsys):
         shutil.rmtree(folder / made.split("/")[0])
     with pytest.raises(UserError, match=r"holds a run with another stage1\.max_steps"):
         check_same_run(folder, parse(["--stage1.max_steps", "7"]), 1)
+    record = yaml.safe_load((folder / "config.yaml").read_text())
+    record["settings"]["stage1"]["adam_beta3"] = 0.5
+    (folder / "config.yaml").write_text(yaml.safe_dump(record))
+    with pytest.raises(UserError, match=r"another stage1\.adam_beta3, which this version does not have"):
+        check_same_run(folder, other, 1)
 
 
 def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_path, capsys):

@@ -9,9 +9,9 @@ from transformers import ViTConfig
 from data import mixture
 from speculator.errors import UserError
 from speculator.heads import SpeculatorConfig
-from train import run
+from train import run, server_command
 from train.command_line import parse
-from train.door import plan, server_command, settle
+from train.door import plan, settle
 from train.door.gpus import GPUS, Place
 from train.folder import write_record
 from train.options.config import ROOT

@@ -69,6 +69,7 @@ _SHORTER = {
 }
 """The setting that shortens each phase."""
 Stage = TypeVar("Stage", bound=StageConfig)
+_OF_THE_HEAD = ("head's weights and gradients", "moments")
 _COPIES = "copies of weights, for products of few rows"
 _GUESSED = (
     "stage2: the prompts are not known yet; figures for stage2.generate.prompt_tokens, and chats are taken whole. The "
@@ -374,15 +375,22 @@ class Plan:
     def refuse_too_large(self) -> None:
         """Raise a UserError, with what would fit, if a phase needs more memory than a device has.
 
-        A target that is quantised in an unknown way takes less than is counted, so its weights are left out here.
+        A target that is quantised in an unknown way takes less than is counted, so its weights are left out here. Of
+        one whose layers are not counted nothing is known but what the head's training takes.
         """
-        unknown = self.bits is None and not self.served
-        needs = {name: need - unknown * self.memory()[name]["target's weights"] for name, need in self._needs().items()}
+        parts = self.memory()
+        for phase in parts.values():
+            if self.bits is None and not self.served:
+                del phase["target's weights"]
+            for part in [*phase] if self.uncounted else ():
+                if part not in _OF_THE_HEAD:
+                    del phase[part]
+        needs = {name: phase.total() for name, phase in parts.items()}
         name = max(needs, key=lambda name: needs[name])
         if self.place.holds(needs[name], spare=False):
             return
         assert self.place.memory is not None
-        (largest, size), *_ = self.memory()[name].most_common()
+        (largest, size), *_ = parts[name].most_common()
         raise UserError(
             f"{name} needs {gigabytes(needs[name])} GB in each process, and {self.place.name} has "
             f"{gigabytes(self.place.memory)}; {gigabytes(size)} of it are the {largest}; "
@@ -482,7 +490,7 @@ class Plan:
         the target's logits and the head's forward and backward passes. Where states are kept, the target's share is
         that of one pass over the rows, spread over all.
         """
-        if self.place.gpu is None:
+        if self.place.gpu is None or self.uncounted:
             return None
         half, single = self.place.gpu.half * 1e12, self.place.gpu.single * 1e12
         text = self.text
@@ -561,7 +569,8 @@ class Plan:
         measured = isinstance(target, Target) and target.device.type == "cpu"
         token = step / self.stages[name].rows_per_step / self.length(name)
         rows = {each: token * self.length(each) for each in self.stages}
-        expected = self.expected_speed().decode if isinstance(target, Target) and self.place.gpu else None
+        known = isinstance(target, Target) and self.place.gpu and not self.uncounted
+        expected = self.expected_speed().decode if known else None
         parts = self.seconds(Speed(rows, decode if measured else expected))
         parts = {each: seconds for each, seconds in parts.items() if [*_SHORTER].index(each) >= [*_SHORTER].index(name)}
         whole = "this run" if MEASURING in parts else "training, without decoding,"
@@ -611,7 +620,7 @@ class Plan:
                 "",
                 "tokens: " + ", ".join(f"{name} {count:,}" for name, count in self.tokens().items()),
                 *(f"{name}: {gigabytes(size)} GB of states in files" for name, size in self.kept_bytes().items()),
-                *([self._expected_time()] if place.gpu else []),
+                *([self._expected_time()] if place.gpu and not self.uncounted else []),
                 *(f"{name}: the size of the data is not known yet; figures for max_steps" for name in self.unknown),
                 *([_GUESSED] if self.guessed else []),
             ]
