@@ -72,9 +72,8 @@ class Place:
     def holds(self, need: int, spare: bool) -> bool:
         """Return whether a device has `need` bytes, or is not known to have less.
 
-        Args:
-            spare: leave room for what tensors do not tell: Python and torch on a CPU; on a GPU a tenth for fragments (a
-                run reserved 50.4 GB for 45.6), CUDA's context and the buffers of NCCL.
+        `spare` leaves room for what tensors do not tell: Python and torch on a CPU; on a GPU a tenth for fragments (a
+        run reserved 50.4 GB for 45.6), CUDA's context and the buffers of NCCL.
         """
         if spare:
             need = need + _PYTHON if self.kind == "cpu" else need + need // 10 + _CONTEXT
