@@ -88,7 +88,6 @@ def has_text(folder: Path) -> bool:
 
 
 def _unused_name(folder: Path) -> Path:
-    """Return the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 

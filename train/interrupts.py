@@ -77,7 +77,7 @@ def _kill_children() -> None:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Let SIGTERM not end the process in this block: the loop asks `stop_asked`, saves a checkpoint and stops."""
+    """Keep SIGTERM from ending the process in this block: the loop asks `stop_asked`, saves a checkpoint and stops."""
     _saves.set()
     try:
         yield

@@ -222,7 +222,6 @@ class Loop:
         return stop or step == stage.max_steps
 
     def _due(self, every: int | None) -> bool:
-        """Return whether an evaluation or a checkpoint is planned after this step."""
         assert every is not None
         return self.validation is not None and planned(self.progress.global_step, every, self.stage.max_steps)
 

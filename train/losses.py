@@ -105,7 +105,6 @@ def measure(
 
 
 def _paced(z: Tensor, labels: Tensor, weights: LossConfig) -> Tensor:  # [C, V_d], [C] -> [C]
-    """Return `label_probs` if the config uses D-PACE, else 0."""
     return label_probs(z, labels) if weights.d_pace < 1 else torch.zeros_like(z[:, 0])
 
 

@@ -34,7 +34,7 @@ class Stopwatch:
         self._begin: Any = 0.0
 
     def _now(self) -> torch.Event | float:
-        """Return the present: seconds on a CPU, else an event in the device's stream."""
+        """Return the time: seconds on a CPU, else an event in the device's stream."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)

@@ -229,7 +229,7 @@ def _with_interval(ratio: Interval | None) -> str:
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    """Join names and values: "batch size 1, ..."; None has no place."""
+    """Join names and values: "batch size 1, ..."; None is left out."""
     given = {name.replace("_", " "): value for name, value in values.items() if value is not None}
     return ", ".join(f"{name} {value}" for name, value in given.items())
 

@@ -1,4 +1,4 @@
-"""What a run's settings and its target's config suffice to refuse, before the weights of the target are read."""
+"""Checks of a run's settings and its target's config, before the weights of the target are read."""
 
 from __future__ import annotations
 

@@ -383,7 +383,6 @@ class Plan:
         return {name: sum(parts.values()) for name, parts in self.memory().items()}
 
     def _unfit(self) -> list[str]:
-        """Return the phases that do not fit with room to spare."""
         return [name for name, need in self._needs().items() if not self.place.holds(need, spare=True)]
 
     def remedy(self) -> str:

@@ -1,4 +1,4 @@
-"""The door of a run: what its settings and its target's config decide, and what they suffice to refuse.
+"""The door of a run: what its settings and its target's config decide, once they are checked.
 
 `--plan`, `--dry_run`, `speculator server-command` and the run itself come in by `settle`.
 """
