@@ -63,10 +63,7 @@ _LEAST_ANSWERS = ENOUGH_RECORDED
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run `speculator adapt`: resume the unfinished round, then wait for new answers and begin the next one.
-
-    It returns after `--rounds` rounds in all, or never without that flag. Wrong input raises a UserError.
-    """
+    """Run `speculator adapt`: resume the unfinished round, then begin others, up to `--rounds` in all or endlessly."""
     key = read_secret(KEY_VARIABLE, "--api_key", arguments.api_key)
     refuse(
         (arguments.every_tokens < 1, "--every_tokens must be at least 1"),
@@ -119,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _alone(output: Path) -> Iterator[IO[str]]:
-    """Lock the folder in the block, and yield the open lock file; a UserError is raised if another run has locked it.
+    """Lock the folder in the block and yield the lock file; raise a UserError if another run has locked it.
 
     The commands of a round inherit the file, so that the lock outlives a kill as long as they do.
     """
@@ -132,15 +129,10 @@ def _alone(output: Path) -> Iterator[IO[str]]:
 
 
 def _settle(output: Path, first: str) -> tuple[list[Round], str]:
-    """Return the contents of the finished rounds' round.json, oldest first, and the folder of the head in use.
+    """Delete what finished rounds no longer need, point OUTPUT/speculator to the head in use, and write the page.
 
-    This deletes what finished rounds no longer need, points OUTPUT/speculator to that head, and writes the page.
-
-    Args:
-        first: folder of the head to start from, in use until a round replaces it.
-
-    Raises:
-        UserError: the first round began with another head; nothing is changed then.
+    Returns the finished rounds, oldest first, and the folder of the head in use: `first` until a round replaces it.
+    Raises a UserError, before any change, if the first round began with another head than `first`.
     """
     rounds, head = list[Round](), first
     for file in sorted(output.glob("round-*/round.json")):
@@ -180,7 +172,7 @@ def _answer_tokens(shard: Path) -> int:
 
 @cache
 def _answer_tokens_of_size(shard: Path, size: int) -> int:
-    """Do the work of `_answer_tokens`; a log that has grown has another `size` (bytes), so it is counted again."""
+    """`_answer_tokens`, cached by file and size (bytes), so that a grown log is counted again."""
     count = 0
     for _, row, _ in parse_rows(shard):
         with suppress(AttributeError, TypeError):  # a bad row, which the training skips and reports
@@ -190,12 +182,9 @@ def _answer_tokens_of_size(shard: Path, size: int) -> int:
 
 
 def _wait(arguments: argparse.Namespace, last: Round | None) -> None:
-    """Wait until enough answer tokens were recorded since the last round, or any at all after enough time.
+    """Wait for enough new answer tokens, or any after enough time, and for `_LEAST_ANSWERS` different answers.
 
-    In both cases wait for `_LEAST_ANSWERS` different answers too.
-
-    Args:
-        last: content of the last round's round.json; None before the first round.
+    `last` is the round since which answers are new; None before the first.
     """
     hint = f"; --every_minutes 0 takes fewer, of at least {_LEAST_ANSWERS} answers" * (arguments.every_minutes is None)
     log(f"waiting for {arguments.every_tokens:,} new answer tokens in {arguments.record}{hint}")
@@ -251,23 +240,16 @@ def _copy_shards(arguments: argparse.Namespace, output: Path) -> None:
 
 
 def _training_flags(arguments: argparse.Namespace, traffic: Path, head: str) -> list[str]:
-    """Return the flags of `speculator train` in a round that trains `head` on the answers in the folder `traffic`."""
     sources = [f"{traffic}@1", *arguments.mix] if arguments.mix else [str(traffic)]
     flags = ["--config", str(arguments.config), "--target.name_or_path", arguments.target]
     return [*flags, "--speculator.warm_start", head, "--data.sources", json.dumps(sources)]
 
 
 def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock: IO[str]) -> Round:
-    """Train a new head, compare it with the old one (`eval gate`), and load it into the server if it is accepted.
+    """Train a new head, compare it with `old` by `eval gate`, and load it into the server if it is accepted.
 
-    Returns the content of round.json. Its "outcome" is "in use", or why the new head isn't; "gate" has the figures of
-    `eval gate`.
-
-    Args:
-        folder: folder of the round.
-        old: folder of the head in use.
-        key: API key of the server.
-        lock: the open lock file, which the commands inherit.
+    Returns the content of round.json: "outcome" is "in use", or why the new head isn't; "gate" has the figures of
+    `eval gate`. `folder` is the round's, `old` that of the head in use. The commands inherit `lock`.
     """
     # Each step leaves a file or folder, and is skipped if that exists: a killed round resumes after its last step.
     traffic, trained, gate = folder / "traffic", folder / "run", folder / "gate.json"
@@ -315,12 +297,9 @@ def _round(arguments: argparse.Namespace, folder: Path, old: str, key: str, lock
 
 
 def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **variables: str) -> None:
-    """Run a command of this project, which prints its own errors; raise a UserError unless its exit code is `accepted`.
+    """Run `python *argv`, a command of this project that prints its own errors, with `variables` in its environment.
 
-    Args:
-        argv: what follows `python` in the command.
-        lock: the open lock file, which the command inherits.
-        variables: environment variables of the command.
+    The command inherits `lock`. Raises a UserError unless its exit code is `accepted`.
     """
     path = os.pathsep.join(filter(None, [str(Path(speculator.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
@@ -338,12 +317,8 @@ def _call(argv: Sequence[Any], lock: IO[str], accepted: Sequence[int] = (0,), **
 def _ask(server: str, key: str, body: dict[str, str]) -> str | None:
     """Ask the server to load a head; return None if it does, else the reason.
 
-    Args:
-        key: API key of the server.
-        body: {"path": folder of the head}; {} only checks the server.
-
-    Raises:
-        UserError: the server does not answer, rejects the key, or can't load heads.
+    `body` is {"path": folder of the head}; {} only checks the server. Raises a UserError if the server does not answer,
+    rejects the API key, or can't load heads.
     """
     (url,), server = base_urls([server], "--server"), shown(server)
     try:

@@ -47,14 +47,10 @@ def newest(stage: Path) -> tuple[Path | None, list[str]]:
 def best(
     stage: Path, history: list[dict[str, float]], save_steps: int, max_steps: int
 ) -> tuple[Path | None, list[str]]:
-    """Return the complete checkpoint with the highest `METRIC`, and a message for each better, damaged one.
+    """Return the planned, complete checkpoint with the highest `METRIC` (None: there is none); the earliest wins a tie.
 
-    The earliest wins a tie. Only planned checkpoints count, so that one saved on a signal does not change the result.
-    None: there is no such checkpoint.
-
-    Args:
-        history: log of the stage's evaluations, as in trainer_state.json.
-        save_steps, max_steps: steps between checkpoints, and of the whole stage.
+    Returns also a message for each better, damaged one. One saved on a signal is not planned, so that it doesn't change
+    the result. `history` is the log of evaluations in trainer_state.json; `max_steps` are the steps of the whole stage.
     """
     figures = {entry["step"]: entry[METRIC] for entry in history if METRIC in entry}
     there = numbered(stage)
@@ -69,10 +65,7 @@ def planned(step: int, save_steps: int, max_steps: int) -> bool:
 
 
 def rotate(stage: Path, limit: int, best_step: int | None, newest_step: int) -> None:
-    """Delete checkpoints until `limit` are left: the best (None: unknown), and the newest up to step `newest_step`.
-
-    Those of later steps are damaged, so they are deleted too.
-    """
+    """Keep `limit` checkpoints: the best (if known), and the newest up to `newest_step`, as later ones are damaged."""
     there = numbered(stage)
     # The best one, then the newest: a run resumes from the newest, and publishes the best.
     kept = [best_step] * (best_step in there)

@@ -94,9 +94,7 @@ def _merged(layers: list[Values]) -> Values:
 
 
 def parse(argv: list[str]) -> RunConfig:
-    """Return the config of a command line; with a warm start, its head has the shape of the one to start from.
-
-    If no loss is given, a warm start is trained with the loss of our recipe for its architecture and method.
+    """Return the config of a command line; a warm start has its head's shape, and by default our recipe's loss.
 
     Exits with code 2 and one line on stderr for an unknown key or an unusable value; with 0 after --help.
     """

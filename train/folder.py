@@ -90,12 +90,11 @@ def has_text(folder: Path) -> bool:
 
 
 def _unused_name(folder: Path) -> Path:
-    """Return the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 
 def _is_temporary(path: Path) -> bool:
-    """Return whether a file doesn't make a folder a run's: what a killed process left, or the lock."""
+    """Return whether a file is a lock or an unfinished file: a folder with nothing else counts as empty."""
     return is_partial(path) or path.name == _LOCK
 
 
@@ -125,13 +124,8 @@ def _read(record: Path) -> RunRecord:
 def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: dict[str, str] | None = None) -> None:
     """Write config.yaml into a new run's folder, or update that of a resumed run.
 
-    With `overwrite_output_dir` the folder is emptied before.
-
-    Args:
-        fingerprints: fingerprints of the run's inputs by name.
-
-    Raises:
-        UserError: an input has changed since the run began.
+    With `overwrite_output_dir` the folder is emptied before. Raises a UserError if an input has changed since the run
+    began. `fingerprints` has those of the inputs, by name.
     """
     record = folder / _RECORD
     if config.overwrite_output_dir:

@@ -15,11 +15,7 @@ _VLLM = f"vLLM {VERSION.rpartition('.')[0]}"
 
 
 def forecast(evaluation: dict[str, float]) -> JsonObject:
-    """Return the teacher-forced forecast of a head's acceptance, as its folder has it in `FORECAST_FILE`.
-
-    Args:
-        evaluation: an evaluation's entry in the training log, figures by name ("eval_...").
-    """
+    """Return the teacher-forced forecast of a head's acceptance for `FORECAST_FILE`, by an evaluation's figures."""
     name, at = "walked", "the steps of decoding validation rows"
     if "eval_position0/walked" not in evaluation:  # the head trains on some positions only, and can't walk a row
         name, at = "prefix_accuracy", "positions of validation rows; less if the text is uneven"
@@ -31,9 +27,7 @@ def forecast(evaluation: dict[str, float]) -> JsonObject:
 def commands_for_server(folder: Path, target: str) -> list[str]:
     """Return lines about a head that was trained without decoding: the forecast, and how vLLM serves and measures it.
 
-    Args:
-        folder: folder of the head, with its forecast.
-        target: the flags that name the target in the commands of this project.
+    `target` has the flags that name the target in the commands of this project.
     """
     head, expected = load_any(folder), read_json(folder / FORECAST_FILE)
     lines = [

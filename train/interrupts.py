@@ -77,7 +77,7 @@ def _kill_children() -> None:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Let SIGTERM not end the process in this block: the loop asks `stop_asked`, saves a checkpoint and stops."""
+    """Keep SIGTERM from ending the process in this block: the loop asks `stop_asked`, saves a checkpoint and stops."""
     _saves.set()
     try:
         yield
@@ -91,10 +91,7 @@ def stop_asked() -> bool:
 
 
 def wait_for_end(seconds: float) -> None:
-    """Wait for a launcher's SIGTERM, which ends the process with code 143, and return after `seconds` without one.
-
-    A SIGTERM that was only noted, see `saving`, counts.
-    """
+    """Wait `seconds` for a launcher's SIGTERM, which ends the process with code 143; one noted in `saving` counts."""
     _saves.clear()
     if _stop.wait(seconds):
         os._exit(_CODES[signal.SIGTERM])

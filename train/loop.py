@@ -53,7 +53,7 @@ Sums: TypeAlias = dict[str, Metric]
 
 
 def add(sums: Sums, metrics: dict[str, Metric]) -> None:
-    """Add the pairs of a batch."""
+    """Add the (sum, count) pairs of a batch."""
     for name, pair in metrics.items():
         total, count = (value.detach().double() for value in pair)
         before = sums.get(name, (0, 0))
@@ -104,10 +104,6 @@ class Loop:
 
     Args:
         head: the head, in float32, which is moved to the target's device.
-        source: gives the target's states.
-        stage: settings of the stage.
-        loss: weights of the losses.
-        rows: rows to train on and to evaluate.
         folder: takes the checkpoints.
         decode: decodes with the current head and returns figures by name; called at each evaluation.
         sharded: split the moments of AdamW among the processes.
@@ -221,7 +217,6 @@ class Loop:
         return stop or step == stage.max_steps
 
     def _due(self, every: int | None) -> bool:
-        """Return whether an evaluation or a checkpoint is planned after this step."""
         assert every is not None
         return self.validation is not None and planned(self.progress.global_step, every, self.stage.max_steps)
 

@@ -105,7 +105,6 @@ def measure(
 
 
 def _paced(z: Tensor, labels: Tensor, weights: LossConfig) -> Tensor:  # [C, V_d], [C] -> [C]
-    """Return `label_probs` if the config uses D-PACE, else 0."""
     return label_probs(z, labels) if weights.d_pace < 1 else torch.zeros_like(z[:, 0])
 
 
@@ -169,7 +168,6 @@ class ChunkedLoss:
 
     Args:
         logits: the target's lm_head, [C, D] -> [C, V]; called only if a loss needs the target's distribution.
-        weights: weights of the losses.
         vocab_size: V, by which the default chunk is chosen.
         chunk: tokens at a time; None: as many as a fixed budget of logits allows, see `chunk_tokens`.
         compiled: compile what follows the matrix products, in the first batch.
@@ -399,7 +397,6 @@ def _logits(
     features: Sequence[Tensor],  # [C, I] each
     matrices: Sequence[Tensor],  # [V, I] each
 ) -> Tensor:  # [C, V]
-    """Return the sum of the products of each feature with its matrix."""
     z = product(features[0], matrices[0])
     for x, matrix in zip(features[1:], matrices[1:], strict=True):
         z += product(x, matrix)

@@ -36,7 +36,6 @@ def join() -> PartialState:
     """Join the run's processes (this one alone without a launcher), and return accelerate's state of this one.
 
     The recipe alone decides about precision and compilation, so those of accelerate's own configuration are dropped.
-
     Raises a UserError if accelerate is configured to shard the head.
     """
     for variable, what in _WRAPPINGS.items():
@@ -74,10 +73,7 @@ def one_process_reports() -> Iterator[None]:
 
 
 def of_first(ask: Callable[[], Answer]) -> Answer:
-    """Return in all processes what `ask` returns in the first one, which alone calls it.
-
-    What is read of a shared disk has to be asked so: nodes may see different files, and each would go its own way.
-    """
+    """Call `ask` in the first process, and return its answer in all: nodes may see different files on a shared disk."""
     return broadcast_object_list([ask() if PartialState().is_main_process else None])[0]
 
 

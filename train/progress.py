@@ -34,7 +34,7 @@ class Stopwatch:
         self._begin: Any = 0.0
 
     def _now(self) -> torch.Event | float:
-        """Return the present: seconds on a CPU, else an event in the device's stream."""
+        """Return the time: seconds on a CPU, else an event in the device's stream."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -78,11 +78,10 @@ class Clock:
         self._labelled: Tensor | float = 0.0  # on the device until a log line reads it
 
     def begin(self, step: int) -> None:
-        """Note that training goes on from this step now."""
+        """Note that training starts at this step now."""
         self._first, self._began = step, time.monotonic()
 
     def count(self, batch: Batch) -> None:
-        """Count a batch's tokens."""
         tokens = batch["input_ids"].numel()
         self._tokens += tokens
         # Heads that draw their positions have `labels` of another shape: of these too, the share that is labelled.
@@ -91,12 +90,9 @@ class Clock:
     def figures(self, step: int, max_steps: int, processes: int) -> dict[str, float]:
         """Return figures of the optimiser steps since the last call; "seconds_left" is an estimate from the start on.
 
-        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all processes, with
-        and without labels. "seconds_left": evaluations and checkpoints included, at their rate so far. "mfu": in 0..1,
-        only if the device's peak is known.
-
-        Args:
-            processes: number of processes, each with as many tokens as this one.
+        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all `processes`,
+        each with as many tokens as this one, with and without labels. "seconds_left": evaluations and checkpoints
+        included, at their rate so far. "mfu": in 0..1, only if the device's peak is known.
         """
         seconds, tokens, self._tokens = self.steps.take(), self._tokens, 0
         # All the time since the start, so that evaluations and checkpoints are in it at their rate.
@@ -132,12 +128,7 @@ class Display:
 
 
 class StepsBar(Progress):
-    """A progress bar of optimiser steps, which prints one line about the time that is left, after the first few.
-
-    Args:
-        display: its title and outlook.
-        step, max_steps: steps that are done, and those to do in all.
-    """
+    """A progress bar of optimiser steps, `step` of `max_steps` done; after a few it prints the time left, once."""
 
     def __init__(self, display: Display, step: int, max_steps: int):
         super().__init__(title=display.title, unit="steps", total=max_steps, initial=step)
@@ -145,7 +136,6 @@ class StepsBar(Progress):
         self._told = max_steps - step < _TIMED * 10 or not is_first()
 
     def show(self, step: int) -> None:
-        """Show that a step is done."""
         self.update(1)
         timed = step - self._first - 1
         if timed == 0:  # the first step compiles and warms up
@@ -158,10 +148,7 @@ class StepsBar(Progress):
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:
-    """Return a line of at most 120 characters about some optimiser steps, or an evaluation ("eval_loss" in `logs`).
-
-    `logs` is an entry of the training log: figures by name.
-    """
+    """Return a line (at most 120 characters) about figures by name, of some steps or of an evaluation ("eval_loss")."""
     if "eval_loss" in logs:
         error = f" ± {logs['eval_forecast_error']:.2f}" if "eval_forecast_error" in logs else ""
         forecast = f"{logs[METRIC]:.2f}{error}"

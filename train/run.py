@@ -119,11 +119,8 @@ def _fitting(setting: str, config: RunConfig) -> Iterator[None]:
 def run(asked: RunConfig) -> None:
     """Check a run's settings and inputs, then train, tune and measure its head; a finished run prints its summary.
 
-    Every process of a launch calls it.
-
-    Raises:
-        UserError: a setting or an input is wrong; almost all are found before the run's folder is created.
-        SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
+    Every process of a launch calls it. Raises a UserError for wrong input, almost always before the run's folder is
+    created; SystemExit 143, after a checkpoint was saved, if SIGTERM arrived.
     """
     state = processes.join()
     # Everything that can be refused is, from cheap to dear, before the folder is created.

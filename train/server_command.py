@@ -68,21 +68,15 @@ def serve_line(config: RunConfig, layers: Sequence[int], longest: int, storage: 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     own, settings, more = split(list(sys.argv[1:] if argv is None else argv))
     config = parse(settings)
     return run_command("speculator server-command", lambda: print_line(config, own.check, own.storage, more))
 
 
 def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]) -> None:
-    """Print the `vllm serve` line, or with `check` send a text to every server of the config.
+    """Print the `vllm serve` line, or with `check` send a text to every server; `storage`, `more`: see `serve_line`.
 
-    Args:
-        storage: folder in which the server leaves hidden states for the trainer.
-        more: flags of the user for `vllm serve`.
-
-    Raises:
-        UserError: the settings are wrong, or a server does not answer as the run needs.
+    Raises a UserError if the settings are wrong, or a server does not answer as the run needs.
     """
     from speculator.target.probe import context_length
     from speculator.target.remote.server_target import ServerTarget

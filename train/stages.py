@@ -196,11 +196,7 @@ def train_stage(
 def state_source(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs, passes: float) -> StateSource:
     """Return where a stage's states come from: servers, files, or the target in this process.
 
-    Args:
-        passes: how often the stage reads its rows.
-
-    Raises:
-        UserError: the disk has no room for the files.
+    `passes` is how often the stage reads its rows. Raises a UserError if the disk has no room for the files.
     """
     if isinstance(target, ServerTarget):
         return LookAhead(target)
@@ -264,11 +260,7 @@ def is_published(folder: Path) -> bool:
 
 
 def publish(head: Speculator, folder: Path, expected: JsonObject | None = None) -> None:
-    """Save a head with a manifest, atomically; a damaged one is replaced.
-
-    Args:
-        expected: the `forecast` of a head whose target is not decoded here.
-    """
+    """Save a head with a manifest, atomically, over a damaged one; `expected`: its `forecast` if no target decodes."""
     shutil.rmtree(folder, ignore_errors=True)
     with new_folder(folder) as scratch:
         head.save_pretrained(scratch)
@@ -284,11 +276,7 @@ def tracker(run: Run, name: str, settings: JsonObject | None = None) -> Accelera
 
     wandb's is in one group with the other stage's, and offline unless WANDB_MODE is online. Its id is kept, so that a
     resumed stage continues it. It stays open until the next stage begins, so the last stage's run also gets the final
-    report.
-
-    Args:
-        name: "stage1" or "stage2".
-        settings: what the tracker records, by section; None if it has been recorded.
+    report. The tracker records `settings`, by section; None: they have been recorded.
     """
     folder, kind, title = run.folder / name, run.config.report_to, f"{run.folder.name} {name}"
     accelerator = Accelerator(

@@ -101,10 +101,8 @@ def read_run(run: Path) -> tuple[RunRecord, Report | None]:
 def model_card(head: Speculator, run: RunRecord, report: Report | None) -> str:
     """Return the model card of a head, as Markdown with a YAML header.
 
-    Args:
-        head: the head.
-        run: content of the run's config.yaml (settings, versions, processes); empty if unknown.
-        report: content of the run's eval/report.json; None if nothing was measured.
+    `run` is the content of the run's config.yaml, empty if unknown; `report` that of eval/report.json, None if nothing
+    was measured.
     """
     config: Any = copy.copy(head.config)
     settings, rows = run.get("settings") or {}, report.suites if report else []
@@ -231,16 +229,13 @@ def _with_interval(ratio: Interval | None) -> str:
 
 
 def _listed(values: Mapping[str, object]) -> str:
-    """Join names and values: "batch size 1, ..."; None has no place."""
+    """Join names and values: "batch size 1, ..."; None is left out."""
     given = {name.replace("_", " "): value for name, value in values.items() if value is not None}
     return ", ".join(f"{name} {value}" for name, value in given.items())
 
 
 def _license(base: str | None) -> dict[str, str]:
-    """Return "license", "license_name" and "license_link" of the base model's own card, as far as it has them.
-
-    The dict is empty if the card is not on this machine.
-    """
+    """Return the base model's "license", "license_name", "license_link"; {} if its card is not on this machine."""
     file = base and (
         Path(base) / NAME if Path(base).is_dir() else _is_hub_id(base) and try_to_load_from_cache(base, NAME)
     )

@@ -29,8 +29,5 @@ def line_for_folder(base: str | None, *words: str) -> str:
 
 
 def vllm(base: str | None, *environment: str, **options: Any) -> str:
-    """Return the line of `vllm serve` for target `base`, with `environment`, words such as A=1, before it.
-
-    The `options` become the JSON of `--speculative-config`.
-    """
+    """Return the `vllm serve` line after `environment` (A=1 ...); `options` become `--speculative-config`, as JSON."""
     return line_for_folder(base, *environment, "vllm", "serve", BASE, "--speculative-config", json.dumps(options))

@@ -59,7 +59,7 @@ ONE_LAYER = (
 
 
 def _rope_scaling(config: Any) -> JsonObject | None:
-    """For readers older than `rope_parameters`."""
+    """Return `rope_scaling`, for readers older than `rope_parameters`."""
     rope = {name: value for name, value in config.rope_parameters.items() if name != "rope_theta"}
     return None if rope["rope_type"] == "default" else rope
 

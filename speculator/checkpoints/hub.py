@@ -34,10 +34,8 @@ def is_hub_id(name: str | Path) -> bool:
 def downloaded(name: str, revision: str | None = None, files: list[str] | None = None) -> Path:
     """Download a repository's files that the hub's cache lacks; return its folder there.
 
-    Args:
-        name: hub id.
-        revision: branch, tag or commit; None: the hub's default.
-        files: patterns of files at the top level of the repository; None: all files, in subfolders too.
+    `revision`: branch, tag or commit; None: the hub's default. `files`: patterns at the top level; None: all, in
+    subfolders too.
     """
     below = None if files is None else ["*/*"]  # a * in a pattern crosses folders
     try:

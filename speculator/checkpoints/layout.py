@@ -188,10 +188,7 @@ def declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
 
 
 def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor by its name in the head.
-
-    `expand_tied` lists a tied tensor under the name of every draft position that uses it.
-    """
+    """Return each tensor's shape by its name in the head; `expand_tied`: a tied one by each draft position's name."""
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
 
@@ -215,7 +212,6 @@ def load(folder: str | Path, layout: Layout) -> Speculator:
 
 
 def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
-    """Read the config of the head in a folder of this layout."""
     try:
         if layout.read_config:
             return layout.read_config(folder)
@@ -274,10 +270,7 @@ def located(name: str) -> str:
 
 
 def base_config(name: str | None) -> PreTrainedConfig | None:
-    """Return the config of the base model, a folder, GGUF file or cached hub id; None if it can't be read.
-
-    Nothing is downloaded.
-    """
+    """Return the config of a base model (folder, GGUF file, cached hub id), None if unreadable; download nothing."""
     try:
         return read_config(located(name), local_files_only=True) if name else None
     except Exception:  # not a config that transformers can read

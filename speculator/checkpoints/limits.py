@@ -1,4 +1,4 @@
-"""What of a head the servers ignore or do not run, by the sources of the versions in targets.yaml."""
+"""Parts of heads that servers ignore or do not run, by the sources of the versions in targets.yaml."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _other_rope(*runs: str) -> Limit:
 
 
 def _other_aux_layers(config: Any) -> Any:
-    """EAGLE's code has the default layers only. Of a target that isn't found the number of layers is any."""
+    """Return "aux_layers" unless they are the defaults, all that EAGLE's code has; an unknown target has any depth."""
     target, layers = base_config(config.base_model_name_or_path), config.aux_layers or [0]
     count = target.get_text_config().num_hidden_layers if target else max(layers[-1] + 3, 7)
     default = config.aux_layers is None or (count >= 7 and layers == default_aux_layers(count))

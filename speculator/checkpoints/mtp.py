@@ -303,10 +303,7 @@ def read(folder: Path, head: MTPSpeculator) -> dict[str, Tensor]:
 
 
 def write(head: MTPSpeculator, made: JsonObject, folder: Path) -> None:
-    """Write a copy of the target's folder with the head's weights as its MTP layers: `Layout.write`.
-
-    The copy is read back and compared with the head. `made` is not used.
-    """
+    """`Layout.write`: copy the target's folder with the head as its MTP layers, and check that; `made` is unused."""
     base = head.config.base_model_name_or_path
     if base is None:
         raise UserError(str(needs_base(head.config)))

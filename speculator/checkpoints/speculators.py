@@ -99,13 +99,10 @@ def pack(head: Eagle3Speculator) -> dict[str, Tensor]:
 
 
 def unpack(where: Path, head: Eagle3Speculator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return stored tensors by the head's names, without the copy of the target's embedding.
+    """Return stored tensors by the head's names, without the copy of the target's embedding; `where` is for errors.
 
     The head embeds tokens with that copy until `bind` replaces it with the target's own. A copy of zeros means that
     none was stored, so it is dropped. The embedding of a head that has its own (`own_embedding`) is returned too.
-
-    Args:
-        where: the folder, for errors.
     """
     tensors, config = from_d2t(where, head, tensors), head.config
     if not config.own_embedding and EMBEDDING in tensors:

@@ -79,7 +79,7 @@ Table = tuple[Key | Lack, ...]
 
 
 def only(ours: str, value: Json, why: str) -> Lack:
-    """Return the lack of all values of a field but one; `why` is the message, in which {0.field} are the head's."""
+    """Return a `Lack` of every value of a field except one; `why` is its message, in which {0.field} is the head's."""
     return Lack(lambda config: getattr(config, ours) != value, why.format, {ours: value})
 
 

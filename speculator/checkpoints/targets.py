@@ -37,8 +37,7 @@ def lists() -> dict[str, Known]:
 def refusal(server: str, base: str | None, algorithm: str = "eagle3") -> str | None:
     """Return the reason that a server can't run a head for this target; None if it can or the target isn't found.
 
-    Args:
-        algorithm: of the head: "eagle3", "dflash" or "dspark".
+    `algorithm` is the head's: "eagle3", "dflash" or "dspark".
     """
     config = base_config(base)
     kind = config and config.model_type

@@ -31,7 +31,7 @@ def servers(config: SpeculatorConfig, folder: str) -> list[Server]:
 
 
 def _heads(config: Any) -> int:
-    """Return a power of 2, so that GPUs can share the heads."""
+    """Return a number of attention heads: a power of 2, so that GPUs can share them."""
     return math.gcd(config.emb_dim, 64)
 
 

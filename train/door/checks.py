@@ -1,4 +1,4 @@
-"""What a run's settings and its target's config suffice to refuse, before the weights of the target are read."""
+"""Checks of a run's settings and its target's config, before the weights of the target are read."""
 
 from __future__ import annotations
 
@@ -32,13 +32,7 @@ _MERGE = (
 
 
 def settings(config: RunConfig, mixture: Mixture, head: SpeculatorConfig, lengths: Lengths, processes: int) -> None:
-    """Raise a UserError for settings that are out of range or contradict each other.
-
-    Args:
-        mixture: the sources that the settings name.
-        head: config of the run's head.
-        processes: number of the run's processes.
-    """
+    """Raise a UserError for settings that are out of range or contradict each other."""
     options, generate = config.speculator, config.stage2.generate
     if options.warm_start_revision and not options.warm_start:
         raise UserError("speculator.warm_start_revision needs speculator.warm_start")
@@ -111,7 +105,7 @@ def settings(config: RunConfig, mixture: Mixture, head: SpeculatorConfig, length
 def fits_target(
     config: RunConfig, head: SpeculatorConfig, lengths: Lengths, text: PreTrainedConfig, processes: int
 ) -> None:
-    """Raise a UserError for what does not fit the target, given its text config; other arguments as in `settings`."""
+    """Raise a UserError for what does not fit the target, given its text config."""
     target, options = config.target, config.speculator
     head.starts_from_target(options.initialise == "target")
     if target.parallel in SHARDED and processes > 1:
@@ -144,10 +138,7 @@ def _merged(target: TargetConfig) -> str:
 
 
 def samplings(section: str, temperatures: list[float], **filters: Any) -> tuple[Sampling, ...]:
-    """Return a `Sampling` for each temperature of a section, with `filters` such as top_p.
-
-    A UserError about a value names the section.
-    """
+    """Return a `Sampling` per temperature, with `filters` such as top_p; a UserError about a value names `section`."""
     try:
         return tuple(Sampling(temperature, **filters) for temperature in temperatures)
     except UserError as error:
@@ -155,12 +146,7 @@ def samplings(section: str, temperatures: list[float], **filters: Any) -> tuple[
 
 
 def writes_no_text(config: RunConfig, mixture: Mixture, why: str, instead: str = "") -> None:
-    """Raise a UserError if a run needs text of a target that can't be decoded here.
-
-    Args:
-        why: the reason, which begins the message.
-        instead: further advice, which ends it.
-    """
+    """Raise a UserError (`why`, advice, `instead`) if a run needs text of a target that can't be decoded here."""
     wanted = (f"the source {SELF}", mixture.names_self), ("stage 2", bool(config.stage2.max_steps))
     for what in (name for name, asked in wanted if asked):
         raise UserError(

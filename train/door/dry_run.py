@@ -67,17 +67,11 @@ Stage = TypeVar("Stage", bound=StageConfig)
 
 
 def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
-    """Run on stand-ins in a temporary folder, and print what was done.
+    """Run on stand-ins in a temporary folder, and print what was done; all processes of a launch call it.
 
     The first rows of local sources are read. The files of the target and its adapter and hub datasets are not tried,
-    nor is a sharded target, nor training from `speculator.warm_start`.
-
-    Args:
-        run: the real run; all processes of a launch come here.
-        carry_out: runs a config; it is called with that of the stand-ins.
-
-    Raises:
-        SourceError: a local source has no rows, or too many of its first rows are bad.
+    nor is a sharded target, nor training from `speculator.warm_start`. `carry_out` gets the config of the stand-ins.
+    Raises a SourceError if a local source has no rows, or too many of its first rows are bad.
     """
     config, state = run.config, PartialState()
     for source in run.mixture.sources:
@@ -108,11 +102,7 @@ def run_on_stand_ins(run: Run, carry_out: Callable[[RunConfig], None]) -> None:
 
 
 def _look_at(source: Source, config: RunConfig) -> None:
-    """Read the first rows of a local source, to find a wrong path or format.
-
-    Raises:
-        SourceError: it has no rows, or too many of them are bad.
-    """
+    """Read the first rows of a local source; raise a SourceError if it has none, or too many of them are bad."""
     tally = Tally(config.data.max_bad_rows)
     found = list(islice(documents(source.location, None, tally=tally), _ROWS_READ))
     tally.check(source.location)
@@ -275,11 +265,7 @@ def _one_step(stage: Stage) -> Stage:
 
 
 def _done(config: RunConfig, run: Path) -> Iterator[str]:
-    """Yield the lines to print: what each stage and the evaluation did on stand-ins, and a hint to --plan.
-
-    `config` has the real settings, and `run` is the folder of the run on stand-ins. An AssertionError is raised if
-    a stage logged no loss.
-    """
+    """Yield lines about what each stage and the evaluation did in the folder `run`; `config` has the real settings."""
     for name in ("stage1", "stage2"):
         if getattr(config, name).max_steps:
             history = json.loads((run / name / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]

@@ -72,9 +72,8 @@ class Place:
     def holds(self, need: int, spare: bool) -> bool:
         """Return whether a device has `need` bytes, or is not known to have less.
 
-        Args:
-            spare: leave room for what tensors do not tell: Python and torch on a CPU; on a GPU a tenth for fragments (a
-                run reserved 50.4 GB for 45.6), CUDA's context and the buffers of NCCL.
+        `spare` leaves room for what tensors do not tell: Python and torch on a CPU; on a GPU a tenth for fragments (a
+        run reserved 50.4 GB for 45.6), CUDA's context and the buffers of NCCL.
         """
         if spare:
             need = need + _PYTHON if self.kind == "cpu" else need + need // 10 + _CONTEXT
@@ -122,7 +121,7 @@ def place_of(wanted: str, processes: int) -> Place:
 
 
 def timed(place: Place) -> Place:
-    """Return a CPU's place with the rates of this one, measured in half a second; another one as it is."""
+    """Return a CPU's place with this machine's rates, measured in half a second, and a GPU's place as it is."""
     if place.kind != "cpu":
         return place
     operations, numbers = 2 * 1024**3, torch.ones(2**25)
@@ -135,7 +134,7 @@ def timed(place: Place) -> Place:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the least of several times that a piece of work takes."""
+    """Return the shortest time of five runs of some work."""
 
     def once() -> float:
         started = time.perf_counter()

@@ -34,10 +34,7 @@ def start_folder(options: HeadOptions) -> Path:
 def with_settings_of_start(config: RunConfig, given: Collection[str]) -> RunConfig:
     """Return the config with the architecture, sizes and options of a warm start's head where the user gave none.
 
-    Without a warm start it is unchanged. `Start.check` tells whether what was given contradicts the head.
-
-    Args:
-        given: names of the fields of `HeadOptions` that the user set.
+    `given` names the fields of `HeadOptions` that the user set; `Start.check` tells whether they contradict the head.
     """
     options = config.speculator
     if not options.warm_start:
@@ -91,9 +88,7 @@ class Start:
     def check(self, config: RunConfig, head: SpeculatorConfig, target: PreTrainedConfig | None) -> None:
         """Raise a UserError if the run's head can't have these weights, as far as both configs tell.
 
-        Args:
-            head: config of the run's head.
-            target: the target's text config; None: it is unknown, so sizes that follow from it are not compared.
+        `target` is the target's text config; None: it is unknown, so sizes that follow from it are not compared.
         """
         own, target_name = self.config, config.target.name_or_path
         if target is not None and own.emb_dim != head.emb_dim:
@@ -139,10 +134,7 @@ def head_class(options: HeadOptions) -> type[Speculator]:
 
 
 def head_config(options: HeadOptions, target: PreTrainedConfig) -> SpeculatorConfig:
-    """Build the head's config; options that are 0 or null take the value of the target's text config.
-
-    Raises a UserError that names the flag of a wrong option.
-    """
+    """Build the head's config: an option of 0 or null follows the target's text config; a wrong one is a UserError."""
     config_class = head_class(options).config_class
     given = {name: value for name in SHARED_OPTIONS if (value := getattr(options, name))}
     own = config_class.own_options()

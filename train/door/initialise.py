@@ -22,11 +22,8 @@ from train.door.vocabulary import count_tokens, most_frequent, unused_token
 def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: int) -> Speculator:
     """Return the run's head with float32 weights, and with the target's matrices where it has none of its own.
 
-    The weights are those of a trained head, copies of the target's matrices, or random by the run's seed.
-
-    Args:
-        rows: training rows; their most frequent tokens become the draft vocabulary, if one is configured.
-        length: number of tokens in a training row.
+    The weights are those of a trained head, copies of the target's matrices, or random by the run's seed. A draft
+    vocabulary, if configured, is the most frequent tokens of `rows`, which have `length` tokens each.
     """
     config, options, made = run.config, run.config.speculator, copy.deepcopy(run.head)
     # Elsewhere a relative path is no path, and may look like a hub id.
@@ -83,13 +80,9 @@ def _reach(head: SpeculatorConfig) -> None:
 
 
 def copy_weights(head: Speculator, start: Speculator, where: str) -> None:
-    """Copy the weights and the draft vocabulary of a trained head; raise a UserError if its shape is another one.
+    """Copy a trained head's weights and draft vocabulary; raise a UserError, which names `where`, if its shape differs.
 
     Parts that only the new head has, by the `extensions` of its config, keep their initial weights.
-
-    Args:
-        head: the new head, changed in place.
-        start: the trained head; `where` is its name, for the error.
     """
     own, stored = head.state_dict(), start.state_dict()
     for name, tensor in stored.items():

@@ -126,14 +126,9 @@ def generated_texts(
 ) -> dict[str, GeneratedText]:
     """Return the text that the target generates in a run, by phase; a phase without such text is left out.
 
-    "self" are the chats of the source `self`, before training, and "generating" is the text that stage 2 trains on.
-
-    Args:
-        run: its settings, the names of its sources and its target's config are used; no data are read.
-        length: number of tokens in a training row of stage 1.
-        prompts: sizes of the prompts of stage 2, known or estimated; None: unknown, so each has
-            `stage2.generate.prompt_tokens` tokens and one answer.
-        rows: number of texts of stage 2, if it is known.
+    "self" are the chats of the source `self`, before training, and "generating" is the text that stage 2 trains on. No
+    data are read. Rows of stage 1 have `length` tokens, and stage 2 has `rows` texts, if known. `prompts` are the sizes
+    of its prompts, known or estimated. None: unknown, so each has `stage2.generate.prompt_tokens` and one answer.
     """
     lengths, context = run.lengths, usable_context(run.text)
     found, source, generate = {}, run.config.data.self_source, run.config.stage2.generate
@@ -170,12 +165,9 @@ def generated_texts(
 
 
 class Plan:
-    """Estimated memory and time of one run; `str(plan)` is what `--plan` prints.
+    """Estimated memory and time of a run whose target's config is known; `str(plan)` is what `--plan` prints.
 
     Phases are named "self" and "generating" (the target generates text), "stage1" and "stage2" (the head is trained).
-
-    Args:
-        run: the run; its target's config must be known.
 
     Attributes:
         uncounted: the reason that the target's layers are not counted; "" if they are.
@@ -237,12 +229,9 @@ class Plan:
         self.largest = max(weight.numel() for weight in head.parameters() if weight.requires_grad)
 
     def knowing(self, length: int, prompts: Sequence[Prompt] | None, **rows: int) -> Plan:
-        """Return the plan of the same run with what its data decide.
+        """Return the plan of the same run with what its data decide: `rows` are training rows by stage, where known.
 
-        Args:
-            length: number of tokens in a training row of stage 1.
-            prompts: sizes of those of stage 2; None: there are none, or the target writes them itself.
-            rows: number of training rows of "stage1" and "stage2", where it is known.
+        Rows of stage 1 have `length` tokens. Without `prompts`, stage 2 has none, or the target writes them itself.
         """
         known = copy.copy(self)
         known._counted = rows
@@ -402,7 +391,6 @@ class Plan:
         return {name: sum(parts.values()) for name, parts in self.memory().items()}
 
     def _unfit(self) -> list[str]:
-        """Return the phases that do not fit with room to spare."""
         return [name for name, need in self._needs().items() if not self.place.holds(need, spare=True)]
 
     def remedy(self) -> str:
@@ -551,13 +539,9 @@ class Plan:
     def outlook(self, target: TrainingTarget, prompt: Sequence[int], name: str, step: float) -> str:
         """Return a log line with the time of each phase from a stage on, and the setting that shortens the longest.
 
-        On a CPU plain decoding is timed. A GPU's graphs take longer to capture than the text to write, so what is
-        expected of its peak stands in for it.
-
-        Args:
-            prompt: tokens to decode after.
-            name: the stage that has begun.
-            step: seconds of an optimiser step of that stage.
+        On a CPU plain decoding after `prompt` is timed. A GPU's graphs take longer to capture than the text to write,
+        so what is expected of its peak stands in for it. The stage `name` has begun; its optimiser step takes `step`
+        seconds.
         """
         timed: dict[int, float] = {}
 

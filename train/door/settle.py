@@ -1,4 +1,4 @@
-"""The door of a run: what its settings and its target's config decide, and what they suffice to refuse.
+"""The door of a run: what its settings and its target's config decide, once they are checked.
 
 `--plan`, `--dry_run`, `speculator server-command` and the run itself come in by `settle`.
 """
@@ -61,13 +61,10 @@ class Run:
 
     @classmethod
     def of(cls, asked: RunConfig, target: PreTrainedConfig | None, place: Place, start: Start | None = None) -> Run:
-        """Return the run of some settings (`asked`) and its target's config (None: unknown).
+        """Return the run of some settings and its target's config (None: unknown); `start`: a warm start already read.
 
         Raises a UserError for a wrong setting, settings that contradict each other, and whatever does not fit the
         target, as far as its config tells.
-
-        Args:
-            start: the head of the warm start, if it has been read.
         """
         name, options = asked.target.name_or_path, asked.speculator
         refuse(
@@ -124,12 +121,10 @@ class Run:
 
     @property
     def processes(self) -> int:
-        """Number of the run's processes."""
         return self.place.processes
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.config.output_dir)
 
     @property
@@ -150,14 +145,8 @@ class Run:
 def settle(config: RunConfig, processes: int, local_only: bool = False, place: Place | None = None) -> Run:
     """Read the target's config, check the settings, and return the run that they describe.
 
-    Args:
-        processes: number of the run's processes.
-        local_only: read no more of the target than is on this machine, and look at no device.
-        place: the processes and their devices, if they are known.
-
-    Raises:
-        UserError: the target's config can't be read, or a setting is out of range, contradicts another one, or does not
-            fit the target.
+    With `local_only`, read no more of the target than is on this machine, and look at no device. Raises a UserError if
+    the target's config can't be read, or a setting is out of range, contradicts another one or doesn't fit the target.
     """
     named = config.target
     if local_only:

@@ -75,7 +75,6 @@ class Lengths:
 
     @classmethod
     def of(cls, config: RunConfig, mixture: Mixture) -> Lengths:
-        """Read the settings."""
         own, generate, measured = config.data.self_source, config.stage2.generate, config.eval
         self_prompt = ("data.self_source.max_prompt_tokens", own.max_prompt_tokens)
         name, tokens = self_prompt if mixture.is_self else ("stage2.generate.prompt_tokens", generate.prompt_tokens)
@@ -117,11 +116,8 @@ def with_sizes_of_target(
 ) -> RunConfig:
     """Return the config with a row length, if it has none: a warm start's, or 4,096, within the target's context.
 
-    A draft vocabulary that the target's own does not exceed becomes 0, which stands for all tokens.
-
-    Args:
-        text: the target's text config; None if it is unknown.
-        start: config of the head of a warm start.
+    A draft vocabulary that the target's own does not exceed becomes 0, which stands for all tokens. `text` is the
+    target's text config, None if it is unknown; `start` is the config of a warm start's head.
     """
     data, head = config.data, config.speculator
     if not data.seq_length:
@@ -137,9 +133,7 @@ def with_sizes_of_target(
 def shortened(length: int, tokens: int, whole: int = 0) -> int:
     """Return a row length, halved until the training tokens make 64 rows, or until it is below 512 tokens.
 
-    Args:
-        tokens: number of training tokens.
-        whole: length of rows that cut few chats; the result is at least as long, unless `length` is shorter.
+    It is not halved below `whole`, the length of rows that cut few chats.
     """
     while length >= max(2 * _SHORTEST, 2 * whole) and tokens < _LEAST_ROWS * length:
         length //= 2
@@ -170,11 +164,7 @@ def with_steps(stage: StageConfig, rows: int, processes: int, width: int) -> Sta
     """Return a stage with its epochs turned into steps, and its learning rate for the rows of its steps and the target.
 
     Rows per step are halved while an epoch has fewer than 50 steps. The rate follows their square root, and one over
-    the width.
-
-    Args:
-        rows: number of training rows, over all processes.
-        width: hidden size of the target.
+    `width`, the target's hidden size. `rows` counts the training rows of all processes.
     """
     size, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
     base = stage.base_batch_size or size * accumulation * processes
@@ -192,13 +182,9 @@ def with_steps(stage: StageConfig, rows: int, processes: int, width: int) -> Sta
 
 
 def expected_rows(config: RunConfig, mixture: Mixture, chat_tokens: int, length: int) -> int | None:
-    """Estimate the training rows of stage 1 before anything is read: 4 bytes of text per token.
+    """Estimate the training rows of stage 1, of `length` tokens, before anything is read: 4 bytes of text per token.
 
-    For data on the hub it is `data.max_tokens` that counts; None without it.
-
-    Args:
-        chat_tokens: tokens of a chat of the source `self`.
-        length: number of tokens in a row.
+    For data on the hub `data.max_tokens` counts; None without it. A chat of the source `self` has `chat_tokens`.
     """
     tokens, most = 0.0, config.data.max_tokens
     for source in mixture.sources:
@@ -273,7 +259,6 @@ def _prompt_of(row: Document, generate: GenerateConfig) -> Prompt:
 
 
 def count_of_tokens(packed: datasets.Dataset) -> int:
-    """Count the tokens of rows."""
     tables = packed.with_format("arrow").iter(batch_size=1000)
     return sum(compute.sum(compute.list_value_length(table["input_ids"])).as_py() for table in tables)
 

@@ -37,11 +37,8 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:  
 def unused_token(tokenizer: PreTrainedTokenizerBase, counts: Tensor, ends: Iterable[int]) -> int:
     """Return a token id that text does not contain: the last of the V, if the tokenizer does not use it.
 
-    Otherwise the last special token that is absent from the text and not in `ends`, or else the last absent token.
-
-    Args:
-        counts: [V] occurrences of each token in the text.
-        ends: tokens that end a text.
+    Otherwise the last special token that the text lacks (`counts` [V]) and that ends no text (`ends`), or else the last
+    token that it lacks.
     """
     unused = len(counts) - 1
     if unused >= len(tokenizer):

@@ -36,11 +36,8 @@ def bytes_of_moments(head: Speculator, optimizer: str, processes: int) -> int:
 class MuonAndAdamW(Optimizer):
     """Muon for `muon_weights`, and a given AdamW for the other weights, as one optimiser.
 
-    Muon's step is scaled to the size of AdamW's (`match_rms_adamw`), so both have the same learning rate.
-
-    Args:
-        whole: AdamW over all weights of the head, before its first step; Muon's weights are removed from it.
-        head: the head.
+    Muon's step is scaled to the size of AdamW's (`match_rms_adamw`), so both have the same learning rate. `whole` is an
+    AdamW over all weights of the head, before its first step; Muon's weights are removed from it.
     """
 
     def __init__(self, whole: Optimizer, head: Speculator):

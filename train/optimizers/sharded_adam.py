@@ -19,8 +19,7 @@ from speculator.device import synchronize
 def largest_share(sizes: Iterable[int], processes: int) -> int:
     """Return how many elements the fullest process holds, if each tensor goes to the emptiest process so far.
 
-    Args:
-        sizes: elements of each tensor. The largest goes first: 5 4 3 1 on two processes are 5 + 1 and 4 + 3, so 7.
+    The largest goes first: sizes 5 4 3 1 on two processes are 5 + 1 and 4 + 3, so 7.
     """
     shares = [0] * processes
     for size in sorted(sizes, reverse=True):

@@ -80,8 +80,7 @@ def _strings(module: str) -> dict[tuple[str, str], str]:
 def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> None:
     """Add a flag `--section.key` for each setting, whose value stays a word.
 
-    Args:
-        alone: values of flags that stand without one; a switch is then true.
+    `alone` has the values of flags that stand without one; a switch is then true.
     """
     groups: dict = {"": parser}
     for name, option in options(declared).items():

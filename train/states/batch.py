@@ -45,11 +45,7 @@ class Batch(TypedDict, total=False):
 
 
 class Documents:
-    """The documents of a batch's rows, without padding, which no loader moves to a device.
-
-    Attributes:
-        rows: each row's documents, each a list of tokens.
-    """
+    """The documents of a batch's rows, each a list of tokens without padding; no loader moves them to a device."""
 
     def __init__(self, rows: list[Columns]):
         tokens = [row["input_ids"] for row in rows]
@@ -65,7 +61,6 @@ class Collator:
     if configured, `DOCUMENTS`.
 
     Args:
-        config: config of the head.
         documents: add the `Documents`, which servers read and `KeptStates` looks up.
         multiple: batches are padded to a multiple of this length, so that a GPU sees few shapes, up to `longest`.
 
@@ -166,12 +161,7 @@ class TargetStates(NamedTuple):
 
 
 class StateSource:
-    """Gives the target's states of batches; this one computes them in this process.
-
-    Args:
-        target: the model to draft for.
-        aux_layers: auxiliary layers whose states the head reads.
-    """
+    """Gives the target's states of batches, those of `aux_layers` too; this one computes them in this process."""
 
     reads_documents = False
     """True if batches need their `Documents`."""

@@ -43,7 +43,6 @@ class KeptStates(StateSource):
 
     Args:
         target: the target, whole in this process; each process computes its own rows' states.
-        aux_layers: auxiliary layers whose states the head reads.
         normalisers: keep the `TargetStates.normalisers`. With them a head with a draft vocabulary needs no logits of
             other tokens.
 

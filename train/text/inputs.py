@@ -73,15 +73,10 @@ class Inputs:
 
 
 def read_inputs(plan: Plan, target: TrainingTarget) -> Inputs:
-    """Read all inputs and check them; nothing is written into the run's folder.
+    """Read all inputs and check them; nothing is written into the run's folder. Every process of the run calls this.
 
-    Missing chats of the source `self` are written into the cache first. Every process of the run calls this.
-
-    Args:
-        plan: of the run, made before its data were read.
-
-    Raises:
-        UserError: an input can't be read, is too small, or does not fit the target or the memory.
+    Missing chats of the source `self` are written into the cache first. `plan` was made before the data were read.
+    Raises a UserError if an input can't be read, is too small, or does not fit the target or the memory.
     """
     run, config = plan.run, plan.config
     if (folder := shipped_folder(config)) is not None:
@@ -139,11 +134,8 @@ def check_rows(
 ) -> None:
     """Raise a UserError if rows hold a token that the target does not have, or are too few.
 
-    Training rows have to fill an optimiser step of stage 1, and prompts one of stage 2. Each process needs a validation
-    row.
-
-    Args:
-        prompts: number of prompts that stage 2 answers; None: `stage2.generate.max_rows`.
+    Training rows have to fill an optimiser step of stage 1, and `prompts` one of stage 2 (None: it answers
+    `stage2.generate.max_rows`). Each process needs a validation row.
     """
     for made in (train_rows, validation_rows):
         tables = made.with_format("arrow").iter(batch_size=1000)
@@ -201,10 +193,9 @@ def load_target(run: Run) -> TrainingTarget:
 
 
 def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
-    """Return the auxiliary layers that the run's head reads, and the tokens of the longest document that it sends.
+    """Return the auxiliary layers that the head reads, and the tokens of the longest document that it sends.
 
-    Args:
-        context: tokens of the longest text that a server reads, one below the target's context length.
+    A server reads at most `context` tokens, one less than the target's context length.
     """
     return tuple(getattr(run.head, "aux_layers", None) or ()), min(run.lengths.longest, context)
 
@@ -212,12 +203,9 @@ def needed_of_server(run: Run, context: int) -> tuple[tuple[int, ...], int]:
 def rows(
     run: Run, target: TrainingTarget, mixture: Mixture, length: int, split: str, report: bool = True
 ) -> datasets.Dataset:
-    """Return the packed rows of one split.
+    """Return one split's packed rows of `length` tokens; with `report`, print what became of the rows of the sources.
 
-    Args:
-        length: number of tokens in a row.
-        split: "train", at most `data.max_tokens` tokens, or "validation", only the rows that are evaluated.
-        report: print what became of the rows of the sources.
+    "train" has at most `data.max_tokens` tokens, "validation" only the rows that are evaluated.
     """
     config = run.config
     with reporting_full_disk(cache_folder()):
@@ -277,12 +265,7 @@ def own_prompts_of(run: Run, target: TrainingTarget, mixture: Mixture, length: i
 
 
 def log_sizes(run: Run, name: str, rows: datasets.Dataset, length: int) -> None:
-    """Print the number of rows and steps of a stage, and which of its settings were adapted to the rows.
-
-    Args:
-        name: "stage1" or "stage2".
-        length: number of tokens in a row, which is printed if it is not `data.seq_length`.
-    """
+    """Print the rows and steps of stage `name`, its settings that were adapted, and a row's `length` if that was."""
     before, stage = getattr(run.config, name), run.stage(name, len(rows))
     batch, was = (each.rows_per_step for each in (stage, before))
     notes = [f"rows of {length} tokens"] * (length != run.config.data.seq_length)

@@ -38,10 +38,8 @@ _STREAMS = 1 << 32  # between the seeds of the chats for stage 1 and those for s
 def with_self_written(run: Run, target: TrainingTarget) -> Mixture:
     """Return the sources with `self` replaced by the folder of the target's chats; every process of the run calls this.
 
-    Missing chats are written first, after a check that the other sources can be read.
-
-    Raises:
-        UserError: another source can't be read, another run is writing these chats, or no user turn can be used.
+    Missing chats are written first, after a check that the other sources can be read. Raises a UserError if one can't,
+    if another run is writing these chats, or if no user turn can be used.
     """
     mixture = run.mixture
     if not mixture.names_self:
@@ -82,14 +80,10 @@ def folder_of(run: Run, target: TrainingTarget) -> Path:
 def generate_own_text(
     run: Run, target: TrainingTarget, head_folder: Path, own_prompts: list[Conversation] | None, longest_prompt: int
 ) -> datasets.Dataset:
-    """Return rows that the target writes for stage 2, into the run's folder "generated", with the head drafting.
+    """Return rows that the target writes for stage 2, into the run's folder "generated", with stage 1's head drafting.
 
-    A target in servers writes without the head.
-
-    Args:
-        head_folder: folder of the head of stage 1.
-        own_prompts: prompts to continue, and chats to answer; None: the target writes the user turns as well.
-        longest_prompt: a chat ends when it has more tokens before an answer.
+    A target in servers writes without the head. `own_prompts` are prompts to continue, and chats to answer; None: the
+    target writes the user turns as well. A chat ends at more than `longest_prompt` tokens before an answer.
     """
     settings, folder, writing = run.config.stage2.generate, run.folder / "generated", run.own_writing
 
@@ -115,10 +109,7 @@ def generate_own_text(
 def packed(run: Run, rows: datasets.Dataset, length: int) -> datasets.Dataset:
     """Return the rows of `generate_own_text` packed like those of stage 1; every process of the run calls this.
 
-    Rows are as long as those of stage 1, or as the longest text. Too few of them for a batch stay as they are.
-
-    Args:
-        length: number of tokens in a row of stage 1.
+    Rows have `length` tokens, as in stage 1, or those of the longest text. Too few for a batch stay as they are.
     """
     stage, work = run.config.stage2, run.folder / "generated" / "packed"
     length = max(length, longest(rows))
