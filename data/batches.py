@@ -43,6 +43,8 @@ _FEATURES = {
     "source_ids": Sequence(Value("int32")),
 }
 POLL_SECONDS = 0.2
+_ORDER = {"order": "longest first"}
+"""What unfinished batches are checked for: those of another order hold other prompts."""
 
 
 class Notes(TypedDict, total=False):
@@ -125,6 +127,7 @@ class Batches:
         rows: for each batch, the numbers of its prompts; []: the caller writes all rows at once, by `conclude`.
         title: title of a progress bar over the main process's batches.
         notes: for record.json and manifest.json; they need not be the same when the work is resumed.
+        may_be_empty: work that gives no row is finished too; else it is an error.
 
     Raises:
         UserError: the folder holds something else, was made with other settings, or is damaged.
@@ -137,14 +140,17 @@ class Batches:
         rows: list[list[int]],
         title: str = "generating",
         notes: Notes | None = None,
+        may_be_empty: bool = False,
     ):
         self.folder, self.record, self.rows, self._notes = folder, record, rows, notes or {}
+        self._begun = {**record, **(_ORDER if rows else {})}
+        self._may_be_empty = may_be_empty
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
         self._lock = FileLock(self._work / "lock")
         finished, stored = self.finished, stored_record(folder)
         if stored is not None:
-            for name, value in record.items():
+            for name, value in (record if finished else self._begun).items():
                 if stored.get(name) != value:
                     raise UserError(
                         f"{folder} was made with {name} {json.dumps(stored.get(name))}, not {json.dumps(value)}: "
@@ -199,7 +205,7 @@ class Batches:
         """
         if not self._record.exists():
             make_folder(self._work)
-            write_text(self._record, json.dumps({**self.record, **self._notes}, sort_keys=True))
+            write_text(self._record, json.dumps({**self._begun, **self._notes}, sort_keys=True))
         if state().is_main_process and not self._lock.is_locked:
             acquire(self._lock, f"{self.folder}: another run is writing it")
         return self._work
@@ -268,21 +274,24 @@ class Batches:
         return rows_of_lists, facts
 
     def _save(self, rows: Iterable[Columns], facts: JsonObject) -> None:
-        """Write the rows, and then the manifest; raise a UserError if there is no row."""
+        """Write the rows, and then the manifest; raise a UserError if there is no row and none is not allowed."""
         rows = iter(rows)
         first = next(rows, None)  # it tells the columns; some may be missing
-        if first is None:
+        if first is None and not self._may_be_empty:
             raise UserError(f"{self.folder}: no prompt was answered; remove it before you start again")
-        features = Features({name: _FEATURES[name] for name in first})
+        features = Features({name: _FEATURES[name] for name in first or _FEATURES})
         cache, final = self._work / "cache", self.folder / "rows"
         # From a process that was killed here: without a manifest they may be incomplete.
         for leftover in (cache, final):
             shutil.rmtree(leftover, ignore_errors=True)
         with new_folder(final) as scratch:
-            table = Dataset.from_generator(
-                lambda: chain([first], rows), features=features, cache_dir=str(cache), fingerprint="generated"
-            )
-            table.save_to_disk(str(scratch))
+            table = Dataset.from_dict({name: [] for name in features}, features)  # which `from_generator` refuses
+            if first is not None:
+                table = Dataset.from_generator(
+                    lambda: chain([first], rows), features=features, cache_dir=str(cache), fingerprint="generated"
+                )
+            # An empty table too has a file: `load_from_disk` needs one.
+            table.save_to_disk(str(scratch), num_shards=None if first else 1)
             write_manifest(scratch)
         # Last of all: a folder with a manifest is finished, whatever happened to the process afterwards.
         write_text(self._manifest, json.dumps({**self.record, **self._notes, **facts}, indent=2))

@@ -125,7 +125,8 @@ def self_rows(
             output = work.begin() / f"{len(passes) + 1}-{what}"
             how = replace(how, seed=(how.seed << _SEED_BITS) + len(passes) * _SEED_STRIDE)
             chats = [Conversation(each, completion=users.ends is not None) for each in prompts]
-            rows = writer.write(chats, output, how, title=what)
+            # From the second turn on the chats are whole without this pass.
+            rows = writer.write(chats, output, how, title=what, may_be_empty=len(passes) > 1)
             manifest = read_json(output / "manifest.json")
             passes.append({"what": what, **{key: manifest[key] for key in _PASS_FACTS if key in manifest}})
             if what == "answers":

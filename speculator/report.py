@@ -8,6 +8,7 @@ from typing import Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 from speculator.errors import UserError
 from speculator.files import read_json, write_json
+from speculator.terminal import log
 
 Record = TypeVar("Record")
 SCHEMA = 3
@@ -253,11 +254,27 @@ class Round:
     finished: float
 
 
+class _SchemaError(UserError):
+    pass
+
+
 def read_report(file: Path) -> Report:
     """Read a report.json; a UserError says so if it is something else, or of another version."""
     if read_json(file).get("schema") != SCHEMA:
-        raise UserError(f'{file} is not a report.json of `speculator eval` with "schema": {SCHEMA}')
+        raise _SchemaError(
+            f'{file} is not a report.json of `speculator eval` with "schema": {SCHEMA}; measure again with '
+            "`speculator eval`"
+        )
     return read_record(Report, file)
+
+
+def known_report(file: Path) -> Report | None:
+    """Read a report.json; a missing one is None, and so is one of another version, with a warning."""
+    try:
+        return read_report(file) if file.is_file() else None
+    except _SchemaError as error:
+        log(f"warning: {error}")
+        return None
 
 
 def write_record(file: Path, record: Any) -> None:

@@ -14,7 +14,7 @@ from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.loading import load_head
 from speculator.decoding.sampling import Sampling
 from speculator.drafters.tuning import TUNED
-from speculator.report import read_report
+from speculator.report import known_report, read_report
 from speculator.target.model import Target
 from speculator.verdict import headlines
 from train.flags import target_flags
@@ -63,11 +63,11 @@ def summary(config: RunConfig) -> str:
         served = dataclasses.replace(target, adapter=None, dtype="auto")  # which the server decides
         return "\n".join(commands_for_server(folder / "speculator", shlex.join(target_flags(served))))
     how = shlex.join([*target_flags(target), "--speculator", str(folder / "speculator")])
-    report = read_report(folder / "eval" / "report.json")
-    chat = any(row.chat for row in report.suites) and report.settings["chat_template"]
+    report = known_report(folder / "eval" / "report.json")
+    chat = report and any(row.chat for row in report.suites) and report.settings["chat_template"]
     trial = "--chat" if chat else '--prompt "..."'
     lines = [
-        *headlines(report),
+        *(headlines(report) if report else []),
         f"head:   {folder / 'speculator'}",
         f"report: {folder / 'eval' / 'report.html'}",
         f"try:    speculator generate {how} {trial}",

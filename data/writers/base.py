@@ -85,6 +85,7 @@ class Writer(ABC):
         *,
         max_prompt_tokens: int | None = None,
         title: str = "generating",
+        may_be_empty: bool = False,
     ) -> Dataset:
         """Answer prompts, with the sampling, length and ends that `writing` names, and return the rows.
 
@@ -97,6 +98,7 @@ class Writer(ABC):
             folder: the output, shared by all processes.
             max_prompt_tokens: a conversation ends when it is longer (default: when no answer fits the context).
             title: title of the progress bar.
+            may_be_empty: return no row, instead of an error, if no prompt can be answered.
 
         Returns:
             Rows {"input_ids": prompt and continuation, "loss_mask": 0 on the prompt, 1 on the continuation}, in the
@@ -119,7 +121,7 @@ class Writer(ABC):
             self.batch_slots * notes["batch_size"],
         )
         batches = [order[start : start + size] for start in range(0, len(order), size)]
-        with Batches(folder, record, batches, title, notes) as work:
+        with Batches(folder, record, batches, title, notes, may_be_empty) as work:
             if todo := work.todo():
                 job = Job(chats=chats, writing=writing, tokenizer=self.tokenizer, longest=longest, work=work)
                 self.answer(job, todo)

@@ -19,7 +19,7 @@ from speculator.device import dtype_name
 from speculator.errors import UserError
 from speculator.files import read_text, write_text
 from speculator.heads.base import Speculator
-from speculator.report import Interval, Report, ReportRow, RunRecord, read_report
+from speculator.report import Interval, Report, ReportRow, RunRecord, known_report
 from speculator.tables import BASELINES, DRAFTERS, markdown_table
 from speculator.verdict import headlines
 
@@ -86,7 +86,7 @@ def card_of(folder: Path, run: tuple[RunRecord, Report | None] | None = None) ->
 
 
 def read_run(run: Path) -> tuple[RunRecord, Report | None]:
-    """Read a run's config.yaml and eval/report.json; a missing report is None; {} and None if it is not a run."""
+    """Read a run's config.yaml and eval/report.json, see `known_report`; {} and None if it is not a run."""
     config_file, report_file = run / "config.yaml", run / "eval" / "report.json"
     try:
         config: Any = yaml.safe_load(read_text(config_file)) if config_file.is_file() else {}
@@ -95,7 +95,7 @@ def read_run(run: Path) -> tuple[RunRecord, Report | None]:
     settings = config.get("settings") if isinstance(config, dict) else None
     if "stage1" not in (settings or {}):
         return {}, None
-    return config, read_report(report_file) if report_file.is_file() else None
+    return config, known_report(report_file)
 
 
 def model_card(head: Speculator, run: RunRecord, report: Report | None) -> str:

@@ -8,7 +8,8 @@ All code that knows such a server, from the imported to the importing:
     speculator/clients/hidden_states.py    hidden states from vLLM servers, for training
     speculator/target/remote/              the target of such a training: `ServerTarget`
     speculator/checkpoints/                each layout names the servers that load it, and their commands;
-                                           llama_cpp.py, vllm.py and vllm_plugin.py are for one server
+                                           targets.yaml, targets.py and limits.py say which targets and
+                                           heads a server takes; vllm_plugin.py is for vLLM alone
     data/writers/server.py                  text from servers: `data generate --server`
     eval/as_server.py                      decodes here as a server would: `eval --as`
     eval/in_server.py                      measures a head in its server: `eval --server`

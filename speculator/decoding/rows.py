@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from operator import add
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ take as long as the products of some 1,500 tokens of an 8B model."""
 SCRATCH = 2**31
 """Bytes that a prefill pass may take for what grows with its tokens, see `Target.scratch_per_token`: a twelfth of a GPU
 of 24 GB. A Llama of 8B reads 8,192 tokens in a pass up to position 13,000, and 860 at position 128,000."""
+SMALLEST_PASS = 32
+"""Tokens of a prefill pass that is not made smaller: it takes as little memory as a step of a few rows with drafts."""
 _NO_MEMORY = Memory()
 
 
@@ -102,6 +105,8 @@ class Rows:
         """Tokens of a sequence for which every row has room."""
         self._capacity = 0
         """Positions that every row has in the cache and in the drafter's memory."""
+        self._scratch = SCRATCH
+        """Bytes for what grows with the tokens of a prefill pass; fewer once a pass has run out of memory."""
         self._batch: Batch | None = None
         self._capture = capture
         self.capturing = capture and cuda_graphs.capturable(target, drafter)
@@ -154,14 +159,18 @@ class Rows:
         self.memory.erase(row)
 
     def lack_memory(self, chunk: Chunk) -> None:
-        """End the longest prompt of a pass that ran out of memory; rows in use are prefilled again."""
-        rows = range(chunk.start, chunk.start + len(chunk.sequences))
-        row = max(rows, key=lambda row: len(self.scheduler.slots[row].sequence))
-        request = self.scheduler.slots[row].request
-        if request and not request.finish_reason:
-            request.lack_memory()
-        self.erase(row)
-        self.release()
+        """Halve the passes after one that ran out of memory, and prefill again; a prompt alone in a small one ends."""
+        size = len(chunk.counts) * self.cache.padded_width(max(chunk.counts))
+        if len(chunk.counts) > 1 or size > max(SMALLEST_PASS, self.cache.padded_width(1)):
+            read = max(map(add, chunk.begins, chunk.counts))
+            self._scratch = size * self.target.scratch_per_token(self.cache, read) // 2
+        else:
+            self._scratch = SCRATCH  # it was this prompt: others may fit in passes of any size
+            request = self.scheduler.slots[chunk.start].request
+            if request and not request.finish_reason:
+                request.lack_memory()
+            self.erase(chunk.start)
+            self.release()
         self.read_again()  # the pass has changed the caches, and recurrent states can't go back
 
     def forget(self) -> None:
@@ -270,7 +279,7 @@ class Rows:
         """Return the prompt tokens to process next, up to `width` of a row; None if all prompts are in the cache.
 
         While other rows decode, a chunk has at most max(width, tokens of the decoding rows in a step) tokens. Otherwise
-        no row waits for the chunk, and on a GPU it may have more than `width` tokens of a row, see `PASS`. `SCRATCH`
+        no row waits for the chunk, and on a GPU it may have more than `width` tokens of a row, see `PASS`. `_scratch`
         bounds its memory.
         """
         source, destination, longest = self.scheduler.share_prefixes()
@@ -289,7 +298,7 @@ class Rows:
         slots = [self.scheduler.slots[row] for row in rows]
         # Attention reads as far as the row that is furthest, for all rows.
         read = max(min(len(slot.sequence), slot.num_computed_tokens + width) for slot in slots)
-        most, padded = SCRATCH // self.target.scratch_per_token(self.cache, read), self.cache.padded_width
+        most, padded = self._scratch // self.target.scratch_per_token(self.cache, read), self.cache.padded_width
         share = max(padded(1), most if decoding else most // len(rows))
         width = min(width, bisect_right(range(1, share + 1), share, key=padded))  # the widest that is not padded beyond
 

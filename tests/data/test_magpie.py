@@ -178,6 +178,23 @@ def test_a_turn_that_fails_is_dropped_and_the_chats_go_on(model, tmp_path, monke
     assert begun == manifest["answers"] == asked - failed[12]
 
 
+@pytest.mark.parametrize("late", ["3-prompts", "4-answers"])
+def test_a_late_pass_that_fails_as_a_whole_leaves_the_chats_before_it(model, tmp_path, monkeypatch, late):
+    target, answer = chatty(model), engine_writer._answer
+    once = made(target, tmp_path / "once")
+
+    def failing(engine, job, chats, **how):
+        for chat in chats if job.work.folder.name == late else ():
+            chat.stop("too little memory")
+        return answer(engine, job, [chat for chat in chats if chat.prompt], **how)
+
+    monkeypatch.setattr(engine_writer, "_answer", failing)
+    assert made(target, tmp_path / "out", turns=2) == once
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["passes"][-1]["what"] == late[2:]
+    assert manifest["dropped"]["failed"] == manifest["passes"][-1]["rows"] > 0
+
+
 @pytest.mark.parametrize("context_length", [44, 48, 52])
 def test_a_chat_ends_if_the_next_user_turn_does_not_fit(model, tmp_path, context_length):
     target = chatty(model)

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -194,12 +195,13 @@ def test_a_family_that_is_not_decoded_trains_by_a_forecast(command, tmp_path):
     assert state["best_global_step"] == max(figures, key=figures.__getitem__)
 
 
-def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path):
+@pytest.mark.parametrize("schema", [SCHEMA, 2])
+def test_the_commands_of_the_summary_load_the_target_as_the_run_did(tmp_path, schema):
     target = TargetConfig(
         "a/b", revision="old", dtype="bfloat16", trust_remote_code=True, chat_template_kwargs={"think": False}
     )
     (tmp_path / "eval").mkdir()
-    write_record(tmp_path / "eval" / "report.json", report_with())
+    write_record(tmp_path / "eval" / "report.json", replace(report_with(), schema=schema))
     line = summary(RunConfig(target=target, output_dir=str(tmp_path))).splitlines()[-1]
     arguments = build_parser("serve").parse_args(shlex.split(line)[shlex.split(line).index("serve") + 1 :])
     for name in ("revision", "adapter", "dtype", "trust_remote_code", "chat_template_kwargs"):

@@ -219,6 +219,16 @@ def test_a_damaged_record_leaves_no_card(run, name):
     assert not output.exists()
 
 
+def test_a_report_of_another_version_is_none(run, tmp_path, capsys):
+    write_record(run.parent / "eval" / "report.json", replace(REPORT, schema=2))
+    argv = ["export", "--speculator", str(run), "--format", "ibm", "--output", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert "measure again with `speculator eval`" in capsys.readouterr().err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| stage1 | 300 steps |" in card
+    assert "| draft head" not in card
+
+
 def test_an_export_copies_or_creates_the_card(run, tmp_path):
     argv = ["export", "--speculator", str(run), "--format", "ibm", "--output"]
     assert main([*argv, str(tmp_path / "without")]) == 0
