@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections import Counter
@@ -458,11 +459,12 @@ def _serving(model: str, folder: Path, port: int) -> tuple[list[str], list[str]]
     """Return the commands that start a server, and load it."""
     program = [sys.executable, "-m", "speculator"]
     words, head = ["--target", model, "--dtype", "bfloat16"], ["--speculator", _HEAD]
-    load = ["--clients", "8", "128", "--max_prompts", "128", "--temperature", "0", "--output", str(folder)]
+    suite = ["--suite", sysconfig.get_path("stdlib")]  # the held-out Python sources have fewer than 1,024 prompts
+    load = ["--clients", "8", "128", "--max_prompts", "512", "--temperature", "0", "--output", str(folder)]
     server = ["--server", f"http://127.0.0.1:{port}", "--target", model]
     return (
         [*program, "serve", *words, *head, "--max_num_seqs", "128", "--port", str(port)],
-        [*program, "eval", *server, *head, *load],
+        [*program, "eval", *server, *head, *suite, *load],
     )
 
 

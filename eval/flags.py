@@ -92,23 +92,25 @@ def run(parser: OneLineParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="with --server: numbers of clients to compare, each with --max_prompts other prompts; the server need not "
-        "draft (default: 8, for the acceptance alone)",
+        help="with --server: numbers of clients to compare, each with --max_prompts other prompts, at least 4 for each "
+        "client; the server need not draft (default: 8, for the acceptance alone)",
     )
     parser.add_argument(
         "--rate",
         type=float,
         metavar="R",
-        help="with --server: requests per second, at random times (default: each client sends one after an answer)",
+        help="with --clients: requests per second, at random times (default: each client sends one after an answer)",
     )
     parser.add_argument(
         "--slo",
         type=limits,
         metavar="LIMITS",
-        help="with --server: limits in milliseconds of the first token and of the time per token: ttft=500,tpot=50",
+        help="with --clients: limits in milliseconds of the first token and of the time per token: ttft=500,tpot=50",
     )
     parser.add_argument(
-        "--price", type=float, help="with --server: price of its machine per hour, for the cost of a million tokens"
+        "--price",
+        type=float,
+        help="with --clients: price of the server's machine per hour, for the cost of a million tokens",
     )
     parser.add_argument(
         "--rule",

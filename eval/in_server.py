@@ -35,6 +35,7 @@ from speculator.terminal import Progress
 FORECAST_FILE = "forecast.json"
 _CLIENTS = 8
 _WARM_UP = 8  # new tokens
+_PROMPTS = 4  # of each client at least, so that the counters are read after most of the answers
 _OWN_DECODING: dict[str, tuple] = dict.fromkeys(
     ("num_speculative_tokens", "rule", "baseline", "draft_model", "adapter"), (None, False)
 )
@@ -96,6 +97,8 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
         context = getattr(model, "max_model_len", None) or sys.maxsize
         known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None)
         temperatures, numbers = arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS]
+        busy = bool(arguments.clients and not arguments.rate)  # all clients, until the last answer
+        least = max(numbers) * (_PROMPTS if busy else 1)
         # A server may know a prompt, or even its answer, from before: prefix caches and lookup in other texts. So every
         # load has prompts of its own, the same ones in each server.
         parts = len(temperatures) * len(numbers) if arguments.clients else 1
@@ -105,8 +108,9 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
         check_names(suites)
         for suite in suites:
             each = len(suite.prompts) // parts
-            fault = f"--clients {max(numbers)}: {suite.name} has {len(suite.prompts)} prompts, {each} for each load"
-            refuse((arguments.clients and each < max(numbers), f"{fault}; raise --max_prompts, or measure fewer loads"))
+            fault = f"--clients {max(numbers)}: {suite.name} has {len(suite.prompts)} prompts, {each} for each load, "
+            fault += f"which needs {least}; raise --max_prompts, or measure fewer loads"
+            refuse((arguments.clients and each < least, fault))
         loads = [(suite, *load) for suite in suites for load in enumerate(product(temperatures, numbers))]
         for suite, number, (temperature, clients) in Progress(loads, title="loads", unit="loads"):
             each = len(suite.prompts) // parts
@@ -121,11 +125,13 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             )
             if arguments.clients and not found.suites:  # compiles and captures; backwards, so that no cache knows them
                 warm = replace(asking, max_new_tokens=min(_WARM_UP, arguments.max_new_tokens), rate=None)
-                await warm.ask([prompt[::-1] for prompt in part.prompts[: max(numbers)]], max(numbers), int)
-            read = partial(_counters, base, server.url, may_lack=llama_cpp or bool(arguments.clients))
-            before, began = read(), time.monotonic()
-            answers, after = await asking.ask(part.prompts, clients, read)
-            seconds = time.monotonic() - began if arguments.rate else None
+                await warm.ask([prompt[::-1] for prompt in part.prompts[-max(numbers) :]], max(numbers))
+            counters = partial(_counters, base, server.url, may_lack=llama_cpp or bool(arguments.clients))
+            read = partial(asyncio.to_thread, counters)
+            before, began = await read(), time.monotonic()
+            answers, after = await asking.ask(part.prompts, clients, read if busy else None)
+            seconds = None if busy else time.monotonic() - began
+            after = after or await read()
             drafts = _of_answers(answers) if llama_cpp else _of_counters(after - before)
             nothing = "the server drafted nothing while it answered: start it with a drafter"
             refuse((not drafts["steps"] and not arguments.clients, nothing))

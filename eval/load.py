@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from random import Random
@@ -14,6 +14,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import refuse
 
 Reading = TypeVar("Reading")
+_FILLER, _PAUSE = 120.0, 0.1  # seconds that an uncounted request may take, and after a failed one
 
 
 @dataclass
@@ -75,41 +76,37 @@ class Asking:
         return Answer(tokens, first, seconds=time.monotonic() - due, timings=timings)
 
     async def ask(
-        self, prompts: Sequence[list[int]], clients: int, read: Callable[[], Reading]
-    ) -> tuple[list[Answer], Reading]:
+        self, prompts: Sequence[list[int]], clients: int, read: Callable[[], Awaitable[Reading]] | None = None
+    ) -> tuple[list[Answer], Reading | None]:
         """Return the answers to all prompts, in their order, asked by `clients` clients, and a reading of the server.
 
-        Clients that find no prompt left ask others, uncounted, until the last counted answer has come: the load is the
-        same for each of them. With a `rate` they don't, and an answer's time begins when its request was due. The first
-        client that finds no prompt left calls `read`.
+        With `read`, clients that find no prompt left ask others, uncounted, until the last counted answer has come: the
+        load is the same for each of them. The first one calls `read`; None: there was none. No request outlasts this.
+        With a `rate` an answer's time begins when its request was due.
         """
         numbers, start, answers, readings = count(), time.monotonic(), dict[int, Answer](), list[Reading]()
-        done, draw = asyncio.Event(), Random(0)
+        draw = Random(0)
         due = [start + at for at in accumulate(draw.expovariate(self.rate) if self.rate else 0.0 for _ in prompts)]
 
         async def client() -> None:
-            while not done.is_set():
+            while len(answers) < len(prompts):
                 number = next(numbers)
-                if number == len(prompts):
-                    readings.append(read())
-                if self.rate and number >= len(prompts):
+                seed = self.sampling.seed + number
+                if number < len(prompts):
+                    if self.rate:
+                        await asyncio.sleep(due[number] - time.monotonic())
+                    began = due[number] if self.rate else time.monotonic()
+                    answers[number] = await self.answer(prompts[number], seed, began)
+                elif not read:
                     return
-                if self.rate:
-                    await asyncio.sleep(due[number] - time.monotonic())
-                began = due[number] if self.rate else time.monotonic()
-                if number >= len(prompts):  # backwards: no cache knows them
-                    await self.answer(prompts[number % len(prompts)][::-1], self.sampling.seed + number, began)
-                    continue
-                answers[number] = await self.answer(prompts[number], self.sampling.seed + number, began)
-                if len(answers) == len(prompts):
-                    done.set()
+                elif number == len(prompts):
+                    readings.append(await read())
+                else:  # backwards: no cache knows them
+                    other = self.answer(prompts[number % len(prompts)][::-1], seed, time.monotonic())
+                    try:
+                        await asyncio.wait_for(other, _FILLER)
+                    except Exception:  # it counts for nothing, so its failure does neither
+                        await asyncio.sleep(_PAUSE)
 
-        everyone: asyncio.Future = asyncio.gather(*(client() for _ in range(clients)))
-        last: asyncio.Future = asyncio.ensure_future(done.wait())
-        await asyncio.wait({everyone, last}, return_when=asyncio.FIRST_COMPLETED)
-        if everyone.done():
-            last.cancel()
-            await everyone  # raises if a client failed
-        everyone.cancel()  # what is not counted
-        await asyncio.gather(everyone, return_exceptions=True)
-        return [answers[number] for number in range(len(prompts))], (readings or [read()])[0]
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return [answers[number] for number in range(len(prompts))], readings[0] if readings else None

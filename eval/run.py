@@ -51,9 +51,10 @@ _SHORT = 16  # tokens of a prompt after which steps are timed
 def run(arguments: argparse.Namespace) -> None:
     """Run `speculator eval`: measure, write the report, and print its headlines; `--server` runs `eval.in_server`."""
     check_flags(arguments)
-    of_server = [name for name in ("clients", "rate", "slo", "price") if getattr(arguments, name) is not None]
+    of_load = [name for name in ("rate", "slo", "price") if getattr(arguments, name) is not None]
     refuse(
-        (of_server and not arguments.server_url, f"--{(*of_server, '')[0]} needs --server"),
+        (of_load and not arguments.clients, f"--{(*of_load, '')[0]} needs --clients"),
+        (arguments.clients and not arguments.server_url, "--clients needs --server"),
         (not arguments.speculator and not arguments.server_url, "--speculator is required: the head to measure"),
     )
     check_rows(max(arguments.batch_size or [1]), arguments.max_prompts)

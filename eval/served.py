@@ -62,10 +62,10 @@ class Level:
         """Mean tokens per step; None without steps."""
         return 1 + self.accepted_tokens / self.steps if self.steps else None
 
-    def keeps(self, limits: dict[str, float]) -> bool:
-        """Return whether 95% of the answers are within each limit in milliseconds."""
-        found = {"ttft": self.ttft_ms, "tpot": self.tpot_ms}
-        return all(found[name][1] <= limit for name, limit in limits.items())
+    @property
+    def keeps(self) -> bool:
+        """Whether 95% of the answers are within the limits."""
+        return self.within >= 0.95
 
 
 Speedups = dict[str, list[tuple[Level, Level, Interval]]]
@@ -121,7 +121,7 @@ def table(found: Served) -> str:
     header += ["answers/s within limits", "drafts", "accepted by position", "acceptance length"]
     cells = []
     for level in found.suites:
-        accepted = _shares([count / level.steps for count in level.accepted_per_position])
+        accepted = _shares([count / level.steps for count in level.accepted_per_position]) if level.steps else ""
         if level.drafted_tokens:
             accepted = f"{level.accepted_tokens / level.drafted_tokens:.2f} of all drafted tokens"
         times = [" ".join(f"{value:.0f}" for value in each) for each in (level.ttft_ms, level.tpot_ms, level.answer_ms)]
@@ -136,8 +136,9 @@ def table(found: Served) -> str:
         cells.append((f"forecast ({found.forecast['how']})", "0", *blank, shares, f"{length:.2f}"))
     lines = [markdown_table(header, cells), "", "Times are at the 50th, 95th and 99th percentile."]
     if found.price:
-        for suite in dict.fromkeys(map(_where, found.suites)):
-            _, said = _cost([level for level in found.suites if _where(level) == suite], found.price, found.slo)
+        busy = [level for level in found.suites if level.rate is None]  # a rate sets the throughput
+        for suite in dict.fromkeys(map(_where, busy)):
+            _, said = _cost([level for level in busy if _where(level) == suite], found.price)
             lines.append(f"{suite}: {said}")
     return "\n".join(lines)
 
@@ -167,11 +168,14 @@ def compare(a: Served, b: Served) -> tuple[str, Speedups]:
             )
     lines = [f"A: {a.server}, B: {b.server}; times at the 95th percentile", "", markdown_table(header, cells), ""]
     drafts = [max(level.acceptance_length or 1 for level in each.suites) > 1 for each in (a, b)]
-    lines += _verdicts(pairs, "drafting" if drafts == [False, True] else "B")
-    if a.price and b.price:
-        for where, found in pairs.items():
-            before = _cost([level for level, _, _ in found], a.price, a.slo)
-            after = _cost([level for _, level, _ in found], b.price, b.slo)
+    busy = {where: found for where, found in pairs.items() if found[0][0].rate is None}
+    lines += _verdicts(busy, "drafting" if drafts == [False, True] else "B")
+    if a.slo != b.slo:
+        lines.append("A and B have other limits (--slo): their answers within limits and costs can't be compared")
+    elif a.price and b.price:
+        for where, found in busy.items():
+            before = _cost([level for level, _, _ in found], a.price)
+            after = _cost([level for _, level, _ in found], b.price)
             lines += [f"{where}: {line}" for line in _paid(before, after, b.price, b.hours)]
     return "\n".join(lines), pairs
 
@@ -230,9 +234,9 @@ def _paid(before: tuple[float, str], after: tuple[float, str], price: float, hou
     yield f"{training} paid after {price * (hours or 1.0) / saved:,.1f} million tokens"
 
 
-def _cost(levels: Sequence[Level], price: float, limits: dict[str, float]) -> tuple[float, str]:
+def _cost(levels: Sequence[Level], price: float) -> tuple[float, str]:
     """Return the least cost per million tokens within the limits (inf: none), at a `price` per hour, and a clause."""
-    within = [level for level in levels if level.keeps(limits)]
+    within = [level for level in levels if level.keeps]
     if not within:
         return math.inf, "keeps the limits at no number of clients"
     best = max(within, key=lambda level: level.tokens_per_second)

@@ -118,11 +118,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.asked += 1
         time.sleep(server.delay)
         tokens, name = body["prompt"], f"cmpl-{body.get('request_id', 'x')}-0-{next(_numbers)}"
         states = server.states(tokens).to(server.dtype)
         made, chances = self.text(body, tokens)
+        server.asked += 1
         choice = {"index": 0, "text": "", "token_ids": made, "logprobs": {"token_logprobs": chances}}
         choice["finish_reason"] = "length" if len(made) == body["max_tokens"] else "stop"
         answer = {"id": "x", "object": "text_completion", "created": 0, "model": "served", "choices": [choice]}

@@ -181,6 +181,7 @@ def test_the_command_of_the_server_part_and_its_server_are_valid(tmp_path, monke
     for command in gpu._serving("M", tmp_path, 8000):
         assert speculator(command[3:]) == 0
     assert (loads[0].clients, loads[0].server_url) == ([8, 128], "http://127.0.0.1:8000")
+    assert loads[0].max_prompts == 4 * 128, "the least for 128 clients"
     assert (servers[0].port, servers[0].max_num_seqs) == (8000, 128)
 
 

@@ -1,5 +1,7 @@
 """`python -m eval --server`: the counters of the server's own drafting."""
 
+import threading
+
 import pytest
 from conftest import exit_code
 from hidden_state_server import StandIn
@@ -33,7 +35,7 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
     assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
     (row,) = read_json(tmp_path / "made" / "served.json")["suites"]
     prompts = server.asked - 100
-    assert len(row["answers"]) == row["clients"] == prompts, "one prompt each, and none asked again"
+    assert len(row["answers"]) == prompts, "none is asked again"
     assert (row["steps"], row["accepted_per_position"]) == (4 * prompts, [3 * prompts, prompts, 0])
     assert row["accepted_tokens"] == row["steps"], "an acceptance length of 2"
     said = capsys.readouterr().out
@@ -68,6 +70,7 @@ def test_what_is_measured_is_kept_if_the_server_fails_later(server, target_folde
 
     def fail_at_the_third(*given, **lack):
         asked.append(given)
+        assert threading.current_thread() is not threading.main_thread(), "the clients go on meanwhile"
         if len(asked) == 3:
             raise UserError("it has gone")
         return counters(*given, **lack)

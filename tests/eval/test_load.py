@@ -12,15 +12,18 @@ from eval.__main__ import main
 from eval.in_server import training_hours
 from eval.load import Asking
 from eval.served import Level, Served, compare, figures, table
-from speculator import Sampling, Target
+from speculator import Sampling, Target, UserError
 from speculator.files import read_json, write_json
 
 
 class Client:
-    """A server's client whose answer to prompt [n] takes n milliseconds and has n tokens; it knows who waits."""
+    """A server's client whose answer to prompt [n] takes n milliseconds and has n tokens; it knows who waits.
 
-    def __init__(self):
-        self.completions, self.waiting, self.asked = self, 0, []
+    A prompt that begins with `bad` gets none.
+    """
+
+    def __init__(self, bad=None):
+        self.completions, self.waiting, self.asked, self.bad = self, 0, [], bad
 
     async def create(self, *, prompt, **_):
         self.waiting += 1
@@ -28,6 +31,8 @@ class Client:
 
         async def events():
             await asyncio.sleep(prompt[0] / 2000)
+            if prompt[0] == self.bad:
+                raise UserError("it has failed")
             yield SimpleNamespace(choices=[1], usage=None)
             await asyncio.sleep(prompt[0] / 2000)
             self.waiting -= 1
@@ -42,11 +47,16 @@ def test_all_clients_are_busy_until_the_last_counted_answer(clients):
     asking = Asking(client=client, model="m", sampling=Sampling(), max_new_tokens=9)
     lengths = [20, 1, 2, 60, 3]
     prompts = [[length] for length in lengths]
-    answers, seen = asyncio.run(asking.ask(prompts, clients, lambda: len(client.asked)))
+
+    async def read():
+        return len(client.asked)
+
+    answers, seen = asyncio.run(asking.ask(prompts, clients, read))
     assert [answer.tokens for answer in answers] == lengths, "in the order of the prompts"
     assert all(answer.first < answer.seconds for answer in answers)
     assert [prompt for prompt, _ in client.asked[:5]] == lengths
-    assert seen == 5, "its counters are read before others are asked"
+    assert seen == (5 if clients > 1 else None), "its counters are read before others are asked"
+    assert client.waiting == 0, "none runs into the next load"
     assert (len(client.asked) > 5) == (clients > 1), "others ask again while the longest answer lasts"
     assert min(waiting for _, waiting in client.asked[clients:]) >= clients - 1, "two may end at the same time"
 
@@ -54,9 +64,23 @@ def test_all_clients_are_busy_until_the_last_counted_answer(clients):
 def test_a_rate_sends_each_prompt_once_and_its_time_begins_when_it_is_due():
     client = Client()
     asking = Asking(client=client, model="m", sampling=Sampling(), max_new_tokens=9, rate=1000.0)
-    answers, _ = asyncio.run(asking.ask([[20]] * 6, 1, int))
+    answers, _ = asyncio.run(asking.ask([[20]] * 6, 1))
     assert len(client.asked) == 6
     assert answers[-1].seconds > 0.08, "it waited for five others"
+
+
+def test_an_uncounted_request_that_fails_ends_nothing():
+    async def read():
+        return 0
+
+    client = Client(bad=7)
+    asking = Asking(client=client, model="m", sampling=Sampling(), max_new_tokens=9)
+    prompts = [[20, 7], [1, 7], [60, 7]]
+    answers, _ = asyncio.run(asking.ask(prompts, 3, read))
+    assert [answer.tokens for answer in answers] == [20, 1, 60]
+    assert 7 in [prompt for prompt, _ in client.asked]
+    with pytest.raises(UserError, match="it has failed"):
+        asyncio.run(asking.ask([[1], [7]], 2, read))
 
 
 def test_the_figures_of_a_load_equal_those_by_hand():
@@ -117,11 +141,38 @@ def test_a_token_costs_what_the_fastest_level_within_the_limits_costs():
     text, _ = compare(plain, replace(fast, hours=None))
     assert "each hour of training at this price is paid after 1.0 million" in text
     assert "a training does not pay" in compare(fast, replace(plain, hours=1.0))[0]
-    none = served({0.0: PLAIN[0.0]}, price=36.0, slo={"ttft": 1.0})
+    limits["slo"] = {"tpot": 15.0}
+    none, fast = (served(curves, **limits) for curves in ({0.0: PLAIN[0.0]}, {0.0: {1: 2.0, 4: 1.8, 16: 0.6}}))
     assert "keeps the limits at no number of clients" in table(none)
     text, _ = compare(none, fast)
     assert "A keeps the limits at no number of clients; B costs 35 per million" in text
     assert "training" not in text
+    text, _ = compare(plain, fast)
+    assert "A and B have other limits (--slo)" in text
+    assert "per million" not in text
+
+
+def test_a_level_keeps_its_limits_if_95_percent_of_the_answers_keep_all_of_them():
+    """Of 100 answers 4 miss one limit and 4 others the second: 92 keep both."""
+    answers = [[11, 0.9 if n < 4 else 0.1, 9.0 if 4 <= n < 8 else 1.1] for n in range(100)]
+    made = replace(level(1, 0.0, 1.0), **figures(answers, 1, None, {"ttft": 300, "tpot": 150}))
+    assert (made.within, made.keeps) == (0.92, False)
+    assert replace(made, within=0.95).keeps
+
+
+def test_a_load_at_a_rate_has_no_cost_and_no_verdict_on_its_clients():
+    made = served({0.0: PLAIN[0.0]}, price=36.0)
+    paced = replace(made, suites=[replace(level, rate=2.0) for level in made.suites])
+    text, _ = compare(paced, paced)
+    for word in ("per million", "verdict"):
+        assert word in compare(made, made)[0]
+        assert word not in text + table(paced)
+
+
+def test_a_server_that_drafted_nothing_has_no_shares():
+    made = served({0.0: {1: 1.0}})
+    made.suites[0] = replace(made.suites[0], steps=0, accepted_per_position=[0, 0, 0])
+    assert table(made).splitlines()[2].endswith("|  |  |  |")
 
 
 def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
@@ -145,7 +196,10 @@ def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
     ("flags", "message"),
     [
         ("--clients 2", "--clients needs --server"),
-        ("--price 2", "--price needs --server"),
+        *(
+            (f"--{flag} --server URL", f"--{flag.split()[0]} needs --clients")
+            for flag in ("price 2", "rate 2", "slo ttft=5")
+        ),
         ("--slo tpot=x --server URL", "is not of the form ttft=500,tpot=50"),
         ("--slo latency=5 --server URL", "is not of the form ttft=500,tpot=50"),
         ("--clients 0 --server URL", "--clients must be at least 1"),
@@ -167,12 +221,13 @@ def test_flags_of_a_load_that_are_wrong_are_named(flags, message, tmp_path, caps
 def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_file, tmp_path, capsys):
     server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
     argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
-    argv += ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "2", "--clients", "1", "2"]
+    argv += ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "8", "--clients", "1", "2"]
     try:
         for name in ("a", "b"):
             assert main([*argv, "--output", str(tmp_path / name)]) == 0
-        assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
-        assert "raise --max_prompts" in capsys.readouterr().err
+        for clients in ("64", "3"):
+            assert exit_code(main, [*argv, "--clients", clients, "--output", str(tmp_path / "c")]) == 2
+            assert f"which needs {4 * int(clients)}; raise --max_prompts" in capsys.readouterr().err
     finally:
         server.die()
     rows = [read_json(tmp_path / name / "served.json")["suites"] for name in ("a", "b")]
@@ -185,3 +240,23 @@ def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_f
     (tmp_path / "report.json").write_text("{}")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
     assert "one is of a server, and the other is not" in capsys.readouterr().err
+
+
+def test_the_warm_up_asks_no_prompt_of_a_load(target_folder, text_file, tmp_path, monkeypatch):
+    server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
+    answer, asked = Asking.answer, []
+
+    async def note(self, prompt, *given):
+        asked.append((self.max_new_tokens, tuple(prompt)))
+        return await answer(self, prompt, *given)
+
+    monkeypatch.setattr(Asking, "answer", note)
+    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
+    argv += ["--prompt_tokens", "8", "--max_new_tokens", "9", "--max_prompts", "8", "--clients", "2"]
+    try:
+        assert main([*argv, "--output", str(tmp_path / "made")]) == 0
+    finally:
+        server.die()
+    warm = {prompt for tokens, prompt in asked if tokens == 8}
+    assert len(warm) == 2
+    assert not warm & {prompt for _, prompt in asked[2:10]}
