@@ -27,15 +27,17 @@ def argv(target_folder, tmp_path, url, *more):
     return [*flags, "--prompt_tokens", "8", "--max_new_tokens", "4", "--output", str(tmp_path / "made"), *more]
 
 
-def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, target_folder, tmp_path, capsys):
+def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, target_folder, text_file, tmp_path, capsys):
     server.asked = 100  # by others, before
     (tmp_path / "head").mkdir()
     forecast = {"how": "a guess", "acceptance_length": 1.9, "accepted_per_draft": [0.6, 0.3]}
     write_json(tmp_path / "head" / FORECAST_FILE, forecast)
-    assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
-    (row,) = read_json(tmp_path / "made" / "served.json")["suites"]
-    prompts = server.asked - 100
-    assert len(row["answers"]) == prompts, "none is asked again"
+    assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0", "--suite", str(text_file))) == 0
+    rows = read_json(tmp_path / "made" / "served.json")["suites"]
+    assert [row["clients"] for row in rows] == [1, 8]
+    assert sum(len(row["answers"]) for row in rows) == server.asked - 100, "none is asked again"
+    row = rows[1]
+    prompts = len(row["answers"])
     assert (row["steps"], row["accepted_per_position"]) == (4 * prompts, [3 * prompts, prompts, 0])
     assert row["accepted_tokens"] == row["steps"], "an acceptance length of 2"
     said = capsys.readouterr().out
