@@ -141,6 +141,7 @@ def train_stage(
             )
         recorded = dataclasses.asdict(config)
         recorded["data"]["seq_length"] = inputs.length
+        folder.mkdir(parents=True, exist_ok=True)  # from here on the stage has begun, and its settings stay
         loop = Loop(
             head,
             source,

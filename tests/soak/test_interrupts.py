@@ -51,12 +51,10 @@ def test_ctrl_c_ends_a_command_within_two_seconds(name, wait, inputs, tmp_path):
 def test_sigterm_saves_a_checkpoint(inputs, cache, tmp_path):
     sizes = {"stage1.max_steps": 5000, "stage1.save_steps": 5000, "stage1.eval_steps": 5000}
     process = start(["train.py", *train_argv(inputs, tmp_path / "run", **sizes)], cache)
-    while not (tmp_path / "run" / "stage1").exists() and process.poll() is None:
-        time.sleep(0.05)
-    time.sleep(3)
+    assert any("step 5/" in line for line in process.stderr)
     process.terminate()
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 143, error
+    assert process.wait(60) == 143
+    error = process.stderr.read()
     assert "Traceback" not in error
     assert list((tmp_path / "run" / "stage1").glob("checkpoint-*")), error
 

@@ -260,7 +260,8 @@ class Journey:
         forked.finish(forked.launch(2, "train.py", *flags, "--output_dir", str(run)))
         # Of few rows of stage 2 one process holds some out, where two hold none.
         most = apart(one, run, "stage1/speculator")
-        self.check(most <= 1e-4, f"stage 1 on two processes differs from one by {most}")
+        # Muon turns rounding into steps of its rate: 1.9e-4 was seen. A process whose share is lost makes it 0.03.
+        self.check(most <= 1e-3, f"stage 1 on two processes differs from one by {most}")
         texts = [rows_of(each / "generated") for each in (one, run) if (each / "generated/rows").exists()]
         self.check(texts[:1] == texts[1:], "two processes write otherwise")
 
