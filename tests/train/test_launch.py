@@ -75,7 +75,7 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(tmp_path):
 def test_the_slurm_script_saves_and_queues_again_before_its_time_is_over(tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said; echo node7\n')
     saving = f"trap 'sleep 0.2; echo saved >> {tmp_path}/said; exit 143' TERM"
-    asked = "sleep 1; kill -USR1 $PPID; sleep 20 & wait"  # the script listens by then
+    asked = "sleep 1; kill -USR1 $PPID; sleep 20 > /dev/null 2>&1 & wait"  # the script listens by then
     (tmp_path / "srun").write_text(f"#!/bin/sh\n{saving}\n{asked}\n")
     for name in ("scontrol", "srun"):
         (tmp_path / name).chmod(0o755)
