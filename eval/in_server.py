@@ -24,6 +24,7 @@ from data.rendering import load_tokenizer
 from eval.load import Answer, Asking
 from eval.served import SERVED, Level, Served, figures, table
 from eval.suites import Suite, check_names, first_turns, sampling_of
+from speculator.about import command_line
 from speculator.acceptance import Acceptance
 from speculator.checkpoints import head_folder
 from speculator.clients.counters import read_acceptance
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         target=arguments.target,
         speculator=arguments.speculator,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        argv=sys.argv,
+        argv=command_line(),
         slo=arguments.slo or {},
         price=arguments.price,
         hours=training_hours(head.parent) if head else None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import platform
-import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from eval.suites import FILTERS, Suite, check_flags, check_names, check_rows, sa
 from eval.timing import Engines, memory_kind, step_seconds
 from eval.traces import Trace, trace_suite
 from speculator import HeadDrafter, Sampling, Target, load_head
-from speculator.about import DISTRIBUTION, git_commit, version_of
+from speculator.about import DISTRIBUTION, command_line, git_commit, version_of
 from speculator.checkpoints import head_folder
 from speculator.cli import model_flags
 from speculator.device import dtype_name, hardware
@@ -281,7 +280,7 @@ def _origin(target: Target, head: Speculator, folder: str | Path | None) -> dict
     if folder and (tuning := Path(folder, TUNED)).is_file():
         fingerprints[TUNED] = hashlib.sha256(tuning.read_bytes()).hexdigest()
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"fingerprints": fingerprints, "git_commit": git_commit(), "argv": sys.argv, "date": date}
+    return {"fingerprints": fingerprints, "git_commit": git_commit(), "argv": command_line(), "date": date}
 
 
 def _time_needed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,12 @@ def git_commit() -> str | None:
     if workshop.is_wheel():  # what git would describe is a repository around site-packages
         return None
     return _printed("git", "-C", str(workshop.ROOT), "describe", "--always", "--dirty")
+
+
+def command_line() -> list[str]:
+    """Return this process's command for a report: the program by its name alone, as `eval` of `python -m eval`."""
+    program = Path(sys.argv[0])
+    return [program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]]
 
 
 def processor() -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from speculator import files
-from speculator.about import git_commit
+from speculator.about import command_line, git_commit
 from speculator.errors import UserError
 from speculator.files import is_partial, make_folder, read_text, write_text
 from speculator.report import RunRecord
@@ -153,7 +153,7 @@ def write_record(folder: Path, config: RunConfig, processes: int, fingerprints: 
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "python": sys.version.split()[0],
         "git_commit": git_commit(),
-        "argv": sys.argv,
+        "argv": command_line(),
         "fingerprints": fingerprints or {},
     }
     write_text(record, yaml.safe_dump(facts, sort_keys=False))

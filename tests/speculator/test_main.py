@@ -11,7 +11,7 @@ import pytest
 
 from speculator import workshop
 from speculator.__main__ import COMMANDS, PACKAGES, main
-from speculator.about import DISTRIBUTION, git_commit, processor, version_line
+from speculator.about import DISTRIBUTION, command_line, git_commit, processor, version_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +44,14 @@ def test_the_version_names_the_processor_without_a_gpu_and_no_commit_in_a_wheel(
     monkeypatch.undo()
     monkeypatch.setattr(workshop, "ROOT", workshop._INSTALLED)
     assert git_commit() is None
+
+
+@pytest.mark.parametrize(
+    ("program", "name"), [("/home/me/eval/__main__.py", "eval"), ("/usr/bin/speculator", "speculator")]
+)
+def test_a_report_names_the_command_and_no_folder_of_the_program(program, name, monkeypatch):
+    monkeypatch.setattr("sys.argv", [program, "--output", "out"])
+    assert command_line() == [name, "--output", "out"]
 
 
 @pytest.mark.parametrize("command", ["train --stage1.max_stepz 3", "data view --colour", "eval compare a b"])
