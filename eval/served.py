@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from eval.intervals import paired_bootstrap, ratio
+from speculator.acceptance import Acceptance
 from speculator.errors import UserError
 from speculator.report import Interval
 from speculator.tables import markdown_table, shown
 
 SERVED = "served.json"
+PART = ", "
+"""Between the names of a suite and of its category."""
 _QUANTILES = (0.5, 0.95, 0.99)
 
 
@@ -113,6 +116,40 @@ def figures(
         "within": float(good.mean()),
         "goodput": float(good.sum() / seconds),
     }
+
+
+def with_totals(levels: list[Level], digests: dict[str, str], limits: dict[str, float]) -> list[Level]:
+    """Return the levels of categories, each suite's at a temperature followed by one level of all; `digests` by suite.
+
+    A suite without categories has the one level that it has. The categories were measured one after the other.
+    """
+    made = list[Level]()
+    for suite, digest in digests.items():
+        mine = [level for level in levels if level.suite == suite or level.suite.startswith(suite + PART)]
+        for temperature in dict.fromkeys(level.temperature for level in mine):
+            parts = [level for level in mine if level.temperature == temperature]
+            made += parts
+            if len(parts) == 1:
+                continue
+            answers = [answer for part in parts for answer in part.answers]
+            seconds = sum(sum(answer[0] for answer in part.answers) / part.tokens_per_second for part in parts)
+            counted = sum((Acceptance([part.steps, *part.accepted_per_position]) for part in parts), Acceptance())
+            drafted = [part.drafted_tokens for part in parts if part.drafted_tokens]
+            made.append(
+                replace(
+                    parts[0],
+                    suite=suite,
+                    digest=digest,
+                    clients=max(part.clients for part in parts),
+                    answers=answers,
+                    **figures(answers, 1, seconds, limits),
+                    steps=counted.steps,
+                    accepted_tokens=sum(part.accepted_tokens for part in parts),
+                    accepted_per_position=counted.reached[1:],
+                    drafted_tokens=sum(drafted) or None,
+                )
+            )
+    return made
 
 
 def table(found: Served) -> str:

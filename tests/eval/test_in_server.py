@@ -1,5 +1,6 @@
 """`python -m eval --server`: the counters of the server's own drafting."""
 
+import json
 import threading
 
 import pytest
@@ -44,6 +45,20 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
     assert "0.75 0.25 0.00 | 2.00 |" in said
     assert "| forecast (a guess) | 0 |" in said
     assert "| 0.60 0.30 | 1.90 |" in said
+
+
+def test_each_category_is_counted_and_so_are_all_together(server, target_folder, tmp_path):
+    suite = tmp_path / "s.jsonl"
+    suite.write_text("".join(json.dumps({"category": "aab"[n % 3], "prompt": f"def f{n}"}) + "\n" for n in range(6)))
+    assert main([*argv(target_folder, tmp_path, server.url, "--temperature", "0"), "--suite", str(suite)]) == 0
+    rows = read_json(tmp_path / "made" / "served.json")["suites"][-3:]
+    assert [row["suite"] for row in rows] == ["s.jsonl, a", "s.jsonl, b", "s.jsonl"]
+    assert [len(row["answers"]) for row in rows] == [4, 2, 6]
+    assert [row["steps"] for row in rows] == [16, 8, 24]
+    assert rows[2]["accepted_per_position"] == [18, 6, 0]
+    tokens = [sum(answer[0] for answer in row["answers"]) for row in rows]
+    seconds = [count / row["tokens_per_second"] for count, row in zip(tokens, rows, strict=True)]
+    assert seconds[2] == pytest.approx(seconds[0] + seconds[1])
 
 
 def test_a_llama_server_is_measured_by_the_numbers_in_its_answers(server, target_folder, tmp_path, capsys):

@@ -9,9 +9,10 @@ from conftest import exit_code
 from hidden_state_server import StandIn
 
 from eval.__main__ import main
-from eval.in_server import training_hours
+from eval.in_server import _parts, training_hours
 from eval.load import Asking
 from eval.served import Level, Served, compare, figures, table
+from eval.suites import Suite
 from speculator import Sampling, Target, UserError
 from speculator.files import read_json, write_json
 
@@ -218,6 +219,16 @@ def test_flags_of_a_load_that_are_wrong_are_named(flags, message, tmp_path, caps
     assert error.count("\n") == 1
 
 
+def test_each_load_has_prompts_of_its_own_and_four_of_each_client_at_least():
+    suite = Suite("s", [[n] for n in range(100)])
+    parts = [part.prompts for part in _parts(suite, 8, [4, 16, 64])]
+    assert [len(part) for part in parts] == [8, 16, 64]
+    assert [prompt for part in parts for prompt in part] == suite.prompts[:88]
+    assert [len(part.prompts) for part in _parts(suite.first(85), 8, [4, 16, 64])] == [5, 16, 64]
+    with pytest.raises(UserError, match="s has 83 prompts, and these loads need 84"):
+        _parts(suite.first(83), 8, [4, 16, 64])
+
+
 def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_file, tmp_path, capsys):
     server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
     argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
@@ -225,9 +236,8 @@ def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_f
     try:
         for name in ("a", "b"):
             assert main([*argv, "--output", str(tmp_path / name)]) == 0
-        for clients in ("64", "3"):
-            assert exit_code(main, [*argv, "--clients", clients, "--output", str(tmp_path / "c")]) == 2
-            assert f"which needs {4 * int(clients)}; raise --max_prompts" in capsys.readouterr().err
+        assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
+        assert "and these loads need 256" in capsys.readouterr().err
     finally:
         server.die()
     rows = [read_json(tmp_path / name / "served.json")["suites"] for name in ("a", "b")]
