@@ -31,7 +31,7 @@ from speculator.clients.counters import read_acceptance
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import make_folder, read_json
 from speculator.report import write_record
-from speculator.terminal import Progress
+from speculator.terminal import Progress, log
 
 FORECAST_FILE = "forecast.json"
 _CLIENTS = 8
@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         asyncio.run(_measure(arguments, base, server, tokenizer, found))
     except (openai.APIError, httpx.HTTPError) as error:
-        raise UserError(server.describe(error)) from None
+        kept = f"; {arguments.output / SERVED} has what was measured" if found.suites else ""
+        raise UserError(f"{server.describe(error)}{kept}") from None
     if arguments.clients:
         plot_load({found.server: found.suites}, arguments.output / "load.png")
     print(table(found))
@@ -91,9 +92,12 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
     """Fill `found` level by level, and write it after each, should the server fail later."""
     async with server.client as client:
         try:
-            model = (await client.models.list()).data[0]
+            models = (await client.models.list()).data
+            model = next((each for each in models if each.id == arguments.target), models[0])
         except (AttributeError, IndexError, TypeError, ValueError):  # a page, nothing, or no model
             raise UserError(f"--server {server.url}: not OpenAI's API, or no model is served there") from None
+        if len(models) > 1 and model.id != arguments.target:
+            log(f"{server.url} serves {', '.join(each.id for each in models)}: measuring {model.id}")
         llama_cpp = model.owned_by == "llamacpp"
         context = getattr(model, "max_model_len", None) or sys.maxsize
         known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None)

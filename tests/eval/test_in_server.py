@@ -98,6 +98,23 @@ def test_what_is_measured_is_kept_if_the_server_fails_later(server, target_folde
     assert [row["temperature"] for row in read_json(tmp_path / "made" / "served.json")["suites"]] == [0.0]
 
 
+def test_an_error_amid_an_answer_is_that_of_the_server(server, target_folder, tmp_path, capsys):
+    server.last = 1
+    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
+    kept = tmp_path / "made" / "served.json"
+    url = server.url.removesuffix("/v1")
+    assert capsys.readouterr().err.endswith(f": {url}: out of memory; {kept} has what was measured\n")
+    assert [row["temperature"] for row in read_json(kept)["suites"]] == [0.0]
+
+
+def test_of_several_models_the_target_is_asked(server, target_folder, tmp_path, capsys):
+    for models, asked in ((["a", str(target_folder)], str(target_folder)), (["a", "b"], "a")):
+        server.models = models
+        assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
+        assert server.model == asked
+        assert ("serves a, b: measuring a" in capsys.readouterr().err) == (asked == "a")
+
+
 def test_a_head_that_is_not_there_is_named(server, target_folder, tmp_path, capsys):
     command = argv(target_folder, tmp_path, server.url)
     (tmp_path / "head").rmdir()
