@@ -48,8 +48,8 @@ def _of_suite(rows: list[ReportRow]) -> Iterator[str]:
     yield f"the head alone: {_times(heads, lengths)}"
     if adaptive:
         yield f"adaptive drafting is {_times(adaptive)}{_off(adaptive)}"
-    lengths = len({row.num_speculative_tokens for row in rows if row.drafter == "head"})
-    chosen = f"; the length is the fastest of {lengths} on these prompts" if lengths > len(heads) else ""
+    tried = len({row.num_speculative_tokens for row in rows if row.drafter == "head"})
+    chosen = f"; the length is the fastest of {tried} on these prompts" if tried > len(heads) else ""
     yield f"verdict: {verdict(heads, fastest(rows, 'ngram'))}{chosen}"
 
 
