@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from eval.as_server import default_lengths
-from eval.intervals import paired_bootstrap
+from eval.intervals import length, paired_bootstrap
 from eval.suites import Suite, check_flags, first_turns, sampling_of
 from eval.timing import Engines, Timed, time_ours
 from speculator import HeadDrafter, Sampling, Target, generate, load_head
@@ -105,30 +105,14 @@ def compare_on_guard(
     counts = []
     for head in heads:
         made = generate(
-            target,
-            HeadDrafter(head),
-            suite.prompts,
-            sampling,
-            max_new_tokens=max_new_tokens,
-            max_batch_size=8,
+            target, HeadDrafter(head), suite.prompts, sampling, max_new_tokens=max_new_tokens, max_batch_size=8
         ).check()
-        counts.append([Acceptance.of(row) for row in made.steps])
-    samples = [(old, new) for old, new in zip(*counts, strict=True) if old.steps and new.steps]
+        counts.append([(each.accepted, each.steps) for each in map(Acceptance.of, made.steps)])
+    samples = [(old, new) for old, new in zip(*counts, strict=True) if old[1] and new[1]]
     refuse((not samples, f"{suite.name}: every answer ends in its first step, so there is nothing to compare"))
-    change = paired_bootstrap(samples, _change)
-    return Guard(suite.name, *_lengths(samples), change=change, allowed=-share)
-
-
-def _lengths(samples: Sequence[tuple[Acceptance, Acceptance]]) -> tuple[float, float]:
-    """Return the old and the new head's acceptance lengths; a sample has the old and the new one's steps."""
-    old, new = (sum(column, Acceptance()) for column in zip(*samples, strict=True))
-    return old.length, new.length
-
-
-def _change(samples: Sequence[tuple[Acceptance, Acceptance]]) -> float:
-    """Return the change of the acceptance length as a share."""
-    old, new = _lengths(samples)
-    return new / old - 1
+    old, new = map(length, zip(*samples, strict=True))
+    change = paired_bootstrap(samples, lambda chosen: length(y for _, y in chosen) / length(x for x, _ in chosen) - 1)
+    return Guard(suite.name, old, new, change, allowed=-share)
 
 
 def power(difference: Interval, speed: float, gain: float = _GAIN) -> float | None:

@@ -12,7 +12,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eval.report import (
     HOW_TO_READ,
+    Line,
+    category_cells,
+    decoder_cells,
     decoder_lines,
+    details,
     drafter_rows,
     facts,
     groups,
@@ -23,13 +27,10 @@ from eval.report import (
 from eval.traces import Trace
 from speculator.errors import printable
 from speculator.files import write_text
-from speculator.report import Figures, Interval, Report, ReportRow
-from speculator.tables import BASELINES, DRAFTERS, shown
+from speculator.report import Report
+from speculator.tables import BASELINES, DRAFTERS
 from speculator.verdict import headlines
 
-Cell = tuple[str, float | None]
-"""Text of a table cell, and the number that it sorts by."""
-Line = dict[str, Cell]
 COLUMNS = {
     "decoder": "What proposes the tokens; a baseline in grey proposes none, or is transformers' own.",
     "category": "Category of the prompts.",
@@ -64,17 +65,18 @@ def page(report: Report, traces: Sequence[Trace], pictures: dict[str, bytes]) ->
     prompts = [list(group) for _, group in groupby(traces, lambda t: (t.row.name, t.row.temperature, t.prompt))]
     steps = [step for trace in traces for step in trace.steps]
     sources = {piece.source for step in steps for piece in (*step.accepted, *step.rejected)}
-    suites: dict[str, tuple[list[Line], list[Line]]] = {}
+    suites: dict[str, tuple[list[Line], list[Line], list[str]]] = {}
     # Every line of a suite has the same columns, also where a baseline could not run.
     ran: dict[str, set[str]] = {}
     for row in report.suites:
         ran.setdefault(row.name, set()).update(row.tokens_per_second)
-    for rows in groups(report).values():
+    for heading, rows in groups(report).items():
         name = rows[0].name
-        decoders, categories = suites.setdefault(name, ([], []))
+        decoders, categories, more = suites.setdefault(name, ([], [], []))
         others = [each for each in BASELINES if each in ran[name] - {"plain"}]
-        decoders += [_decoder(*line, lengths, others) for line in decoder_lines(rows)]
-        categories += [_category(row, part, lengths) for row in drafter_rows(rows) for part in row.categories]
+        decoders += [decoder_cells(*line, lengths, others) for line in decoder_lines(rows)]
+        categories += [category_cells(row, part, lengths) for row in drafter_rows(rows) for part in row.categories]
+        more += [f"{heading}, {details(row, lengths)}" for row in drafter_rows(rows)]
     several = len({row.batch_size for row in report.suites}) > 1
     return fill_template(
         "page.html",
@@ -101,56 +103,3 @@ def fill_template(name: str, **values: Any) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     return environment.get_template(name).render(**values)
-
-
-def _number(value: float | None, form: str = ".2f") -> Cell:
-    """Return the cell of a number in the format `form`; an empty one for None."""
-    return ("", None) if value is None else (f"{value:{form}}", value)
-
-
-def _interval(interval: Interval | None) -> Cell:
-    """Return the cell of a figure with its interval; an empty one for None."""
-    return (shown(interval), interval.value) if interval else ("", None)
-
-
-def _decoder(
-    row: ReportRow, key: str, baseline: str | None, ratio: Interval, lengths: set[int], others: Sequence[str]
-) -> Line:
-    """Return a decoder's line, {column: `Cell`}; row, key, baseline and ratio are as `decoder_lines` yields them.
-
-    `lengths` are those of `head_lengths`. The `others` are baselines besides plain decoding, with a column each.
-    """
-    speculative = baseline is None
-    memory = row.peak_memory_bytes[key]
-    return {
-        "decoder": (label(row, lengths) if baseline is None else baseline, None),
-        "temperature": _number(row.temperature, "g"),
-        "speedup": _interval(ratio) if speculative else _number(ratio.value),
-        "whole answers": _interval(row.end_to_end_speedup["plain"] if speculative else None),
-        "acceptance length": _interval(row.length) if speculative else _number(1.0 if key == "plain" else None),
-        "tokens/s": _number(row.tokens_per_second[key], ".1f"),
-        "predicted": _number(row.predicted_speedup if speculative else None),
-        "batch size": _number(row.batch_size, "d"),
-        **{f"over {BASELINES[name]}": _interval(row.speedup.get(name) if speculative else None) for name in others},
-        "rule": (row.rule if speculative else "", None),
-        "end-to-end tokens/s": _number(row.end_to_end_tokens_per_second[key], ".1f"),
-        "first token, ms": _number(1e3 * row.time_to_first_token[key], ".1f"),
-        "peak memory, MB": _number(memory / 1e6 if memory else None, ".0f"),
-        "draft cost c": _number(row.cost.draft if speculative else None, ".3f"),
-        "verify cost v": _number(row.cost.verify if speculative else None),
-    }
-
-
-def _category(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
-    """Return a category's line, {column: `Cell`}; `part` are its figures in `row`; `lengths` are `head_lengths`."""
-    return {
-        "category": (part.name, None),
-        "decoder": (label(row, lengths), None),
-        "temperature": _number(row.temperature, "g"),
-        "speedup": _interval(part.speedup["plain"]),
-        "whole answers": _interval(part.end_to_end_speedup["plain"]),
-        "acceptance length": _interval(part.length),
-        "tokens/s": _number(part.tokens_per_second["speculative"], ".1f"),
-        "batch size": _number(row.batch_size, "d"),
-        "turns": _number(part.turns, "d"),
-    }

@@ -22,6 +22,9 @@ from eval.report import decoder_lines, drafter_rows, groups, head_lengths, label
 from eval.served import Level, Speedups
 from speculator.files import write_bytes
 
+_SMALL: Any = dict.fromkeys(("axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8)
+matplotlib.rcParams.update(_SMALL | {"axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False})
+
 _COLOURS = {
     "head": "#1f6feb",
     "ngram": "#d9822b",
@@ -61,15 +64,11 @@ def draw_plots(report: Report, folder: Path) -> None:
             axis.set_axis_off()
         for axis, (heading, rows) in zip(axes.flat, panels.items(), strict=False):
             draw[name](axis, rows, lengths)
-            axis.set_title(heading, fontsize=9)
-            axis.tick_params(labelsize=8)
-            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_title(heading)
         # One legend for all panels, below them.
         found = dict(pair[::-1] for axis in axes.flat for pair in zip(*axis.get_legend_handles_labels(), strict=True))
         if found:
-            figure.legend(
-                found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 4), fontsize=8
-            )
+            figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 4))
         _save(figure, folder / f"{name}.png", dpi=150)
 
 
@@ -85,11 +84,8 @@ def plot_rounds(rounds: Sequence[Round], file: Path) -> None:
         middle = [value for value, _, _ in gains]
         reach = [[value - low for value, low, _ in gains], [high - value for value, _, high in gains]]
         axis.errorbar(among, middle, reach, fmt="o", color=_COLOURS["head"], markerfacecolor=fill, label=name)
-    axis.set_xticks(numbers)
-    axis.set_xlabel("round")
-    axis.set_ylabel("change of tokens per second")
+    axis.set(xticks=numbers, xlabel="round", ylabel="change of tokens per second")
     axis.yaxis.set_major_formatter(PercentFormatter(1))
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
     _save(figure, file, metadata={"Date": None})
 
@@ -133,10 +129,7 @@ def _speed(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     speeds = [row.tokens_per_second[key] for row, key, *_ in lines]
     texts = [f"{value:.2f}x, {speed:.0f} tokens/s" for value, speed in zip(values, speeds, strict=True)]
     axis.bar_label(bars, texts, fontsize=8, padding=4)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.invert_yaxis()
-    axis.axvline(1, color=_BASELINE, linewidth=1)
-    axis.set_xlabel("speedup over plain decoding", fontsize=8)
+    _bars(axis, names)
     axis.margins(x=0.55)
     axis.set_xlim(left=0)
 
@@ -151,9 +144,7 @@ def _acceptance(axis, rows: list[ReportRow], lengths: set[int]) -> None:
             for place, rate in zip(places, rates, strict=True):
                 axis.annotate(f"{rate:.2f}", (place, rate), (0, 6), textcoords="offset points", ha="center", fontsize=7)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axis.set_ylim(0, 1.1)
-    axis.set_xlabel("draft position", fontsize=8)
-    axis.set_ylabel("acceptance rate", fontsize=8)
+    axis.set(ylim=(0, 1.1), xlabel="draft position", ylabel="acceptance rate")
 
 
 def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
@@ -164,9 +155,7 @@ def _lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
         shares = [count / max(1, row.steps) for count in row.accepted_lengths[: most + 1]]
         axis.plot(range(len(shares)), shares, marker="o", color=_colour(row, lengths), label=label(row, lengths))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("accepted draft tokens", fontsize=8)
-    axis.set_ylabel("share of steps", fontsize=8)
+    axis.set(ylim=(0, None), xlabel="accepted draft tokens", ylabel="share of steps")
 
 
 def _draft_lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
@@ -179,9 +168,7 @@ def _draft_lengths(axis, rows: list[ReportRow], lengths: set[int]) -> None:
     predicted = [row.predicted_speedup for row in heads]
     axis.plot(at, predicted, "s--", color=_COLOURS["ngram"], label="predicted, E / (G c + v)")
     axis.axhline(1, color=_BASELINE, linewidth=1)
-    axis.set_xticks(at)
-    axis.set_xlabel("num_speculative_tokens G", fontsize=8)
-    axis.set_ylabel("speedup over plain decoding", fontsize=8)
+    axis.set(xticks=at, xlabel="num_speculative_tokens G", ylabel="speedup over plain decoding")
     axis.margins(y=0.25)
 
 
@@ -189,7 +176,7 @@ def _training(axis, points: list[list[float]], lengths: set[int]) -> None:
     """Draw a curve of the training through the points [step, value]."""
     axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None, markersize=3, color=_SHADES[0])
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axis.set_xlabel("step", fontsize=8)
+    axis.set(xlabel="step")
 
 
 def _categories(axis, rows: list[ReportRow], lengths: set[int]) -> None:
@@ -203,10 +190,14 @@ def _categories(axis, rows: list[ReportRow], lengths: set[int]) -> None:
         ratios = [part.speedup["plain"] for part in row.categories]
         values, colour = [ratio.value for ratio in ratios], _colour(row, lengths)
         axis.barh(places, values, height, xerr=_errors(ratios), capsize=2, color=colour, label=label(row, lengths))
-    axis.set_yticks(range(len(names)), names, fontsize=8)
+    _bars(axis, names)
+
+
+def _bars(axis, names: Sequence[str | None]) -> None:
+    """Name the bars of speedups, the first one on top, and draw a line at 1."""
+    axis.set(yticks=range(len(names)), yticklabels=names, xlabel="speedup over plain decoding")
     axis.invert_yaxis()
     axis.axvline(1, color=_BASELINE, linewidth=1)
-    axis.set_xlabel("speedup over plain decoding", fontsize=8)
 
 
 def _errors(intervals: Sequence[Interval]) -> np.ndarray:
@@ -232,18 +223,16 @@ def plot_load(curves: Mapping[str, Sequence[Level]], file: Path, speedups: Speed
             for level, *point in zip(shown, users, totals, strict=True):
                 axis.annotate(str(level.clients), point, textcoords="offset points", xytext=(4, 4), fontsize=7)
     axis.set(xlabel="tokens/s of one user (median), after the first token", ylabel="tokens/s of all users")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
+    axis.set(xlim=(0, None), ylim=(0, None))
     if speedups:
         axis = axes[0, 1]
         for name, found in speedups.items():
             clients, ratios = [level.clients for level, *_ in found], [ratio for *_, ratio in found]
             axis.errorbar(clients, [each.value for each in ratios], _errors(ratios), fmt="o-", capsize=2, label=name)
         axis.axhline(1, color=_BASELINE, linewidth=1)
+        clients = sorted({level.clients for found in speedups.values() for level, *_ in found})
         axis.set_xscale("log", base=2)
-        axis.set_xticks(clients, map(str, clients))
-        axis.set(xlabel="clients", ylabel="speed of B over A")
+        axis.set(xticks=clients, xticklabels=clients, xlabel="clients", ylabel="speed of B over A")
     for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=7)
     _save(figure, file, dpi=150)

@@ -6,18 +6,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from data.tally import CUT_SHARE, cut_answers
-from speculator.report import Interval, Report, ReportRow
+from speculator.report import Figures, Interval, Report, ReportRow
 from speculator.tables import BASELINES, DRAFTERS, markdown_table, shown
 from speculator.verdict import headlines
 
 TOLERANCE = 0.15  # relative difference of predicted and measured speedup above which the report warns
 HOW_TO_READ = (
     "The acceptance length is the mean number of tokens per verification step, the bonus token included. Tokens per "
-    "second and speedups leave out the prefill; those of whole answers include it. A figure is followed by its 95% "
-    "interval (paired bootstrap over prompts, or over batches at a larger batch size). Draft cost c and verify cost v "
-    "are in units of one plain decoding step."
+    "second and speedups over plain decoding leave out the prefill; whole answers include it. A figure is followed by "
+    "its 95% interval (paired bootstrap over prompts, or over batches at a larger batch size). Draft cost c and verify "
+    "cost v are in units of one plain decoding step."
 )
-_TRANSFORMERS = [name for name in BASELINES if name != "plain"]
+Cell = tuple[str, float | None]
+"""Text of a table cell, and the number that it sorts by."""
+Line = dict[str, Cell]
 
 
 def label(row: ReportRow, lengths: set[int]) -> str:
@@ -47,6 +49,7 @@ def facts(report: Report) -> dict[str, str]:
         "speculator": report.speculator,
         "hardware": f"{report.hardware}; {settings['dtype']}, batch size {settings['batch_size']}",
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        "measured": report.date + (f", commit {report.git_commit}" if report.git_commit else ""),
         **({BASELINES["hf_assisted"]: f"{own}; all other settings are transformers' own"} if own else {}),
         **{f"not run: {name}": reason for name, reason in report.not_run.items()},
     }
@@ -126,9 +129,12 @@ def markdown(report: Report) -> str:
     ]
     lengths = head_lengths(report)
     for heading, rows in groups(report).items():
-        lines += ["", f"## {heading}", "", _prompts(rows[0]), "", _table(rows, lengths), ""]
-        lines += [_details(row, lengths) for row in drafter_rows(rows)]
-        lines += _categories(drafter_rows(rows), lengths)
+        others = [name for name in BASELINES if name in rows[0].tokens_per_second and name != "plain"]
+        decoders = [decoder_cells(*line, lengths, others) for line in decoder_lines(rows)]
+        lines += ["", f"## {heading}", "", _prompts(rows[0]), "", _table(decoders), ""]
+        lines += [f"- {details(row, lengths)}" for row in drafter_rows(rows)]
+        categories = [category_cells(row, part, lengths) for row in drafter_rows(rows) for part in row.categories]
+        lines += ["", _table(categories)] if categories else []
     lines += ["", *(f"![{caption}]({name}.png)" for name, caption in plots(report).items()), ""]
     return "\n".join(lines)
 
@@ -138,57 +144,78 @@ def _prompts(row: ReportRow) -> str:
     return f"{row.prompts} prompts{turns}, at most {row.max_new_tokens} new tokens per answer, up to EOS."
 
 
-def _table(rows: list[ReportRow], lengths: set[int]) -> str:
-    """Return the Markdown table of rows that were measured together; `lengths` are those of `head_lengths`."""
-    baselines = [name for name in _TRANSFORMERS if name in rows[0].tokens_per_second]
-    header = ["decoder", "acceptance length", "tokens/s", "end-to-end tokens/s", "time to first token, ms"]
-    header += ["peak memory, MB", *(f"speedup over {BASELINES[name]}" for name in ("plain", *baselines))]
-    header.append("speedup of whole answers")
-    lines = []
-    for row in rows:
-        if row.drafter != "none":
-            ratios = [shown(row.speedup[name]) for name in ("plain", *baselines)]
-            ratios.append(shown(row.end_to_end_speedup["plain"]))
-            lines.append(_line(label(row, lengths), shown(row.length), row, "speculative", ratios))
-            continue
-        for name in ("plain", *baselines):
-            ratios = ["1" if other == name else "" for other in ("plain", *baselines, "plain")]
-            lines.append(_line(BASELINES[name], "1.00" if name == "plain" else "", row, name, ratios))
-    return markdown_table(header, lines)
+def _table(lines: Sequence[Line]) -> str:
+    """Return the Markdown table of lines that were measured together."""
+    columns = [name for name in lines[0] if name not in ("temperature", "batch size")]
+    return markdown_table(columns, [[line[name][0] for name in columns] for line in lines])
 
 
-def _line(name: str, acceptance_length: str, row: ReportRow, key: str, ratios: list[str]) -> list[str]:
-    """Return a decoder's cells in `_table`; `key` is its key in "tokens_per_second", `ratios` its cells of speedups."""
+def _number(value: float | None, form: str = ".2f") -> Cell:
+    """Return the cell of a number in the format `form`; an empty one for None."""
+    return ("", None) if value is None else (f"{value:{form}}", value)
+
+
+def _interval(interval: Interval | None) -> Cell:
+    """Return the cell of a figure with its interval; an empty one for None."""
+    return (shown(interval), interval.value) if interval else ("", None)
+
+
+def decoder_cells(
+    row: ReportRow, key: str, baseline: str | None, ratio: Interval, lengths: set[int], others: Sequence[str]
+) -> Line:
+    """Return a decoder's line, {column: `Cell`}; row, key, baseline and ratio are as `decoder_lines` yields them.
+
+    `lengths` are those of `head_lengths`. The `others` are baselines besides plain decoding, with a column each.
+    """
+    speculative = baseline is None
     memory = row.peak_memory_bytes[key]
-    return [
-        name,
-        acceptance_length,
-        f"{row.tokens_per_second[key]:.1f}",
-        f"{row.end_to_end_tokens_per_second[key]:.1f}",
-        f"{1e3 * row.time_to_first_token[key]:.1f}",
-        f"{memory / 1e6:.0f}" if memory else "",
-        *ratios,
-    ]
+    return {
+        "decoder": (label(row, lengths) if baseline is None else baseline, None),
+        "temperature": _number(row.temperature, "g"),
+        "speedup": _interval(ratio) if speculative else _number(ratio.value),
+        "whole answers": _interval(row.end_to_end_speedup["plain"] if speculative else None),
+        "acceptance length": _interval(row.length) if speculative else _number(1.0 if key == "plain" else None),
+        "tokens/s": _number(row.tokens_per_second[key], ".1f"),
+        "predicted": _number(row.predicted_speedup if speculative else None),
+        "batch size": _number(row.batch_size, "d"),
+        **{f"over {BASELINES[name]}": _interval(row.speedup.get(name) if speculative else None) for name in others},
+        "rule": (row.rule if speculative else "", None),
+        "end-to-end tokens/s": _number(row.end_to_end_tokens_per_second[key], ".1f"),
+        "first token, ms": _number(1e3 * row.time_to_first_token[key], ".1f"),
+        "peak memory, MB": _number(memory / 1e6 if memory else None, ".0f"),
+        "draft cost c": _number(row.cost.draft if speculative else None, ".3f"),
+        "verify cost v": _number(row.cost.verify if speculative else None),
+    }
 
 
-def _details(row: ReportRow, lengths: set[int]) -> str:
-    """Return a list item with a drafter's rule, acceptance rates, costs and predicted speedup."""
+def category_cells(row: ReportRow, part: Figures, lengths: set[int]) -> Line:
+    """Return a category's line, {column: `Cell`}; `part` are its figures in `row`; `lengths` are `head_lengths`."""
+    return {
+        "category": (part.name, None),
+        "decoder": (label(row, lengths), None),
+        "temperature": _number(row.temperature, "g"),
+        "speedup": _interval(part.speedup["plain"]),
+        "whole answers": _interval(part.end_to_end_speedup["plain"]),
+        "acceptance length": _interval(part.length),
+        "tokens/s": _number(part.tokens_per_second["speculative"], ".1f"),
+        "batch size": _number(row.batch_size, "d"),
+        "turns": _number(part.turns, "d"),
+    }
+
+
+def details(row: ReportRow, lengths: set[int]) -> str:
+    """Return a sentence with what the tables have no column for."""
     rates = ", ".join(f"{rate:.2f}" for rate in row.acceptance_by_position[: reached(row)])
-    cost = row.cost
-    parts = [
-        f"- {label(row, lengths)}: rule {row.rule}",
-        f"acceptance rate of each position, given the one before, {rates}",
-        f"draft cost c {cost.draft:.3f} per position, verify cost v {cost.verify:.2f}",
-        f"predicted speedup {row.predicted_speedup:.2f}, measured {row.speedup['plain'].value:.2f}",
-    ]
+    parts = [f"{label(row, lengths)}: acceptance rate of each position, given the one before, {rates}"]
     if part := row.spread:
         parts.append(
             f"of whole answers, the speedup is {part.p5:.2f}, {part.p50:.2f} and {part.p95:.2f} at the 5th, "
             f"50th and 95th percentile, and {part.slower:.0%} get slower"
         )
-    buckets = [f"{part.acceptance_length:.2f} below {part.below}" for part in row.acceptance_by_context]
-    if len(buckets) > 1:
-        parts.append(f"acceptance length by context length {', '.join(buckets)}")
+    for what, found in (("context length", row.acceptance_by_context), ("new tokens", row.acceptance_along_answer)):
+        if len(found) > 1:
+            buckets = (f"{part.acceptance_length:.2f} below {part.below}" for part in found)
+            parts.append(f"acceptance length by {what} {', '.join(buckets)}")
     if log := row.server_log:
         rates = ", ".join(f"{accepted / max(1, log.drafts):.3f}" for accepted in log.accepted_per_position)
         parts.append(
@@ -200,26 +227,6 @@ def _details(row: ReportRow, lengths: set[int]) -> str:
             f"{same.identical} of {same.of} completions identical to transformers' greedy ones in {same.dtype}"
         )
     return "; ".join(parts) + "."
-
-
-def _categories(rows: list[ReportRow], lengths: set[int]) -> list[str]:
-    """Return the lines of a table by category of rows that were measured together; [] without categories."""
-    if not any(row.categories for row in rows):
-        return []
-    header = ("category", "turns", "decoder", "acceptance length", "tokens/s", "speedup over plain decoding")
-    lines = [
-        (
-            part.name,
-            part.turns,
-            label(row, lengths),
-            shown(part.length),
-            f"{part.tokens_per_second['speculative']:.1f}",
-            shown(part.speedup["plain"]),
-        )
-        for parts in zip(*(row.categories for row in rows), strict=True)
-        for row, part in zip(rows, parts, strict=True)
-    ]
-    return ["", markdown_table(header, lines)]
 
 
 def warnings(rows: Sequence[ReportRow]) -> list[str]:

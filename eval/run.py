@@ -9,11 +9,9 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
-from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -192,9 +190,12 @@ def evaluate(
     traces: list[Trace] = []
     not_run: dict[str, str] = {}
     tuned_on = tuned_prompts(compared.tuned_in)
-    content = partial(
-        _content, target, head, measuring, compared, speculator_name, _origin(target, head, compared.tuned_in)
-    )
+    content = _content(target, head, measuring, compared, speculator_name)
+
+    def measured_so_far() -> Report:
+        reasons = {BASELINES[name]: reason for name, reason in not_run.items()}
+        return replace(content, not_run=reasons, warnings=warnings(rows), suites=rows)
+
     for batch_size in batch_sizes:
         engines: Engines = {}
         if server == "ours":
@@ -220,11 +221,11 @@ def evaluate(
                 for decoder, own in zip(ours[1:], made[1:], strict=True):
                     own.server_log = server_log(measured.timed[decoder.key], own.num_speculative_tokens)
             rows += made
-            write_record(output / UNFINISHED, content(rows, not_run))  # after each, should memory run out later
+            write_record(output / UNFINISHED, measured_so_far())  # after each, should memory run out later
             if batch_size == batch_sizes[0]:
                 traces += trace_suite(target, list(zip(ours, made, strict=True)), suite, sampling, max_new_tokens)
         engines.clear()  # their caches and graphs would stay while the next batch size is measured
-    report = replace(content(rows, not_run), training=training or {})
+    report = replace(measured_so_far(), training=training or {})
     write_record(output / "report.json", report)  # first: hours of measurement must not depend on a plot
     render(report, traces, output)
     for line in report.warnings:
@@ -233,16 +234,12 @@ def evaluate(
 
 
 def _content(
-    target: Target,
-    head: Speculator,
-    measuring: Measuring,
-    compared: Compared,
-    speculator_name: str,
-    origin: dict[str, Any],
-    rows: list[ReportRow],
-    not_run: dict[str, str],
+    target: Target, head: Speculator, measuring: Measuring, compared: Compared, speculator_name: str
 ) -> Report:
-    """Return report.json's content from `evaluate`'s arguments, `_origin`'s result and {baseline: why not run}."""
+    """Return report.json's content before the first row, from `evaluate`'s arguments."""
+    fingerprints = {"target": target.fingerprint, "speculator": digest_of_weights(head)}
+    if compared.tuned_in and (tuning := Path(compared.tuned_in, TUNED)).is_file():
+        fingerprints[TUNED] = hashlib.sha256(tuning.read_bytes()).hexdigest()
     batch_sizes, draft_model = measuring.batch_sizes, compared.draft_model
     assisted = draft_model is not None and "hf_assisted" in compared.baselines and 1 in batch_sizes
     versions = {"speculator": version_of(DISTRIBUTION), **{name: version(name) for name in ("torch", "transformers")}}
@@ -250,7 +247,10 @@ def _content(
         schema=SCHEMA,
         target=target.name,
         speculator=speculator_name,
-        **origin,
+        fingerprints=fingerprints,
+        git_commit=git_commit(),
+        argv=command_line(),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         hardware=hardware(target.device),
         versions=versions | {"python": platform.python_version()},
         settings={
@@ -268,19 +268,10 @@ def _content(
             "trained_length": head.config.trained_length,
             "peak_memory": memory_kind(target.device),
         },
-        not_run={BASELINES[name]: reason for name, reason in not_run.items()},
-        warnings=warnings(rows),
-        suites=rows,
+        not_run={},
+        warnings=[],
+        suites=[],
     )
-
-
-def _origin(target: Target, head: Speculator, folder: str | Path | None) -> dict[str, Any]:
-    """Return fingerprints of what was measured, with the decoding.json in `folder`, and commit, command and date."""
-    fingerprints = {"target": target.fingerprint, "speculator": digest_of_weights(head)}
-    if folder and (tuning := Path(folder, TUNED)).is_file():
-        fingerprints[TUNED] = hashlib.sha256(tuning.read_bytes()).hexdigest()
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"fingerprints": fingerprints, "git_commit": git_commit(), "argv": command_line(), "date": date}
 
 
 def _time_needed(

@@ -22,7 +22,7 @@ from speculator.drafters.fixed_tree import FixedTree
 from speculator.drafters.measure import measure_costs
 from speculator.drafters.price import expected_tokens, fastest_shape
 from speculator.drafters.tuning import PROMPT_HASHES, TUNED, Ranks, Tuning, choices_of, measured_on, shapes_to_measure
-from speculator.errors import UserError, refuse
+from speculator.errors import refuse
 from speculator.files import check_output_file, write_json
 from speculator.heads import Speculator
 from speculator.tables import markdown_table
@@ -89,7 +89,8 @@ def write_tuning(
         kind: [*map(list, dict.fromkeys(tuple(best_tree(own, nodes)) for nodes in _TREE_SIZES))]
         for kind, own in ranks.items()
     }
-    tuning, rows = _with_costs(target, head, Tuning(ranks, trees, lookup))
+    with working(f"tuning: the cost of steps, {LONGEST:.0f} s at most"):
+        tuning, rows = _with_costs(target, head, Tuning(ranks, trees, lookup))
     content = {
         "schema": 5,
         "target": target.name,
@@ -110,40 +111,30 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
     """Measure the costs of steps, and choose the best draft: the smallest of those about as fast as the fastest.
 
     Returns the tuning with the costs, and `write_tuning`'s predictions. For greedy and for sampled decoding, the tuning
-    keeps the best draft if that is a tree.
+    keeps the best draft if that is a tree. Raises a UserError if no step was measured in time.
     """
-    with working(f"tuning: the cost of steps, {LONGEST:.0f} s at most"):
-        return _measured_costs(target, head, tuning)
-
-
-def _measured_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tuning, list[dict]]:
-    """Do the work of `_with_costs`; a UserError is raised if no step was measured in time."""
     choices = choices_of(head, tuning)
     sizes = [(ROWS[0], kind == "greedy") for kind in _KINDS]
     alone = measure_costs(target, head, shapes_to_measure(head, choices), sizes, _COST_SECONDS / 2)
-    if not alone:
-        raise UserError(
-            f"no step of {target.name} was measured in {_COST_SECONDS / 2:.0f} s, so its drafts can't be tuned"
-        )
+    slow = f"no step of {target.name} was measured in {_COST_SECONDS / 2:.0f} s, so its drafts can't be tuned"
+    refuse((not alone, slow))
     cost, rows = CostTable(alone), []
     trees: dict[str, list] = {}
     for kind in _KINDS:
         greedy = kind == "greedy"
-        # Tokens per plain step's time: E over the cost of drafting and verifying.
-        speeds = {
-            choice: expected_tokens(choice.acceptance[greedy])
-            / cost(choice.shape, choice.shape.nodes, False, greedy, 1)
-            for choice in choices
-            if greedy in choice.acceptance
-        }
         fastest, before = fastest_shape(choices, cost, greedy, 1), None
         while fastest is not before:  # of the trees only this one is kept, and chosen among the chains later
             left = [each for each in choices if each.shape is fastest or not isinstance(each.shape, FixedTree)]
             fastest, before = fastest_shape(left, cost, greedy, 1), fastest
         best = next(choice for choice in choices if choice.shape is fastest)
-        for choice, speed in speeds.items():
-            tokens = expected_tokens(choice.acceptance[greedy])
-            figures = {"tokens": tokens, "cost": tokens / speed, "speedup": speed, "best": choice is best}
+        for choice in choices:
+            if greedy not in choice.acceptance:
+                continue
+            tokens, paid = (
+                expected_tokens(choice.acceptance[greedy]),
+                cost(choice.shape, choice.shape.nodes, False, greedy, 1),
+            )
+            figures = {"tokens": tokens, "cost": paid, "speedup": tokens / paid, "best": choice is best}
             rows.append({"temperature": _KINDS[kind], "draft": described(choice.shape), **figures})
         trees[kind] = [best.shape.paths] if isinstance(best.shape, FixedTree) else []
     kept = replace(tuning, trees=trees)
@@ -161,18 +152,11 @@ def described(shape: Shape) -> str:
 
 def table(rows: list[dict]) -> str:
     """Return the predictions of `write_tuning` as a Markdown table; each temperature's best draft is marked."""
-    header = ["temperature", "draft", "acceptance length", "cost", "predicted speedup", ""]
-    lines = [
-        (
-            f"{row['temperature']:g}",
-            row["draft"],
-            f"{row['tokens']:.2f}",
-            *(f"{row[name]:.2f}" for name in ("cost", "speedup")),
-            "best" * row["best"],
-        )
-        for row in rows
-    ]
-    return markdown_table(header, lines)
+    lines = []
+    for row in rows:
+        figures = (f"{row[name]:.2f}" for name in ("tokens", "cost", "speedup"))
+        lines.append((f"{row['temperature']:g}", row["draft"], *figures, "best" * row["best"]))
+    return markdown_table(["temperature", "draft", "acceptance length", "cost", "predicted speedup", ""], lines)
 
 
 def lookup_acceptance(texts: Sequence[tuple[list[int], list[int]]]) -> list[float]:
