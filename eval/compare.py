@@ -1,6 +1,7 @@
 """`speculator eval compare`: see `eval.flags.compare`.
 
-Rows of other prompts, turns or limits of new tokens, or with and without a chat template, have no verdict.
+Rows of other prompts, turns, limits of new tokens or settings, or with and without a chat template, have no verdict.
+Nor have speeds on other hardware.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from pathlib import Path
 from eval import served
 from eval.intervals import difference, length, paired_difference, ratio
 from eval.report import UNFINISHED
+from eval.suites import FILTERS
 from speculator.errors import UserError, refuse, show
 from speculator.report import Interval, Report, ReportRow, read_record, read_report
 from speculator.tables import markdown_table, shown
 from speculator.terminal import log
 
 _KEY = ("name", "temperature", "batch_size", "drafter")
-_NAMES = ("target", "speculator", "hardware")
+_NAMES = ("target", "speculator", "hardware", "git_commit")
 _CONDITIONS = ("prompts", "turns", "max_new_tokens", "chat")
+_SETTINGS = ("dtype", "as", *FILTERS)
+"""Settings of a report that are conditions too."""
+_LENGTH = "acceptance length"
 _CONTENT = "digest"
 """A condition too, unless the target is another, which has other tokens for the same questions."""
 _BOUNDED = ("adaptive", "ngram")
@@ -50,7 +55,9 @@ def table(a: Report, b: Report) -> str:
     if not common:
         raise UserError("the reports have no suite, temperature, batch size and decoder in common")
     lines = _changes(_values(a, _NAMES), _values(b, _NAMES))
+    lines += [f"fingerprint of {line}" for line in _changes(a.fingerprints, b.fingerprints)]
     lines += _changes(a.versions, b.versions) + _changes(a.settings, b.settings)
+    same = all(a.settings.get(name) == b.settings.get(name) for name in _SETTINGS)
     names = _CONDITIONS if a.target != b.target else (*_CONDITIONS, _CONTENT)
     for row, other in common:
         lines += _changes({f"rule, {row.drafter}": row.rule}, {f"rule, {row.drafter}": other.rule})
@@ -61,10 +68,12 @@ def table(a: Report, b: Report) -> str:
     for row, other in common:
         batch = f", batch {row.batch_size}" if row.batch_size > 1 else ""
         where = (f"{row.name}{batch}", f"{row.temperature:g}", _decoder(row, other))
-        equal = _conditions(row, names) == _conditions(other, names)
+        equal = same and _conditions(row, names) == _conditions(other, names)
         for name, figure, its, gap in _figures(row, other, paired=equal and row.digest == other.digest):
             if not equal:
                 verdict = "other conditions"
+            elif name != _LENGTH and a.hardware != b.hardware:
+                verdict = "other hardware"
             elif gap.low is None or gap.high is None:
                 verdict = ""
             else:
@@ -135,7 +144,7 @@ def _figures(row: ReportRow, other: ReportRow, paired: bool) -> Iterator[tuple[s
     samples = list(zip(row.samples, other.samples, strict=True)) if paired else []
     with_steps = [(a, b) for a, b in samples if a[-1] and b[-1]]
     gap = paired_difference(with_steps, length) if with_steps else difference(row.length, other.length)
-    yield "acceptance length", row.length, other.length, gap
+    yield _LENGTH, row.length, other.length, gap
     for name, theirs in other.speedup.items():
         if ours := row.speedup.get(name):
             yield f"speedup over {name}", ours, theirs, difference(ours, theirs)

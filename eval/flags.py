@@ -92,8 +92,8 @@ def run(parser: OneLineParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="with --server: numbers of clients to compare, each with --max_prompts other prompts, at least 4 for each "
-        "client; the server need not draft (default: 8, for the acceptance alone)",
+        help="with --server: numbers of clients to compare, each with --max_prompts other prompts, or 4 times N if "
+        "that is more; the server need not draft (default: 8, for the acceptance alone)",
     )
     parser.add_argument(
         "--rate",

@@ -10,11 +10,12 @@ import asyncio
 import copy
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
 from eval.load import Answer, Asking
-from eval.served import SERVED, Level, Served, figures, table
+from eval.served import PART, SERVED, Level, Served, figures, table, with_totals
 from eval.suites import Suite, check_names, first_turns, sampling_of
 from speculator.about import command_line
 from speculator.acceptance import Acceptance
@@ -31,7 +32,7 @@ from speculator.clients.counters import read_acceptance
 from speculator.errors import UserError, first_line, refuse
 from speculator.files import make_folder, read_json
 from speculator.report import write_record
-from speculator.terminal import Progress
+from speculator.terminal import Progress, log
 
 FORECAST_FILE = "forecast.json"
 _CLIENTS = 8
@@ -81,7 +82,8 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         asyncio.run(_measure(arguments, base, server, tokenizer, found))
     except (openai.APIError, httpx.HTTPError) as error:
-        raise UserError(server.describe(error)) from None
+        kept = f"; {arguments.output / SERVED} has what was measured" if found.suites else ""
+        raise UserError(f"{server.describe(error)}{kept}") from None
     if arguments.clients:
         plot_load({found.server: found.suites}, arguments.output / "load.png")
     print(table(found))
@@ -91,32 +93,30 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
     """Fill `found` level by level, and write it after each, should the server fail later."""
     async with server.client as client:
         try:
-            model = (await client.models.list()).data[0]
+            models = (await client.models.list()).data
+            model = next((each for each in models if each.id == arguments.target), models[0])
         except (AttributeError, IndexError, TypeError, ValueError):  # a page, nothing, or no model
             raise UserError(f"--server {server.url}: not OpenAI's API, or no model is served there") from None
+        if len(models) > 1 and model.id != arguments.target:
+            log(f"{server.url} serves {', '.join(each.id for each in models)}: measuring {model.id}")
         llama_cpp = model.owned_by == "llamacpp"
         context = getattr(model, "max_model_len", None) or sys.maxsize
         known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None)
-        temperatures, numbers = arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS]
+        loads = list(product(arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS]))
         busy = bool(arguments.clients and not arguments.rate)  # all clients, until the last answer
-        least = max(numbers) * (_PROMPTS if busy else 1)
-        # A server may know a prompt, or even its answer, from before: prefix caches and lookup in other texts. So every
-        # load has prompts of its own, the same ones in each server.
-        parts = len(temperatures) * len(numbers) if arguments.clients else 1
+        least = [clients * (_PROMPTS if busy else 1) for _, clients in loads] if arguments.clients else [1]
         sizes = copy.copy(arguments)
-        sizes.max_prompts = parts * arguments.max_prompts
+        sizes.max_prompts = sum(max(each, arguments.max_prompts) for each in least)
         suites = [first_turns(sizes, source, known, arguments.raw) for source in arguments.suite or [PYTHON_SOURCES]]
         check_names(suites)
+        work = list[tuple[Suite, tuple[float, int]]]()
         for suite in suites:
-            each = len(suite.prompts) // parts
-            fault = f"--clients {max(numbers)}: {suite.name} has {len(suite.prompts)} prompts, {each} for each load, "
-            fault += f"which needs {least}; raise --max_prompts, or measure fewer loads"
-            refuse((arguments.clients and each < least, fault))
-        loads = [(suite, *load) for suite in suites for load in enumerate(product(temperatures, numbers))]
-        for suite, number, (temperature, clients) in Progress(loads, title="loads", unit="loads"):
-            each = len(suite.prompts) // parts
-            part = Suite(suite.name, suite.prompts[number % parts * each :][:each])
-            clients = min(clients, each)
+            if arguments.clients:
+                work += zip(_parts(suite, arguments.max_prompts, least), loads, strict=True)
+            else:
+                work += ((part, load) for load in loads for part in _by_category(suite))
+        for part, (temperature, clients) in Progress(work, title="loads", unit="loads"):
+            clients = min(clients, len(part.prompts))
             asking = Asking(
                 client=client,
                 model=model.id,
@@ -126,7 +126,8 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             )
             if arguments.clients and not found.suites:  # compiles and captures; backwards, so that no cache knows them
                 warm = replace(asking, max_new_tokens=min(_WARM_UP, arguments.max_new_tokens), rate=None)
-                await warm.ask([prompt[::-1] for prompt in part.prompts[-max(numbers) :]], max(numbers))
+                most, (largest, _) = max(arguments.clients), max(work, key=lambda load: len(load[0].prompts))
+                await warm.ask([prompt[::-1] for prompt in largest.prompts[-most:]], most)
             counters = partial(_counters, base, server.url, may_lack=llama_cpp or bool(arguments.clients))
             read = partial(asyncio.to_thread, counters)
             before, began = await read(), time.monotonic()
@@ -138,7 +139,7 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             refuse((not drafts["steps"] and not arguments.clients, nothing))
             rows = [[each.tokens, each.first, each.seconds] for each in answers]
             level = Level(
-                suite=suite.name,
+                suite=part.name,
                 digest=part.digest,
                 temperature=temperature,
                 max_new_tokens=arguments.max_new_tokens,
@@ -150,6 +151,30 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             )
             found.suites.append(level)
             write_record(arguments.output / SERVED, found)
+        if not arguments.clients:
+            found.suites = with_totals(found.suites, {suite.name: suite.digest for suite in suites}, found.slo)
+            write_record(arguments.output / SERVED, found)
+
+
+def _parts(suite: Suite, most: int, least: Sequence[int]) -> list[Suite]:
+    """Return a part of a suite for each load: of its `least` number of prompts, or `most` if that is more.
+
+    A server may know a prompt, or even its answer, from before: prefix caches and lookup in other texts. So every load
+    has prompts of its own, the same ones in each server. A short suite gives fewer than `most`; too few: UserError.
+    """
+    count, needed = len(suite.prompts), sum(least)
+    refuse((count < needed, f"--clients: {suite.name} has {count} prompts, and these loads need {needed}"))
+    sizes = next(found for size in range(most, -1, -1) if sum(found := [max(size, each) for each in least]) <= count)
+    ends = accumulate(sizes)
+    return [Suite(suite.name, suite.prompts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _by_category(suite: Suite) -> list[Suite]:
+    """Return a suite of the prompts of each category."""
+    groups: dict[str, list[list[int]]] = {}
+    for category, prompt in zip(suite.categories, suite.prompts, strict=True):
+        groups.setdefault(f"{suite.name}{PART * bool(category)}{category}", []).append(prompt)
+    return [Suite(name, prompts) for name, prompts in groups.items()]
 
 
 def _counters(base: str, shown: str, may_lack: bool) -> Acceptance:

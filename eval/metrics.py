@@ -162,6 +162,7 @@ def row(
         predicted_speedup=figures.acceptance_length / (depth * cost.draft + cost.verify) * busy,
         categories=[_figures(name or "(none)", measured.of_category(name), decoder) for name in names if any(names)],
         samples=samples(timed, measured),
+        acceptance_along_answer=by_context(((0, steps) for _, steps in sequences), None),
     )
 
 

@@ -186,9 +186,10 @@ def _details(row: ReportRow, lengths: set[int]) -> str:
             f"of whole answers, the speedup is {part.p5:.2f}, {part.p50:.2f} and {part.p95:.2f} at the 5th, "
             f"50th and 95th percentile, and {part.slower:.0%} get slower"
         )
-    buckets = [f"{part.acceptance_length:.2f} below {part.below}" for part in row.acceptance_by_context]
-    if len(buckets) > 1:
-        parts.append(f"acceptance length by context length {', '.join(buckets)}")
+    for what, found in (("context length", row.acceptance_by_context), ("new tokens", row.acceptance_along_answer)):
+        if len(found) > 1:
+            buckets = (f"{part.acceptance_length:.2f} below {part.below}" for part in found)
+            parts.append(f"acceptance length by {what} {', '.join(buckets)}")
     if log := row.server_log:
         rates = ", ".join(f"{accepted / max(1, log.drafts):.3f}" for accepted in log.accepted_per_position)
         parts.append(

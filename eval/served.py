@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from eval.intervals import paired_bootstrap, ratio
+from speculator.acceptance import Acceptance
 from speculator.errors import UserError
 from speculator.report import Interval
 from speculator.tables import markdown_table, shown
 
 SERVED = "served.json"
+PART = ", "
+"""Between the names of a suite and of its category."""
 _QUANTILES = (0.5, 0.95, 0.99)
 
 
@@ -115,10 +118,44 @@ def figures(
     }
 
 
+def with_totals(levels: list[Level], digests: dict[str, str], limits: dict[str, float]) -> list[Level]:
+    """Return the levels of categories, each suite's at a temperature followed by one level of all; `digests` by suite.
+
+    A suite without categories has the one level that it has. The categories were measured one after the other.
+    """
+    made = list[Level]()
+    for suite, digest in digests.items():
+        mine = [level for level in levels if level.suite == suite or level.suite.startswith(suite + PART)]
+        for temperature in dict.fromkeys(level.temperature for level in mine):
+            parts = [level for level in mine if level.temperature == temperature]
+            made += parts
+            if len(parts) == 1:
+                continue
+            answers = [answer for part in parts for answer in part.answers]
+            seconds = sum(sum(answer[0] for answer in part.answers) / part.tokens_per_second for part in parts)
+            counted = sum((Acceptance([part.steps, *part.accepted_per_position]) for part in parts), Acceptance())
+            drafted = [part.drafted_tokens for part in parts if part.drafted_tokens]
+            made.append(
+                replace(
+                    parts[0],
+                    suite=suite,
+                    digest=digest,
+                    clients=max(part.clients for part in parts),
+                    answers=answers,
+                    **figures(answers, 1, seconds, limits),
+                    steps=counted.steps,
+                    accepted_tokens=sum(part.accepted_tokens for part in parts),
+                    accepted_per_position=counted.reached[1:],
+                    drafted_tokens=sum(drafted) or None,
+                )
+            )
+    return made
+
+
 def table(found: Served) -> str:
     """Return the levels of a served.json as Markdown, with what they cost and the head's forecast."""
     header = ["prompts", "temperature", "clients", "tokens/s", "first token, ms", "per token, ms", "answer, ms"]
-    header += ["answers/s within limits", "drafts", "accepted by position", "acceptance length"]
+    header += ["answers/s within limits", "steps", "accepted by position", "acceptance length"]
     cells = []
     for level in found.suites:
         accepted = _shares([count / level.steps for count in level.accepted_per_position]) if level.steps else ""
@@ -152,32 +189,55 @@ def compare(a: Served, b: Served) -> tuple[str, Speedups]:
     pairs: Speedups = {}
     for key in sorted((key for key in ours if key in theirs), key=lambda key: key[2:]):
         x, y = ours[key], theirs[key]
-        # Tokens and seconds of both, on one prompt.
-        samples = [(*own[::2], *other[::2]) for own, other in zip(y.answers, x.answers, strict=True)]
-        pairs.setdefault(_where(x), []).append((x, y, paired_bootstrap(samples, ratio)))
+        pairs.setdefault(_where(x), []).append((x, y, paired_bootstrap(_samples(x, y), ratio)))
     if not pairs:
         raise UserError("the two have no prompts, temperature and number of clients in common")
-    header = ["prompts", "clients", "B over A", "tokens/s, A -> B", "first token, ms", "per token, ms"]
+    header = [
+        "prompts",
+        "clients",
+        "B over A",
+        "slower prompts",
+        "tokens/s, A -> B",
+        "first token, ms",
+        "per token, ms",
+    ]
     header.append("answers/s within limits")
     cells = []
     for where, found in pairs.items():
         for x, y, speedup in found:
             both = [(each.tokens_per_second, each.ttft_ms[1], each.tpot_ms[1], each.goodput) for each in (x, y)]
-            cells.append(
-                (where, x.clients, shown(speedup), *(f"{a:.1f} -> {b:.1f}" for a, b in zip(*both, strict=True)))
-            )
-    lines = [f"A: {a.server}, B: {b.server}; times at the 95th percentile", "", markdown_table(header, cells), ""]
+            slower = sum(ratio([each]) < 1 for each in _samples(x, y)) / len(x.answers)
+            moved = (f"{a:.3g} -> {b:.3g}" if b < 10 else f"{a:.1f} -> {b:.1f}" for a, b in zip(*both, strict=True))
+            cells.append((where, x.clients, shown(speedup), f"{slower:.0%}", *moved))
+    alone = sum(key not in theirs for key in ours) + sum(key not in ours for key in theirs)
+    lines = [*_about(a, b), "", markdown_table(header, cells), ""]
+    if alone:
+        lines.append(f"{alone} rows are of one server only: other prompts, clients, temperature or --max_new_tokens")
     drafts = [max(level.acceptance_length or 1 for level in each.suites) > 1 for each in (a, b)]
     busy = {where: found for where, found in pairs.items() if found[0][0].rate is None}
     lines += _verdicts(busy, "drafting" if drafts == [False, True] else "B")
     if a.slo != b.slo:
         lines.append("A and B have other limits (--slo): their answers within limits and costs can't be compared")
-    elif a.price and b.price:
+    elif price := b.price or a.price:
         for where, found in busy.items():
-            before = _cost([level for level, _, _ in found], a.price)
-            after = _cost([level for _, level, _ in found], b.price)
-            lines += [f"{where}: {line}" for line in _paid(before, after, b.price, b.hours)]
+            before = _cost([level for level, _, _ in found], a.price or price)
+            after = _cost([level for _, level, _ in found], price)
+            lines += [f"{where}: {line}" for line in _paid(before, after, price, b.hours)]
     return "\n".join(lines), pairs
+
+
+def _about(a: Served, b: Served) -> list[str]:
+    """Return lines that say what A and B are."""
+    lines = []
+    for name, each in (("A", a), ("B", b)):
+        head = f", head {each.speculator}" if each.speculator else ""
+        lines.append(f"{name}: {each.server}, target {each.target}{head}, {each.date}")
+    return [*lines, "times at the 95th percentile"]
+
+
+def _samples(a: Level, b: Level) -> list[tuple[float, ...]]:
+    """Return tokens and seconds of B, then of A, for each prompt of two levels."""
+    return [(*own[::2], *other[::2]) for own, other in zip(b.answers, a.answers, strict=True)]
 
 
 def _verdicts(pairs: Speedups, what: str) -> Iterator[str]:
@@ -192,7 +252,8 @@ def _verdicts(pairs: Speedups, what: str) -> Iterator[str]:
         whom = "worth serving for one user at a time" if most == 1 else whom
         stop = f"is nowhere slower, up to {last}"
         if end:
-            stop = f"stops paying at about {end:.0f} client{'s' * (round(end) > 1)}"
+            first = worst[0][0].clients
+            stop = f"stops paying at about {end:.0f} clients" if end > first else f"is slower already at {first}"
         yield f"verdict: {what} is {whom} ({_where(worst[0][0])}); it {stop}"
 
 
@@ -209,12 +270,12 @@ def pays_up_to(found: Sequence[tuple[Level, Level, Interval]]) -> int | None:
 def stops_at(found: Sequence[tuple[Level, Level, Interval]]) -> float | None:
     """Return the number of clients at which the speedup falls to 1, interpolated over its logarithm; None: nowhere."""
     if found[0][2].value < 1:
-        return float(found[0][0].clients)
+        return found[0][0].clients
     for (x, _, before), (y, _, after) in pairwise(found):
         if after.value < 1:
             # From 1.4 at 4 clients to 0.8 at 16 the speedup falls by 0.6 in two doublings, so to 1 in 1.33.
             share = (before.value - 1) / (before.value - after.value)
-            return float(math.exp(math.log(x.clients) + share * math.log(y.clients / x.clients)))
+            return float(x.clients * (y.clients / x.clients) ** share)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
@@ -135,6 +135,7 @@ class ReportRow(Figures):
         server_log: None unless the drafts were another server's.
         samples: of each conversation, or batch: tokens and seconds of whole answers, those of plain decoding, accepted
             draft tokens, and steps.
+        acceptance_along_answer: as `acceptance_by_context`, but by the new tokens at the beginning of a step.
     """
 
     prompts: int
@@ -160,6 +161,7 @@ class ReportRow(Figures):
     predicted_speedup: float
     categories: list[Figures]
     samples: list[list[float]]
+    acceptance_along_answer: list[Bucket] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -299,13 +301,16 @@ def read_record(kind: type[Record], file: Path) -> Record:
 def from_json(kind: Any, value: Any) -> Any:
     """Return a value of JSON as the type `kind` of a dataclass's field, or as a dataclass.
 
+    A field with a factory may be missing: files from before it have none.
+
     Raises:
         KeyError: an object lacks a field.
         TypeError, AttributeError: a value is of another type.
     """
     if isinstance(kind, type) and is_dataclass(kind):
         types = get_type_hints(kind)
-        return kind(**{each.name: from_json(types[each.name], value[each.name.rstrip("_")]) for each in fields(kind)})
+        there = [each for each in fields(kind) if each.name.rstrip("_") in value or each.default_factory is MISSING]
+        return kind(**{each.name: from_json(types[each.name], value[each.name.rstrip("_")]) for each in there})
     origin, inner = get_origin(kind), get_args(kind)
     if origin is list:
         return [from_json(inner[0], each) for each in value]

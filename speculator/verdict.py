@@ -48,7 +48,9 @@ def _of_suite(rows: list[ReportRow]) -> Iterator[str]:
     yield f"the head alone: {_times(heads, lengths)}"
     if adaptive:
         yield f"adaptive drafting is {_times(adaptive)}{_off(adaptive)}"
-    yield "verdict: " + verdict(heads, fastest(rows, "ngram"))
+    lengths = len({row.num_speculative_tokens for row in rows if row.drafter == "head"})
+    chosen = f"; the length is the fastest of {lengths} on these prompts" if lengths > len(heads) else ""
+    yield f"verdict: {verdict(heads, fastest(rows, 'ngram'))}{chosen}"
 
 
 def _off(rows: list[ReportRow]) -> str:
@@ -65,10 +67,10 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
     """Return a clause that says for whom a head is worth serving, and what to do next, judged by whole answers.
 
     Args:
-        heads: the head's rows of report.json, one per temperature; the slowest one decides.
+        heads: the head's rows of report.json, one per temperature; the one that shows the least gain decides.
         lookups: the rows of n-gram lookup alone; may be empty.
     """
-    head = min(heads, key=_speedup)
+    head = min(heads, key=_shown_gain)
     lookup = next((_speedup(row) for row in lookups if row.temperature == head.temperature), 0.0)
     interval = head.end_to_end_speedup["plain"]
     where = f" at temperature {head.temperature:g}" if len(heads) > 1 else ""
@@ -94,6 +96,12 @@ def verdict(heads: list[ReportRow], lookups: list[ReportRow]) -> str:
         advice = f"worth serving {whom}: {nodes} token{'s' * (nodes != 1)} per draft{tree}"
         helps = f"; n-gram lookup alone is faster on these prompts ({lookup:.2f})"
     return advice + (helps if lookup > max(1.0, interval.value) else "")
+
+
+def _shown_gain(row: ReportRow) -> tuple[bool, float]:
+    """Return a key that sorts rows by what they show: those below 1 first, then by their intervals' lower bounds."""
+    interval = row.end_to_end_speedup["plain"]
+    return interval.value >= 1, interval.value if interval.low is None else interval.low
 
 
 def _speedup(row: ReportRow) -> float:

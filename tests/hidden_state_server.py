@@ -37,6 +37,8 @@ class StandIn(ThreadingHTTPServer):
         folder: where the files go, in a folder named after the layers.
         layers: numbers of the layers, the last one's included.
         port: 0 for any.
+        models: names of what it serves; a request's is kept as `model`.
+        last: number of the last streamed answer that is well; later ones are errors.
         delay: seconds for each answer.
         fault: see `Handler`.
     """
@@ -51,6 +53,7 @@ class StandIn(ThreadingHTTPServer):
         self.folder = folder / layers_folder(layers)
         self.asked = self.most = 0
         self.drafted: dict[str, int] = {}
+        self.models, self.model, self.last = ["served"], "", sys.maxsize
         self.open: set[socket.socket] = set()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -114,7 +117,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.fault == "nothing":
             return self.reply("")
         owner = {"owned_by": "llamacpp" if self.server.fault == "llama.cpp" else "vllm"}
-        self.reply({"data": [{"id": "served", "max_model_len": self.server.target.context_length, **owner}]})
+        length = self.server.target.context_length
+        self.reply({"data": [{"id": name, "max_model_len": length, **owner} for name in self.server.models]})
 
     def do_POST(self):
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -122,7 +126,7 @@ class Handler(BaseHTTPRequestHandler):
         tokens, name = body["prompt"], f"cmpl-{body.get('request_id', 'x')}-0-{next(_numbers)}"
         states = server.states(tokens).to(server.dtype)
         made, chances = self.text(body, tokens)
-        server.asked += 1
+        server.asked, server.model = server.asked + 1, body.get("model", "")
         choice = {"index": 0, "text": "", "token_ids": made, "logprobs": {"token_logprobs": chances}}
         choice["finish_reason"] = "length" if len(made) == body["max_tokens"] else "stop"
         answer = {"id": "x", "object": "text_completion", "created": 0, "model": "served", "choices": [choice]}
@@ -159,7 +163,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for event in (answer, answer, last):
+        failed = {"error": {"message": "out of memory"}}
+        for event in (answer, answer, last) if self.server.asked <= self.server.last else (answer, failed):
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")

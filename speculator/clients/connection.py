@@ -66,5 +66,7 @@ class Connection:
             said, status = first_line(error)[:300], f"Error code: {error.status_code}"  # openai 2 omits it before HTML
             said = said if said.startswith(status) else f"{status} - {said}"
             return hide(f"{self.url}: {said}", *self._secrets)
+        if isinstance(error, openai.APIError) and not isinstance(error, openai.APIConnectionError):
+            return hide(f"{self.url}: {first_line(error)[:300]}", *self._secrets)  # amid a stream
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hide(f"no server at {self.url}: {first_line(cause)[:300]}", *self._secrets)

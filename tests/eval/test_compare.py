@@ -103,6 +103,19 @@ def test_other_versions_and_settings_are_named():
     assert {"torch: 1 | 2", "seed: 1 | 2"} <= set(table(ours, theirs).splitlines())
 
 
+def test_another_head_under_the_same_name_is_named():
+    ours, theirs = (replace(REPORT, fingerprints={"speculator": n}, git_commit=n) for n in ("a", "b"))
+    assert {"fingerprint of speculator: a | b", "git_commit: a | b"} <= set(table(ours, theirs).splitlines())
+
+
+def test_other_settings_and_speeds_on_other_hardware_have_no_verdict():
+    faster = changed(**FASTER)
+    text = table(REPORT, replace(faster, hardware="gpu"))
+    assert [text.count(f"| {verdict} |") for verdict in ("other hardware", "not shown", "differs")] == [2, 1, 0]
+    for name in ("dtype", "top_p", "as"):
+        assert table(REPORT, replace(faster, settings={name: 1})).count("| other conditions |") == 3
+
+
 def test_a_report_of_another_version_is_named(tmp_path, capsys):
     write_record(tmp_path / "report.json", replace(REPORT, schema=2))
     assert main(["compare", str(tmp_path), str(tmp_path)]) == 2

@@ -1,5 +1,6 @@
 """`python -m eval --server`: the counters of the server's own drafting."""
 
+import json
 import threading
 
 import pytest
@@ -46,6 +47,20 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
     assert "| 0.60 0.30 | 1.90 |" in said
 
 
+def test_each_category_is_counted_and_so_are_all_together(server, target_folder, tmp_path):
+    suite = tmp_path / "s.jsonl"
+    suite.write_text("".join(json.dumps({"category": "aab"[n % 3], "prompt": f"def f{n}"}) + "\n" for n in range(6)))
+    assert main([*argv(target_folder, tmp_path, server.url, "--temperature", "0"), "--suite", str(suite)]) == 0
+    rows = read_json(tmp_path / "made" / "served.json")["suites"][-3:]
+    assert [row["suite"] for row in rows] == ["s.jsonl, a", "s.jsonl, b", "s.jsonl"]
+    assert [len(row["answers"]) for row in rows] == [4, 2, 6]
+    assert [row["steps"] for row in rows] == [16, 8, 24]
+    assert rows[2]["accepted_per_position"] == [18, 6, 0]
+    tokens = [sum(answer[0] for answer in row["answers"]) for row in rows]
+    seconds = [count / row["tokens_per_second"] for count, row in zip(tokens, rows, strict=True)]
+    assert seconds[2] == pytest.approx(seconds[0] + seconds[1])
+
+
 def test_a_llama_server_is_measured_by_the_numbers_in_its_answers(server, target_folder, tmp_path, capsys):
     """Each text has 4 tokens: the prompt's, two of a step that accepts 1 of 2, one of a step that accepts 0 of 1."""
     server.fault, server.drafted = "llama.cpp", {"draft_n": 3, "draft_n_accepted": 1}
@@ -81,6 +96,23 @@ def test_what_is_measured_is_kept_if_the_server_fails_later(server, target_folde
     assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
     assert "it has gone" in capsys.readouterr().err
     assert [row["temperature"] for row in read_json(tmp_path / "made" / "served.json")["suites"]] == [0.0]
+
+
+def test_an_error_amid_an_answer_is_that_of_the_server(server, target_folder, tmp_path, capsys):
+    server.last = 1
+    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
+    kept = tmp_path / "made" / "served.json"
+    url = server.url.removesuffix("/v1")
+    assert capsys.readouterr().err.endswith(f": {url}: out of memory; {kept} has what was measured\n")
+    assert [row["temperature"] for row in read_json(kept)["suites"]] == [0.0]
+
+
+def test_of_several_models_the_target_is_asked(server, target_folder, tmp_path, capsys):
+    for models, asked in ((["a", str(target_folder)], str(target_folder)), (["a", "b"], "a")):
+        server.models = models
+        assert main(argv(target_folder, tmp_path, server.url, "--temperature", "0")) == 0
+        assert server.model == asked
+        assert ("serves a, b: measuring a" in capsys.readouterr().err) == (asked == "a")
 
 
 def test_a_head_that_is_not_there_is_named(server, target_folder, tmp_path, capsys):

@@ -9,9 +9,10 @@ from conftest import exit_code
 from hidden_state_server import StandIn
 
 from eval.__main__ import main
-from eval.in_server import training_hours
+from eval.in_server import _parts, training_hours
 from eval.load import Asking
 from eval.served import Level, Served, compare, figures, table
+from eval.suites import Suite
 from speculator import Sampling, Target, UserError
 from speculator.files import read_json, write_json
 
@@ -108,8 +109,8 @@ def served(curves, accepted=0, **changes) -> Served:
     """Curves are {temperature: {clients: speed}}."""
     limits = changes.get("slo", {})
     made = [level(n, t, s, accepted, **limits) for t, curve in curves.items() for n, s in curve.items()]
-    empty = {"slo": {}, "price": None, "hours": None, "forecast": None}
-    return Served(server="u", target="t", speculator=None, date="", argv=[], suites=made, **{**empty, **changes})
+    empty = {"slo": {}, "price": None, "hours": None, "forecast": None, "target": "t"}
+    return Served(server="u", speculator=None, date="", argv=[], suites=made, **{**empty, **changes})
 
 
 PLAIN = {t: {1: 1.0, 4: 0.9, 16: 0.5} for t in (0.0, 1.0)}
@@ -121,11 +122,24 @@ def test_the_number_of_clients_at_which_drafting_stops_paying_is_that_of_the_wor
     text, speedups = compare(served(PLAIN), served(drafted, accepted=90))
     assert "verdict: drafting is worth serving up to 4 clients (s, temperature 1); it stops paying at about 10" in text
     assert [round(each.value, 2) for *_, each in speedups["s, temperature 1"]] == [1.5, 1.4, 0.8]
-    assert "| s, temperature 0 | 4 | 1.67 (1.67 to 1.67) | 142.8 -> 237.9 |" in text
+    assert "| s, temperature 0 | 4 | 1.67 (1.67 to 1.67) | 0% | 142.8 -> 237.9 |" in text
     text, _ = compare(served(PLAIN), served({0.0: drafted[0.0]}, accepted=90))
     assert "up to 16 clients (s, temperature 0); it is nowhere slower, up to 16" in text
-    text, _ = compare(served(PLAIN, accepted=5), served({0.0: {1: 0.9}}, accepted=90))
-    assert "verdict: B is not shown to pay (s, temperature 0); it stops paying at about 1 client" in text
+    slow = served({0.0: {4: 0.8}}, accepted=90, target="u")
+    text, _ = compare(served(PLAIN), slow)
+    assert "verdict: drafting is not shown to pay (s, temperature 0); it is slower already at 4" in text
+    assert "5 rows are of one server only" in text
+    assert {"A: u, target t, ", "B: u, target u, "} <= set(text.splitlines())
+    assert "verdict: B is not shown to pay" in compare(served(PLAIN, accepted=5), slow)[0]
+
+
+def test_the_share_of_the_prompts_that_get_slower_is_that_of_whole_answers():
+    """One of 8 answers takes twice as long, and the others half as long."""
+    before = served({0.0: {1: 1.0}})
+    (own,) = before.suites
+    slow = [[tokens, first, seconds * (2 if n == 3 else 0.5)] for n, (tokens, first, seconds) in enumerate(own.answers)]
+    text, _ = compare(before, replace(before, suites=[replace(own, answers=slow)]))
+    assert ") | 12% | " in text
 
 
 def test_a_token_costs_what_the_fastest_level_within_the_limits_costs():
@@ -140,6 +154,7 @@ def test_a_token_costs_what_the_fastest_level_within_the_limits_costs():
     assert "10.0 hours of training are paid after 10.3 million tokens" in text
     text, _ = compare(plain, replace(fast, hours=None))
     assert "each hour of training at this price is paid after 1.0 million" in text
+    assert compare(plain, replace(fast, price=None))[0] == compare(plain, fast)[0], "one price is that of both"
     assert "a training does not pay" in compare(fast, replace(plain, hours=1.0))[0]
     limits["slo"] = {"tpot": 15.0}
     none, fast = (served(curves, **limits) for curves in ({0.0: PLAIN[0.0]}, {0.0: {1: 2.0, 4: 1.8, 16: 0.6}}))
@@ -218,6 +233,16 @@ def test_flags_of_a_load_that_are_wrong_are_named(flags, message, tmp_path, caps
     assert error.count("\n") == 1
 
 
+def test_each_load_has_prompts_of_its_own_and_four_of_each_client_at_least():
+    suite = Suite("s", [[n] for n in range(100)])
+    parts = [part.prompts for part in _parts(suite, 8, [4, 16, 64])]
+    assert [len(part) for part in parts] == [8, 16, 64]
+    assert [prompt for part in parts for prompt in part] == suite.prompts[:88]
+    assert [len(part.prompts) for part in _parts(suite.first(85), 8, [4, 16, 64])] == [5, 16, 64]
+    with pytest.raises(UserError, match="s has 83 prompts, and these loads need 84"):
+        _parts(suite.first(83), 8, [4, 16, 64])
+
+
 def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_file, tmp_path, capsys):
     server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
     argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
@@ -225,9 +250,8 @@ def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_f
     try:
         for name in ("a", "b"):
             assert main([*argv, "--output", str(tmp_path / name)]) == 0
-        for clients in ("64", "3"):
-            assert exit_code(main, [*argv, "--clients", clients, "--output", str(tmp_path / "c")]) == 2
-            assert f"which needs {4 * int(clients)}; raise --max_prompts" in capsys.readouterr().err
+        assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
+        assert "and these loads need 256" in capsys.readouterr().err
     finally:
         server.die()
     rows = [read_json(tmp_path / name / "served.json")["suites"] for name in ("a", "b")]

@@ -165,12 +165,15 @@ def test_acceptance_by_context_equals_a_count_by_hand():
 
 def test_steps_beyond_the_trained_length_warn(tmp_path, figures_only):
     target = Target(tiny_model(), tokenizer=None)
-    suite = Suite("s", [[1, 2, 3, 4]])
-    for trained, expected in ((10, 1), (1000, 0)):
+    suite = Suite("s", [[1, 2, 3, 4] * 18])
+    for trained, expected in ((78, 1), (1000, 0)):
         torch.manual_seed(1)
         config = MLPSpeculatorConfig(vocab_size=VOCAB, emb_dim=32, inner_dim=16, trained_length=trained)
         report = report_of(target, suite, tmp_path, MLPSpeculator(config), temperatures=[0.0])
         assert sum("that the head was trained on" in line for line in report["warnings"]) == expected
+        for row in report["suites"]:
+            assert [(each["from"], each["steps"]) for each in row["acceptance_along_answer"]] == [(0, row["steps"])]
+            assert row["acceptance_by_context"][0]["from"] == 64
 
 
 @pytest.mark.parametrize(("predicted", "count"), [(1.2, 1), (1.14, 0), (0.84, 1)])

@@ -54,8 +54,8 @@ def test_a_drafter_is_updated_while_requests_are_decoded(start_in, tmp_path, mon
             break
         except httpx.TransportError:
             time.sleep(1)
-    monkeypatch.setattr(vllm_updates, "_DRAFTS", 150)
-    monkeypatch.setattr(vllm_updates, "_POLL_SECONDS", 0.5)
+    for name, value in (("_LOOKS", (40,)), ("_POLL_SECONDS", 0.2), ("_WATCH_SECONDS", 60)):
+        monkeypatch.setattr(vllm_updates, name, value)
     server, ended = VLLMServer(url, ""), []
 
     def client(first: int) -> list[bool]:

@@ -63,10 +63,20 @@ def test_the_verdict_says_where_adaptive_drafting_is_off():
             [row("head", 1.5, end_to_end_speedup={"plain": Interval(1.2, 0.9, 1.5)})],
             "its interval includes 1",
         ),
+        (
+            [
+                row("head", 1.2),
+                row("head", 1.5, temperature=1.0, end_to_end_speedup={"plain": Interval(1.3, 0.9, 1.7)}),
+            ],
+            "its interval at temperature 1 includes 1",
+        ),
         ([row("head", 1.5)], "worth serving for one user at a time: 3 tokens per draft"),
         ([row("head", 1.5, batch_size=8)], "worth serving at batch size 8: 3 tokens per draft"),
         ([row("head", 1.5, nodes=5)], "at a time: 5 tokens per draft, a tree 3 deep"),
-        ([row("head", 1.3), row("head", 1.5, num_speculative_tokens=5)], "at a time: 5 tokens per draft"),
+        (
+            [row("head", 1.3), row("head", 1.5, num_speculative_tokens=5)],
+            "5 tokens per draft; the length is the fastest of 2 on",
+        ),
         ([row("head", 1.5), row("ngram", 1.8)], "3 tokens per draft; n-gram lookup alone is faster"),
         ([row("head", 1.5), row("ngram", 1.2)], "3 tokens per draft"),
     ],
