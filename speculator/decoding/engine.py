@@ -179,10 +179,9 @@ class Engine:
         finally:  # an interrupt leaves no request behind
             for request in requests:
                 request.cancel()
-        failed = {number: each.failure for number, each in enumerate(requests, start=1) if each.failure}
+        failed = [f"text {n} first: {each.failure}" for n, each in enumerate(requests, start=1) if each.failure]
         if failed:  # which a caller that doesn't `check` may miss
-            first = next(iter(failed))
-            _log.warning("%d of %d texts failed, text %d first: %s", len(failed), len(requests), first, failed[first])
+            _log.warning("%d of %d texts failed, %s", len(failed), len(requests), failed[0])
         return Generation(
             tokens=[request.tokens for request in requests],
             steps=[request.steps for request in requests],
