@@ -265,6 +265,7 @@ class Engine:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
+            _log.warning("a prefill pass of %d tokens ran out of memory: smaller ones follow", sum(chunk.counts))
             self.rows.lack_memory(chunk)
             return True
         self.num_prefilled_tokens += sum(chunk.counts)

@@ -6,7 +6,6 @@ What moves or grows does so in all of them.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -43,7 +42,6 @@ of 24 GB. A Llama of 8B reads 8,192 tokens in a pass up to position 13,000, and 
 SMALLEST_PASS = 32
 """Tokens of a prefill pass that is not made smaller: it takes as little memory as a step of a few rows with drafts."""
 _NO_MEMORY = Memory()
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -166,7 +164,6 @@ class Rows:
         if len(chunk.counts) > 1 or size > max(SMALLEST_PASS, self.cache.padded_width(1)):
             read = max(map(add, chunk.begins, chunk.counts))
             self._scratch = size * self.target.scratch_per_token(self.cache, read) // 2
-            _log.warning("a prefill pass of %d tokens ran out of memory: later ones are smaller", sum(chunk.counts))
         else:
             self._scratch = SCRATCH  # it was this prompt: others may fit in passes of any size
             request = self.scheduler.slots[chunk.start].request
