@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -176,7 +176,8 @@ class Batches:
         # An error before the first batch leaves nothing behind.
         if mine and {path.name for path in self._work.glob("*")} <= {"record.json", "lock"}:
             shutil.rmtree(self._work)
-            self.folder.rmdir()
+            with suppress(OSError):  # rows of a save that was killed may be left
+                self.folder.rmdir()
 
     def todo(self) -> list[int]:
         """Return the numbers of this process's unfinished batches, and show the finished ones in the progress bar."""

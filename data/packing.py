@@ -27,7 +27,6 @@ def pack(documents: Iterable[TokenDocument], length: int, max_tokens: int | None
     come first: a row that starts with the rest of one cut document has the ids 1, 2, 3, ...
 
     Args:
-        documents: documents as tokens, which `data.rendering.render` yields.
         length: tokens of a row.
         max_tokens: stop before the rows have more tokens than this; None: no limit.
     """

@@ -86,10 +86,7 @@ def token_rows(request: RowRequest, report: bool = True) -> Dataset:
     The cache key covers the sources (names, weights, sizes, modification times), the request, the tokenizer with its
     chat template, the code of this package, and the versions of the libraries that render and tokenise. One process
     prepares the rows under a file lock; the others wait for the lock, outside of any collective, so that a long
-    preparation does not time out.
-
-    Args:
-        report: print what became of the rows that were read.
+    preparation does not time out. With `report`, it prints what became of the rows that were read.
 
     Raises:
         SourceError: an unreadable source, too many bad rows, or a split without text.

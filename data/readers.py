@@ -152,7 +152,7 @@ def _recorded(folder: Path) -> Iterator[Document]:
     """Yield the rows that a server recorded, the oldest first; the validation and held-out splits are the newest.
 
     Each of the two has a twentieth of the rows, but at least 64 and about 500 at most, if there are 200 or more. A chat
-    whose turns were recorded one by one is in one split, that of its newest turn.
+    whose turns were recorded one by one is in one split, that of its newest turn, if it is no larger than a split.
     """
     files = _readable_files(folder)  # listed once, because the server may be adding shards
     chats: dict[bytes, int] = {}  # of different rows: copies and bad rows, which are dropped, fill no split alone
@@ -161,20 +161,22 @@ def _recorded(folder: Path) -> Iterator[Document]:
         for document in _local_file(file, file.name):
             if "fault" not in document:
                 chats.setdefault(digest_of(document), _chat_of(document, begun))
-    sizes = Counter(chats.values())
-    newest_first = dict.fromkeys(reversed(chats.values()))
     held = len(chats) // 20
     if len(chats) >= ENOUGH_RECORDED:
         held = max(_LEAST_HELD_OUT, min(held, _MOST_HELD_OUT))
-    splits: dict[int, str] = {}
+    sizes: Counter[int | bytes] = Counter(chats.values())
+    # A chat beyond a whole split is many chats with one opening, as "Hi": their rows are split one by one.
+    groups = {row: chat if sizes[chat] <= held else row for row, chat in chats.items()}
+    sizes = Counter(groups.values())
+    splits: dict[int | bytes, str] = {}
     taken = 0
-    for chat in newest_first:
+    for chat in dict.fromkeys(reversed(groups.values())):
         splits[chat] = "held-out" if taken < held else "validation" if taken < 2 * held else "train"
         taken += sizes[chat]
     split = "train"
     for document in chain.from_iterable(_local_file(file, file.name) for file in files):
         if "fault" not in document:  # a bad row goes with the one before it
-            split = splits[chats[digest_of(document)]]
+            split = splits[groups[digest_of(document)]]
         yield {**document, "split": split}
 
 

@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Check:
-    """Result of one check, a line of the table.
-
-    Attributes:
-        name: what is compared.
-        sample: size of the sample.
-        statistic: measured statistic, as text.
-        result: its interpretation, as text.
-        figures: statistic and result as numbers.
-    """
+    """A check, a line of the table; `figures` are numbers of `statistic` and its interpretation, `result`."""
 
     name: str
     temperature: float

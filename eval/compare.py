@@ -34,9 +34,10 @@ _BOUNDED = ("adaptive", "ngram")
 def run(arguments: argparse.Namespace) -> None:
     """Run `speculator eval compare`: print what differs between the reports A and B, and a table of their figures."""
     files = [served.path_of(path) for path in (arguments.a, arguments.b)]
-    if not any(files):
+    if not all(files):
+        alone = any(file and not (file.parent / "report.json").is_file() for file in files)
+        refuse((alone, f"{arguments.a} and {arguments.b}: one is of a server, and the other is not"))
         return show(table(_read(arguments.a), _read(arguments.b)))
-    refuse((not all(files), f"{arguments.a} and {arguments.b}: one is of a server, and the other is not"))
     from eval.plots import plot_load
 
     a, b = (read_record(served.Served, file) for file in files if file)

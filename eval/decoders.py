@@ -66,10 +66,8 @@ def decoders(
     """Return the decoders to compare (plain decoding first), and {key: reason} of the baselines that can't run.
 
     Args:
-        head: the draft head; None: no decoder uses one.
         lengths: numbers of speculative tokens of the head's chains; a draft model uses the first, and lookup copies as
             many tokens as it may in adaptive drafting.
-        draft_model: another model that drafts; None: there is none.
         baselines: names from `speculator.tables.OPTIONAL`.
         batch_size: prompts decoded together; some baselines can't run above 1.
         engines: engines that other decoders share, to which new ones are added.
@@ -167,7 +165,6 @@ class Measured:
 
     Attributes:
         timed: timings by decoder key; all decoders ran the same batches in the same order.
-        categories: category of each batch.
         conversations: number of each batch's conversation; its turns share the number.
         steps: seconds of plain steps and of the drafted steps after them, by decoder key.
         verification: what the target pays for the tokens that it verifies; None if nothing drafts.

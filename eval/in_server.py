@@ -11,11 +11,11 @@ import copy
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import accumulate, product
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from speculator.acceptance import Acceptance
 from speculator.checkpoints import head_folder
 from speculator.clients.counters import read_acceptance
 from speculator.errors import UserError, first_line, refuse
-from speculator.files import make_folder, read_json
+from speculator.files import read_json
 from speculator.report import write_record
 from speculator.terminal import Progress, log
 
@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(
         arguments.target, arguments.revision, arguments.trust_remote_code, arguments.chat_template_kwargs
     )
-    make_folder(arguments.output)
     found = Served(
         server=server.url,
         target=arguments.target,
@@ -102,7 +101,8 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
         llama_cpp = model.owned_by == "llamacpp"
         context = getattr(model, "max_model_len", None) or sys.maxsize
         known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None)
-        loads = list(product(arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS]))
+        pairs = product(arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS])
+        loads = sorted(pairs, key=itemgetter(1))  # so no load's prompts depend on those with more clients
         busy = bool(arguments.clients and not arguments.rate)  # all clients, until the last answer
         least = [clients * (_PROMPTS if busy else 1) for _, clients in loads] if arguments.clients else [1]
         sizes = copy.copy(arguments)
@@ -126,7 +126,7 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             )
             if arguments.clients and not found.suites:  # compiles and captures; backwards, so that no cache knows them
                 warm = replace(asking, max_new_tokens=min(_WARM_UP, arguments.max_new_tokens), rate=None)
-                most, (largest, _) = max(arguments.clients), max(work, key=lambda load: len(load[0].prompts))
+                most, largest = loads[-1][1], work[-1][0]
                 await warm.ask([prompt[::-1] for prompt in largest.prompts[-most:]], most)
             counters = partial(_counters, base, server.url, may_lack=llama_cpp or bool(arguments.clients))
             read = partial(asyncio.to_thread, counters)
@@ -165,6 +165,9 @@ def _parts(suite: Suite, most: int, least: Sequence[int]) -> list[Suite]:
     count, needed = len(suite.prompts), sum(least)
     refuse((count < needed, f"--clients: {suite.name} has {count} prompts, and these loads need {needed}"))
     sizes = next(found for size in range(most, -1, -1) if sum(found := [max(size, each) for each in least]) <= count)
+    if min(sizes) < most:
+        own = ", ".join(map(str, sizes))
+        log(f"{suite.name} has only {count} prompts, so the loads have {own} and not all --max_prompts {most}")
     ends = accumulate(sizes)
     return [Suite(suite.name, suite.prompts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
@@ -216,11 +219,13 @@ def training_hours(run: Path) -> float | None:
     seconds = 0.0
     for stage in run.glob("stage*"):
         states = sorted(stage.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
-        with suppress(KeyError, IndexError):
+        try:
             state = read_json(states[-1])
             steps = state["max_steps"]
             entry = [each for each in state["log_history"] if "seconds_left" in each and each["step"] < steps][-1]
-            seconds += entry["seconds_left"] * steps / (steps - entry["step"])
+        except (KeyError, IndexError):  # too short for a line, or not begun
+            return None
+        seconds += entry["seconds_left"] * steps / (steps - entry["step"])
     manifest = run / "generated" / "manifest.json"
     if seconds and manifest.is_file():
         seconds += read_json(manifest).get("seconds") or 0.0

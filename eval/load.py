@@ -22,7 +22,6 @@ class Answer:
     """One answer.
 
     Attributes:
-        tokens: number of new tokens.
         first: seconds from the request, or from when it was due, to the first token.
         seconds: the same to the last token.
         timings: counts that llama-server adds; {} from others.
@@ -39,7 +38,6 @@ class Asking:
     """What all clients of a server ask for.
 
     Attributes:
-        model: the server's name of it.
         rate: requests per second, at random times; None: a client sends its next one right after an answer.
     """
 

@@ -68,14 +68,12 @@ def run(arguments: argparse.Namespace) -> None:
         (arguments.server != "ours" and arguments.server_url, "--as predicts a server and --server measures one"),
     )
     check_output_folder("--output", arguments.output)
-    if arguments.server_url:
-        return in_server.run(arguments)
     tracking.check(arguments.report_to)
     refuse((arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"))
     make_folder(arguments.output)
     try:
         with locked(arguments.output / ".lock", f"--output {arguments.output}: another process is writing this report"):
-            _run(arguments)
+            (in_server.run if arguments.server_url else _run)(arguments)
     finally:
         with suppress(OSError):
             arguments.output.rmdir()  # if it is empty: nothing was measured

@@ -35,7 +35,6 @@ class TracedStep:
     """One step. The first step is the prefill, which drafts nothing.
 
     Attributes:
-        accepted: accepted draft tokens.
         rejected: rejected draft tokens after them; of a tree, those on the path of first children.
         sampled: the token that the target sampled; empty if the limit or EOS cut the step.
         drafted: number of draft tokens, of a tree all nodes.

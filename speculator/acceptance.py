@@ -13,7 +13,6 @@ class Step:
 
     Attributes:
         drafted: depth of the draft.
-        accepted: accepted draft tokens.
         emitted: tokens that were appended: accepted + 1, or fewer if the completion ended.
     """
 

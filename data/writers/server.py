@@ -108,7 +108,7 @@ class _Requests:
         self.job, self.todo, self.concurrency = job, todo, writer.batch_size
         self.servers = [_TextServer(base, writer.name, writer.tokenizer, job.writing) for base in writer.urls]
         self.available = set(self.servers)
-        self.written_at = time.monotonic()
+        self.written, self.written_at = False, time.monotonic()
 
     async def run(self) -> None:
         """Write each batch when its last conversation has ended."""
@@ -126,6 +126,8 @@ class _Requests:
             for server in [*self.available] * self.concurrency:
                 self.free_slots.put_nowait(server)
             await asyncio.gather(*map(self._batch, self.todo))
+        except UserError as error:
+            raise UserError(f"{error}{'; the same command resumes' * self.written}") from None
         finally:
             for server in self.servers:
                 await server.client.close()
@@ -142,6 +144,7 @@ class _Requests:
         models = sorted({server.model for server in self.servers})
         seconds, self.written_at = time.monotonic() - self.written_at, time.monotonic()
         self.job.finish(batch, chats, servers=dict(by_server), models=models, seconds=seconds)
+        self.written = True
 
     async def _chat(self, row: int, by_server: Counter[str]) -> Answering:
         """Answer a chat, and count its answers `by_server`."""
@@ -262,7 +265,8 @@ class _TextServer(Connection):
         except (openai.APIStatusError, AttributeError, TypeError, ValueError):
             pass  # some servers do not list their models
         seed = self.writing.seed
-        warm = [row for row in range(rows) if self.writing.sampling(row, rows).temperature >= _WARM]
+        first = range(min(rows, _PROBE_PROMPTS * len(self.writing.samplings)))  # they have each sampling that often
+        warm = [row for row in first if self.writing.sampling(row, rows).temperature >= _WARM]
         # An answer may be certain, as "Paris" or a label is, a model may know its system prompt by heart, and the run's
         # top_k may be 1. These texts are open to any model, and without filters only a greedy server continues several
         # of them in the same way for both seeds.

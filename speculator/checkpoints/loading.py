@@ -25,7 +25,6 @@ def load_head(folder: str | Path, target: Target, revision: str | None = None) -
 
     Args:
         folder: folder or hub id of the head.
-        target: the model to draft for.
         revision: branch, tag or commit of a hub id.
 
     Logs a warning if the head was trained for another target of the same sizes.

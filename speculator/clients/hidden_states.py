@@ -61,7 +61,6 @@ class Expected:
     Attributes:
         layers: ascending numbers k, for the states after k layers; the last is the target's number of layers.
         hidden_size: D.
-        dtype: of the states.
     """
 
     layers: tuple[int, ...]

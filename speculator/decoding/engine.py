@@ -179,6 +179,9 @@ class Engine:
         finally:  # an interrupt leaves no request behind
             for request in requests:
                 request.cancel()
+        failed = [f"text {n} first: {each.failure}" for n, each in enumerate(requests, start=1) if each.failure]
+        if failed:  # which a caller that doesn't `check` may miss
+            _log.warning("%d of %d texts failed, %s", len(failed), len(requests), failed[0])
         return Generation(
             tokens=[request.tokens for request in requests],
             steps=[request.steps for request in requests],
@@ -262,6 +265,7 @@ class Engine:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
+            _log.warning("a prefill pass of %d tokens ran out of memory: smaller ones follow", sum(chunk.counts))
             self.rows.lack_memory(chunk)
             return True
         self.num_prefilled_tokens += sum(chunk.counts)

@@ -280,7 +280,7 @@ def new_requests(
         min_tokens: tokens before the completion may end; until then, no EOS token is sampled, and stop strings do not
             count.
     """
-    samplings = _sampling_per_row(sampling or Sampling(), len(texts))
+    samplings = _sampling_per_row(Sampling() if sampling is None else sampling, len(texts))
     limits = _max_new_tokens_per_row(max_new_tokens, len(texts))
     logprobs = None if logprobs is None else as_count("logprobs", logprobs)
     min_tokens = as_count("min_tokens", min_tokens)

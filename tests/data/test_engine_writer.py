@@ -239,6 +239,14 @@ def test_a_finished_piece_is_not_generated_again(target, tmp_path, monkeypatch):
     assert made(target, tmp_path)[longest]["input_ids"] == [9] * 7 + [30, 31]
 
 
+def test_an_error_before_the_first_batch_is_told_though_the_folder_holds_more(tmp_path):
+    work = batches.Batches(tmp_path, {}, [[0]])
+    work.begin()
+    (tmp_path / "rows").mkdir()  # as of a save that was killed
+    work.__exit__()
+    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+
+
 def test_a_damaged_finished_folder_is_an_error(target, tmp_path):
     made(target, tmp_path)
     file = tmp_path / "rows" / "data-00000-of-00001.arrow"

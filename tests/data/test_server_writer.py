@@ -1,5 +1,6 @@
 """`data generate --server` against a stand-in that implements the OpenAI API, with the faults of real servers."""
 
+import asyncio
 import json
 import os
 import re
@@ -342,6 +343,14 @@ def test_rows_share_temperatures_and_the_warm_ones_must_sample(serve, tokenizer,
     assert "sample" in error_of(serve(samples=False), tokenizer, tmp_path / "error", samplings=both)
 
 
+def test_a_server_of_many_rows_is_probed_at_once(serve, tokenizer, monkeypatch):
+    rows, sampling = [], Writing.sampling
+    monkeypatch.setattr(Writing, "sampling", lambda self, row, count: rows.append(row) or sampling(self, row, count))
+    writing = writing_of({"samplings": (Sampling(0.0), Sampling(1.0))})
+    asyncio.run(server_writer._TextServer(serve().url, "target", tokenizer, writing).probe(10**5))
+    assert len(rows) == 8
+
+
 def test_a_server_writes_the_chats_of_self(serve, tmp_path, target_folder):
     server = serve(delay=0.02)
     flags = ["--target", str(target_folder), "--server", server.url, "--sources", "self", "--max_rows", "6"]
@@ -383,10 +392,13 @@ def test_a_server_that_refuses_every_prompt_is_an_error(serve, tokenizer, tmp_pa
 def test_prompts_that_are_all_refused_are_an_error(serve, tokenizer, tmp_path):
     message = error_of(serve(faults=[*PROBE, *[400] * 99], lists=False), tokenizer, tmp_path / "out")
     assert f"{tmp_path / 'out'}: no prompt was answered" in message
-    told = error_of(serve(faults=[*PROBE, *[400] * 99]), tokenizer, tmp_path / "told")
-    assert re.match(r"prompt \d: ", told), (
-        "a prompt that fits the context was refused for another reason, and is not lost"
-    )
+    for kept in (0, 2):
+        server = serve(faults=[*PROBE, *[200] * kept, *[400] * 99])
+        told = error_of(server, tokenizer, tmp_path / f"told {kept}", concurrency=1)
+        assert re.match(r"prompt \d: ", told), (
+            "a prompt that fits the context was refused for another reason, and is not lost"
+        )
+        assert told.endswith("; the same command resumes") == bool(kept)
 
 
 def test_a_finished_folder_is_read_without_a_request(serve, tokenizer, tmp_path):

@@ -344,14 +344,21 @@ def test_recorded_copies_and_bad_rows_fill_no_split(tmp_path):
     assert found == {"train": list(range(28)), "validation": [28], "held-out": [29]}, "none is empty"
 
 
+@pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize(
     ("count", "held"), [(19, 0), (20, 1), (199, 9), (ENOUGH_RECORDED, 64), (2000, 100), (12000, 500)]
 )
-def test_so_many_recorded_answers_are_held_out_and_validated_on(tmp_path, count, held):
+def test_so_many_recorded_answers_are_held_out_and_validated_on(tmp_path, count, held, alike):
+    """Also of texts that all begin alike, as with "Hi": they are no single chat."""
     (tmp_path / "rows").mkdir()
     (tmp_path / "manifest.json").write_text('{"recorded": true}')
     rows = (
-        {"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "a"}]} for n in range(count)
+        {
+            "messages": [
+                {"role": role, "content": f"{n * (own or not alike)}"} for own, role in enumerate(("user", "assistant"))
+            ]
+        }
+        for n in range(count)
     )
     (tmp_path / "rows" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     splits = [row["split"] for row in readers.read(str(tmp_path))]

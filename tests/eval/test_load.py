@@ -205,6 +205,8 @@ def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
     write_json(tmp_path / "generated" / "manifest.json", {"seconds": 50.0})
     assert training_hours(tmp_path) == pytest.approx(100 / 3600)
     assert training_hours(tmp_path / "speculator") is None
+    (tmp_path / "stage2").mkdir()
+    assert training_hours(tmp_path) is None, "those of one stage are not known"
 
 
 @pytest.mark.parametrize(
@@ -233,37 +235,46 @@ def test_flags_of_a_load_that_are_wrong_are_named(flags, message, tmp_path, caps
     assert error.count("\n") == 1
 
 
-def test_each_load_has_prompts_of_its_own_and_four_of_each_client_at_least():
+def test_each_load_has_prompts_of_its_own_and_four_of_each_client_at_least(capsys):
     suite = Suite("s", [[n] for n in range(100)])
     parts = [part.prompts for part in _parts(suite, 8, [4, 16, 64])]
     assert [len(part) for part in parts] == [8, 16, 64]
     assert [prompt for part in parts for prompt in part] == suite.prompts[:88]
     assert [len(part.prompts) for part in _parts(suite.first(85), 8, [4, 16, 64])] == [5, 16, 64]
+    assert capsys.readouterr().err == "s has only 85 prompts, so the loads have 5, 16, 64 and not all --max_prompts 8\n"
     with pytest.raises(UserError, match="s has 83 prompts, and these loads need 84"):
         _parts(suite.first(83), 8, [4, 16, 64])
 
 
 def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_file, tmp_path, capsys):
     server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
-    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
-    argv += ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "8", "--clients", "1", "2"]
+    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file)]
+    argv += ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "4"]
     try:
-        for name in ("a", "b"):
-            assert main([*argv, "--output", str(tmp_path / name)]) == 0
+        for name, clients in (("a", "12"), ("b", "213")):
+            assert main([*argv, "--clients", *clients, "--output", str(tmp_path / name)]) == 0
         assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
-        assert "and these loads need 256" in capsys.readouterr().err
+        assert "and these loads need 512" in capsys.readouterr().err
+        assert not (tmp_path / "c").exists()
     finally:
         server.die()
     rows = [read_json(tmp_path / name / "served.json")["suites"] for name in ("a", "b")]
-    assert [[row["clients"] for row in each] for each in rows] == [[1, 2]] * 2
-    assert rows[0][0]["digest"] == rows[1][0]["digest"] != rows[0][1]["digest"], "each load has prompts of its own"
+    loads = [[(row["temperature"], row["clients"], row["digest"]) for row in each] for each in rows]
+    assert sorted(load[:2] for load in loads[0]) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert len({digest for *_, digest in loads[1]}) == 6, "each load has prompts of its own"
+    assert set(loads[0]) < set(loads[1]), "the same ones whatever other loads there are"
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / "served.json")]) == 0
-    assert f"plot: {tmp_path / 'b' / 'compared.png'}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"plot: {tmp_path / 'b' / 'compared.png'}" in said
+    assert "2 rows are of one server only" in said
     for plot in ("a/load.png", "b/compared.png"):
         assert (tmp_path / plot).read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "report.json").write_text("{}")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
     assert "one is of a server, and the other is not" in capsys.readouterr().err
+    (tmp_path / "b" / "report.json").write_text("{}")
+    assert main(["compare", str(tmp_path), str(tmp_path / "b")]) == 2
+    assert "report.json is not a report.json" in capsys.readouterr().err, "both have a report"
 
 
 def test_the_warm_up_asks_no_prompt_of_a_load(target_folder, text_file, tmp_path, monkeypatch):

@@ -348,9 +348,10 @@ def test_what_was_measured_is_kept_when_a_later_temperature_breaks_off(tmp_path,
     assert report.keys() == kept.keys()
 
 
-def test_a_report_that_another_process_writes_is_refused_before_the_target_is_loaded(tmp_path, capsys):
+@pytest.mark.parametrize("measured", [["--speculator", "none"], ["--server", "http://127.0.0.1:9"]])
+def test_a_report_that_another_process_writes_is_refused_before_the_target_is_loaded(measured, tmp_path, capsys):
     with FileLock(tmp_path / ".lock"):
-        assert exit_code(main, ["--target", "nobody/none", "--speculator", "none", "--output", str(tmp_path)]) == 2
+        assert exit_code(main, ["--target", "nobody/none", *measured, "--output", str(tmp_path)]) == 2
     assert "another process is writing this report" in capsys.readouterr().err
 
 

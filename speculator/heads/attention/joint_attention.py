@@ -27,13 +27,7 @@ _NUMBERS = 2**25
 
 
 class Block(NamedTuple):
-    """Query rows of one sequence.
-
-    Attributes:
-        rows: range of the query rows.
-        sequence: index of their sequence.
-        span: range of the sequence's positions that they may attend to.
-    """
+    """Query rows of the sequence with this index; they may attend to its positions in `span`."""
 
     rows: slice
     sequence: int

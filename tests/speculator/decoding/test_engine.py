@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import weakref
 
 import numpy as np
@@ -82,7 +83,7 @@ def absent(texts: list[list[int]]) -> int:
 
 @pytest.mark.parametrize("name", ["none", "head-tree", "attention-chain", "model-chain"])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=RECURRENT_RUNS)])
-def test_a_row_whose_logits_are_not_finite_fails_alone(name, family):
+def test_a_row_whose_logits_are_not_finite_fails_alone(name, family, caplog):
     """In the prompt, and later. Neither its neighbours nor the next text in its row notice."""
     target = Target(tiny_model(family), None)
     expected = generate(target, None, PROMPTS, max_new_tokens=12, eos_token_ids=()).tokens
@@ -101,13 +102,14 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(name, family):
         [each.finish_reason for each in made],
     )
     assert together.failures == ["", made[1].failure, "", ""]
+    assert caplog.messages == [f"1 of 4 texts failed, text 2 first: {made[1].failure}"]
     assert engine.generate(PROMPTS, **options).check().tokens == expected
 
 
 @pytest.mark.parametrize("name", ["none", "attention-chain"])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=RECURRENT_RUNS)])
 @pytest.mark.parametrize("slots", [2, 4])
-def test_a_pass_that_runs_out_of_memory_is_made_smaller(name, family, slots, monkeypatch):
+def test_a_pass_that_runs_out_of_memory_is_made_smaller(name, family, slots, monkeypatch, caplog):
     """It has written its keys and states when it fails. Only a prompt that fits no pass fails; others may decode."""
     target = Target(tiny_model(family), None)
     prompts = [*PROMPTS, *([first] * 50 for first in range(1, 4))]
@@ -126,6 +128,7 @@ def test_a_pass_that_runs_out_of_memory_is_made_smaller(name, family, slots, mon
     made = engine.generate([*prompts[:1], [bad] * 90, *prompts[1:]], **options)
     assert (made.tokens, made.finish_reasons[1]) == ([expected[0], [], *expected[1:]], "memory")
     assert engine.generate(prompts, **options).check().tokens == expected
+    assert re.match(r"a prefill pass of \d+ tokens ran out of memory", caplog.messages[0])
 
 
 @pytest.mark.parametrize(("last", "forgotten"), [(False, False), (True, False), (False, True)])
@@ -493,8 +496,9 @@ def test_invalid_rules_and_settings_are_rejected(target, head):
         generate(target, HeadDrafter(head), [[1]], rule="tokens")
     with pytest.raises(UserError, match="does not fit"):
         generate(target, HeadDrafter(head, Tree((2, 2), 3)), [[1]], rule="rejection")
-    with pytest.raises(UserError, match="sampling"):
-        generate(target, None, [[1]], [Sampling(), Sampling()])
+    for count in (0, 2):
+        with pytest.raises(UserError, match=f"sampling: got {count} settings"):
+            generate(target, None, [[1]], [Sampling()] * count)
     with pytest.raises(UserError, match="seed"):
         Sampling(1.0, seed=2**63)
     with pytest.raises(UserError, match="slots"):
