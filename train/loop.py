@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, recursively_apply
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +27,7 @@ from transformers import get_scheduler
 
 from speculator.device import has_accelerator
 from speculator.errors import UserError
-from speculator.files import JsonObject, read_json, write_manifest, write_text
+from speculator.files import JsonObject, new_folder, read_json, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.heads.training import IGNORE, Metric, TrainingBatch
 from speculator.kernels.linear import pack_linears
@@ -89,7 +89,6 @@ class Progress:
 
     def ends(self, stage: StageConfig) -> bool:
         """Return whether a stage has taken all steps, or saved `patience` checkpoints since its best one."""
-        assert stage.save_steps is not None  # settled
         best, patience = self.best_global_step, stage.patience
         stuck = patience and best and self.global_step >= best + patience * stage.save_steps
         return self.global_step >= stage.max_steps or bool(stuck)
@@ -123,7 +122,6 @@ class Loop:
         display: Display | None = None,
     ):
         target = source.target
-        stage = dataclasses.replace(stage, save_steps=stage.save_steps or stage.eval_steps)
         self.device, self.source, self.stage, self.folder = target.device, source, stage, folder
         self.decode, self.display = decode, display or Display()
         self.accelerator = self.display.accelerator or Accelerator(cpu=not has_accelerator())
@@ -143,6 +141,7 @@ class Loop:
         self.batches, self.validation = rows.loaders(stage.per_device_train_batch_size, self.device)
         self.progress = Progress(stage.max_steps)
         self.clock = Clock(self.device, self.display.token_at_peak)
+        self.checkpoints = interrupts.Background()
         self.since_log: Sums = {}
         self._latest: dict[str, Tensor | float] = {}
         self._votes: Tensor | None = None
@@ -156,13 +155,18 @@ class Loop:
         steps = math.ceil(len(self.batches) / size)  # of an epoch; its last one may have fewer micro-batches
         self.clock.begin(progress.global_step)
         ends = False
-        with StepsBar(self.display, progress.global_step, self.stage.max_steps) as bar:
+        with (
+            self.source.files,
+            self.checkpoints,
+            StepsBar(self.display, progress.global_step, self.stage.max_steps) as bar,
+        ):
             while not ends:
                 epoch, done = divmod(progress.global_step, steps)
                 self.collate.epoch = epoch
                 self.batches.set_epoch(epoch)
                 batches = self.source.over(skip_first_batches(self.batches, done * size))
                 while done < steps and not ends:
+                    self.checkpoints.check()
                     with self.clock.steps:  # the wait for a loader that starves is part of a step
                         self.step(list(islice(batches, size)))
                     done += 1
@@ -170,6 +174,7 @@ class Loop:
                     progress.epoch = epoch + min(done * size / len(self.batches), 1)
                     bar.show(progress.global_step)
                     ends = self.after()
+        self.accelerator.wait_for_everyone()  # for the last checkpoint, which the first process has written
         return progress
 
     def step(self, batches: list[Batch]) -> None:
@@ -216,8 +221,7 @@ class Loop:
             stop |= self.progress.ends(stage)
         return stop or step == stage.max_steps
 
-    def _due(self, every: int | None) -> bool:
-        assert every is not None
+    def _due(self, every: int) -> bool:
         return self.validation is not None and planned(self.progress.global_step, every, self.stage.max_steps)
 
     def with_states(self, batch: Batch) -> TrainingBatch:
@@ -312,9 +316,8 @@ class Loop:
             )
 
     def save(self) -> None:
-        """Save a checkpoint, and delete old ones; the first process writes it, and the others wait."""
+        """Let a thread of the first process write a checkpoint, and delete old ones."""
         progress = self.progress
-        folder = self.folder / f"checkpoint-{progress.global_step}"
         # Reduced, so that all processes raise or none: the others would wait for it.
         sums = self.accelerator.reduce(self.since_log, "sum")
         if sums:
@@ -326,25 +329,30 @@ class Loop:
         random = gather_object([[module.get_rng_state() for module in self._generators()]])
         if isinstance(self.optimizer, ShardedAdam):
             self.optimizer.consolidate_state_dict()
-        if self.accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
-            try:
-                with reporting_full_disk(folder):
-                    self.head.save_pretrained(folder)
-                    torch.save(self.optimizer.state_dict(), folder / _MOMENTS)
-                    torch.save(random, folder / _RANDOM)
-                    write_text(folder / STATE, json.dumps(dataclasses.asdict(progress)))
-                    write_manifest(folder)
-            except Exception:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            rotate(self.folder, self.stage.save_total_limit, progress.best_global_step, progress.global_step)
-        self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        folder, text = self.folder / f"checkpoint-{progress.global_step}", json.dumps(dataclasses.asdict(progress))
+        kept = self.stage.save_total_limit, progress.best_global_step, progress.global_step
+        # Copies, which the next steps do not change.
+        state = self.head.state_dict(), self.optimizer.state_dict()
+        weights, moments = recursively_apply(lambda tensor: tensor.to("cpu", copy=True), state)
+
+        def write() -> None:
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+            with reporting_full_disk(folder), new_folder(folder) as scratch:
+                self.head.save_pretrained(scratch, state_dict=weights)
+                torch.save(moments, scratch / _MOMENTS)
+                torch.save(random, scratch / _RANDOM)
+                write_text(scratch / STATE, text)
+                write_manifest(scratch)
+            rotate(self.folder, *kept)
+
+        self.checkpoints.write(write)
 
     def resume(self, folder: Path, progress: Progress) -> None:
         """Continue from a checkpoint and its progress; any number of processes may have written it."""
         self.progress = progress
-        self.head.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        self.head.load_state_dict(load_file(folder / "model.safetensors"))
         # The moments of all processes are read from a mapped file, since a process keeps its own alone.
         mapped = isinstance(self.optimizer, ShardedAdam)
         moments = torch.load(folder / _MOMENTS, map_location="cpu", mmap=mapped, weights_only=True)

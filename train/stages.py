@@ -127,7 +127,6 @@ def train_stage(
             f"{name}: a head of {head.num_parameters() / 1e6:.1f} million weights, "
             f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{share}"
         )
-    assert settings.save_steps is not None  # settled
     progress = of_first(lambda: Progress.read(resume) if resume else Progress(settings.max_steps))
     # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
     if not progress.ends(settings):

@@ -20,6 +20,7 @@ from speculator.device import has_accelerator
 from speculator.heads import SpeculatorConfig
 from speculator.target.base import TrainingTarget
 from speculator.target.remote.server_target import split
+from train.interrupts import Background
 
 _LOADERS = 2
 """Data-loading processes per process with a GPU; a CPU has no core to spare."""
@@ -161,13 +162,18 @@ class TargetStates(NamedTuple):
 
 
 class StateSource:
-    """Gives the target's states of batches, those of `aux_layers` too; this one computes them in this process."""
+    """Gives the target's states of batches, those of `aux_layers` too; this one computes them in this process.
+
+    Attributes:
+        files: the thread for the files of states, if they are kept.
+    """
 
     reads_documents = False
     """True if batches need their `Documents`."""
 
     def __init__(self, target: TrainingTarget, aux_layers: Sequence[int]):
         self.target, self.aux_layers = target, tuple(aux_layers)
+        self.files = Background()
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches for `take`, which may be asked for ahead."""

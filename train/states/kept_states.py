@@ -6,7 +6,10 @@ import hashlib
 import json
 import shutil
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,10 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from data.packing import Columns
-from speculator.device import exact
+from speculator.device import exact, has_accelerator
 from speculator.errors import UserError
 from speculator.files import make_cache_folder, write_bytes
 from speculator.kernels.compiled import Compiled
@@ -25,7 +27,7 @@ from speculator.tables import gigabytes
 from speculator.target.fingerprint import digest
 from speculator.target.in_process import InProcessTarget
 from train.losses import chunk_tokens, compiling_pays
-from train.states.batch import DOCUMENTS, Batch, Documents, StateSource, TargetStates
+from train.states.batch import DOCUMENTS, REQUEST, Batch, Documents, StateSource, TargetStates
 
 Tensors: TypeAlias = dict[str, Tensor]
 """A document's part of `TargetStates`, by name."""
@@ -62,59 +64,81 @@ class KeptStates(StateSource):
         pays = compiling_pays(target.device, target.vocab_size)
         self.normaliser = Compiled(normaliser, "the normalisers") if pays else normaliser
 
-    def take(self, inputs: Batch) -> TargetStates:
-        """Return the states of a batch; what has no readable file is computed and written first."""
-        rows = self._files(inputs[DOCUMENTS])
-        found = {file: tensors for row in rows for file, _ in row if (tensors := self._read(file))}
-        if any(file not in found for row in rows for file, _ in row):
-            found |= self._compute(inputs, rows, found)
-        length = inputs["input_ids"].shape[1]
+    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield copies of batches with what is read for them at `REQUEST`; one batch is read ahead."""
+        ahead = deque[Batch]()
+        for batch in batches:
+            ahead.append({**batch, REQUEST: self.files.read(partial(self._read, batch))})
+            if len(ahead) > 1:
+                yield ahead.popleft()
+        yield from ahead
+
+    def take(self, batch: Batch) -> TargetStates:
+        """Return the states of a batch; what has no readable file is computed, and written by the thread."""
+        states, found = batch.pop(REQUEST).result()
+        if states is None:
+            self.files.wait()  # for texts that the batches before have too
+            states, found = self._read(batch)
+        if states is None:
+            states = self._joined(batch, found | self._compute(batch, found), self.target.device)
+        return TargetStates._make(x if x is None else x.to(self.target.device, non_blocking=True) for x in states)
+
+    def _documents(self, batch: Batch) -> Iterator[tuple[Path, tuple[int, slice]]]:
+        """Yield the file and the place, row and tokens, of each document of a batch; their content names the files."""
+        for i, row in enumerate(batch[DOCUMENTS].rows):
+            end = 0
+            for tokens in row:
+                start, end = end, end + len(tokens)
+                yield self._file(tokens), (i, slice(start, end))
+
+    def _file(self, tokens: Sequence[int]) -> Path:
+        return self.folder / f"{hashlib.sha256(array('q', tokens).tobytes()).hexdigest()[:32]}.safetensors"
+
+    def _read(self, batch: Batch) -> tuple[TargetStates | None, dict[Path, Tensors]]:
+        """Return a batch's states in pinned memory, or None, if not all are in readable files, and what was found."""
+        found, files = dict[Path, Tensors](), {file for file, _ in self._documents(batch)}
+        for file in files:
+            with suppress(FileNotFoundError, SafetensorError):
+                found[file] = load_file(file)
+        return self._joined(batch, found, torch.device("cpu")) if found.keys() == files else None, found
+
+    def _joined(self, batch: Batch, found: dict[Path, Tensors], device: torch.device) -> TargetStates:
+        """Return the states of a batch, of those of all its documents."""
+        documents = list(self._documents(batch))
 
         def joined(name: str) -> Tensor:  # [B, L, ...]
-            values = pad_sequence([torch.cat([found[file][name] for file, _ in row]) for row in rows], batch_first=True)
-            padding = values.new_zeros(len(rows), length - values.shape[1], *values.shape[2:])
-            return torch.cat([values, padding], 1)
+            like = found[documents[0][0]][name]
+            shape = *batch["input_ids"].shape, *like.shape[1:]
+            pinned = device.type == "cpu" and has_accelerator()
+            made = torch.zeros(shape, dtype=like.dtype, device=device, pin_memory=pinned)
+            for file, place in documents:
+                made[place] = found[file][name]
+            return made
 
         hidden = joined("hidden")
         states = joined("states") if self.aux_layers else hidden
         return TargetStates(hidden, states, joined("normalisers") if self.normalisers else None)
 
-    def _files(self, documents: Documents) -> list[list[tuple[Path, int]]]:
-        """Return the file and the number of tokens of each document, row by row; their content names the files."""
-
-        def file(tokens: Sequence[int]) -> Path:
-            return self.folder / f"{hashlib.sha256(array('q', tokens).tobytes()).hexdigest()[:32]}.safetensors"
-
-        return [[(file(tokens), len(tokens)) for tokens in row] for row in documents.rows]
-
-    def _read(self, file: Path) -> Tensors | None:
-        """Return the tensors of a document; None if there is no file, or a damaged one."""
-        try:
-            return load_file(file, str(self.target.device))
-        except (FileNotFoundError, SafetensorError):
-            return None
-
-    def _compute(
-        self, inputs: Batch, rows: list[list[tuple[Path, int]]], found: dict[Path, Tensors]
-    ) -> dict[Path, Tensors]:
-        """Compute and write the documents of a batch that were not found."""
+    def _compute(self, batch: Batch, found: dict[Path, Tensors]) -> dict[Path, Tensors]:
+        """Compute the documents of a batch that were not found, and let the thread write them."""
         # The whole batch, even if a kill left files of some of it: a state's last bits depend on the batch.
-        hidden, states = self.target.training_states(inputs["input_ids"], inputs["document_ids"], self.aux_layers)
+        hidden, states = self.target.training_states(batch["input_ids"], batch["document_ids"], self.aux_layers)
         made: dict[Path, Tensors] = {}
-        for i, row in enumerate(rows):
-            start = 0
-            for file, length in row:
-                span = i, slice(start, start + length)
-                start += length
-                if file in found:
-                    continue
-                made[file] = tensors = {"hidden": hidden[span]}
+        for file, place in self._documents(batch):
+            if file not in found and file not in made:
+                made[file] = {"hidden": hidden[place]}
                 if self.aux_layers:
-                    tensors["states"] = states[span]
+                    made[file]["states"] = states[place]
                 if self.normalisers:
-                    tensors["normalisers"] = self._normalisers(hidden[span])
+                    made[file]["normalisers"] = self._normalisers(hidden[place])
+        on_host = {file: {name: x.cpu().contiguous() for name, x in tensors.items()} for file, tensors in made.items()}
+
+        def write() -> None:
+            for file, tensors in on_host.items():
                 if tensors["hidden"].isfinite().all():  # else the run ends, and another one computes them again
-                    write_bytes(file, save({name: x.cpu().contiguous() for name, x in tensors.items()}))
+                    write_bytes(file, save(tensors))
+
+        self.files.write(write)
         return made
 
     @torch.no_grad()
@@ -124,8 +148,8 @@ class KeptStates(StateSource):
 
     def lacking(self, rows: Iterable[Columns]) -> int:
         """Return the number of tokens in the documents of some rows that have no file."""
-        named = (self._files(Documents([row])) for row in rows)
-        return sum({file: length for (row,) in named for file, length in row if not file.exists()}.values())
+        texts = (tokens for row in rows for tokens in Documents([row]).rows[0])
+        return sum({file: len(tokens) for tokens in texts if not (file := self._file(tokens)).exists()}.values())
 
     def check_room(self, setting: str, tokens: float) -> None:
         """Raise a UserError, which names `setting`, if the disk has no room for so many tokens."""
