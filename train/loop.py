@@ -38,10 +38,9 @@ from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.interrupts import stop_asked
 from train.losses import ChunkedLoss, compiling_pays, summarise
-from train.optimizers.muon import MuonAndAdamW
-from train.optimizers.sharded_adam import ShardedAdam
+from train.optimizers import MuonAndAdamW, ShardedAdam
 from train.options.config import LossConfig, StageConfig
-from train.progress import Clock, Display, StepsBar, log_line
+from train.progress import Clock, Display, log_line
 from train.states.batch import NOT_TARGETS, Batch, StageRows, StateSource
 
 STATE, _MOMENTS, _RANDOM = "trainer_state.json", "optimizer.pt", "rng_state.pth"
@@ -140,7 +139,7 @@ class Loop:
         self.collate = rows.collate
         self.batches, self.validation = rows.loaders(stage.per_device_train_batch_size, self.device)
         self.progress = Progress(stage.max_steps)
-        self.clock = Clock(self.device, self.display.token_at_peak)
+        self.clock = Clock(self.device, self.display)
         self.checkpoints = interrupts.Background()
         self.since_log: Sums = {}
         self._latest: dict[str, Tensor | float] = {}
@@ -153,13 +152,10 @@ class Loop:
         """Train up to the last step, or until a signal or the stage's patience ends it."""
         progress, size = self.progress, self.stage.gradient_accumulation_steps
         steps = math.ceil(len(self.batches) / size)  # of an epoch; its last one may have fewer micro-batches
-        self.clock.begin(progress.global_step)
+        self.clock.begin(progress.global_step, progress.max_steps)
         ends = False
-        with (
-            self.source.files,
-            self.checkpoints,
-            StepsBar(self.display, progress.global_step, self.stage.max_steps) as bar,
-        ):
+        bar = Bar(title=self.display.title, unit="steps", total=progress.max_steps, initial=progress.global_step)
+        with self.source.files, self.checkpoints, bar:
             while not ends:
                 epoch, done = divmod(progress.global_step, steps)
                 self.collate.epoch = epoch
@@ -172,7 +168,8 @@ class Loop:
                     done += 1
                     progress.global_step += 1
                     progress.epoch = epoch + min(done * size / len(self.batches), 1)
-                    bar.show(progress.global_step)
+                    self.clock.passed(progress.global_step)
+                    bar.update(1)
                     ends = self.after()
         self.accelerator.wait_for_everyone()  # for the last checkpoint, which the first process has written
         return progress
@@ -252,7 +249,7 @@ class Loop:
         figures, self.since_log = self.figures(self.since_log), {}
         progress, processes = self.progress, self.accelerator.num_processes
         figures |= {name: float(value) for name, value in self._latest.items()}
-        figures |= self.clock.figures(progress.global_step, self.stage.max_steps, processes) | self.source.figures()
+        figures |= self.clock.figures(progress.global_step, processes) | self.source.figures()
         self._note(figures)
 
     @torch.no_grad()

@@ -20,9 +20,9 @@ from speculator.target.fingerprint import digest
 from train.loop import Loop
 from train.losses import ChunkedLoss, has_rows
 from train.options.config import LossConfig, StageConfig
-from train.states import kept_states
+from train.states import sources
 from train.states.batch import Collator, StageRows, StateSource
-from train.states.kept_states import KeptStates
+from train.states.sources import KeptStates
 
 DRAFTED = [0, 1, 3, 5, 8, 9, 12, 20, 21, 30]
 
@@ -179,7 +179,7 @@ def test_an_adapters_set_of_names_has_one_digest_in_all_processes(target):
 
 def test_rows_of_a_batch_are_read_in_any_company(target, monkeypatch):
     """The normalisers are compiled, as for a large vocabulary."""
-    monkeypatch.setattr(kept_states, "compiling_pays", lambda device, _: can_compile(device))
+    monkeypatch.setattr(sources, "compiling_pays", lambda device, _: can_compile(device))
     rows = rows_of_text(6)
     collate = Collator(tiny_head(architecture="eagle3").config, documents=True)
     kept = KeptStates(target, (0, 1), normalisers=True)
@@ -203,7 +203,7 @@ def test_a_disk_without_room_is_named_before_training(target, monkeypatch):
     taken(kept, Collator(tiny_head().config, documents=True)(rows[:1]))
     need = 388 * sum(len(row["input_ids"]) for row in rows[1:])
     for free, enough in ((need - 1, False), (need, True)):
-        monkeypatch.setattr(kept_states.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(sources.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         with nullcontext() if enough else pytest.raises(UserError, match=re.escape("stage1.keep_states needs 0.0")):
             kept.check_room("stage1.keep_states", kept.lacking([*rows, *rows]))
 
@@ -233,7 +233,7 @@ def test_a_thread_reads_a_batch_ahead_and_writes_behind(target, monkeypatch):
     def note(call):
         return lambda *given: threads.append(threading.current_thread()) or time.sleep(0.05) or call(*given)
 
-    monkeypatch.setattr(kept_states, "write_bytes", note(kept_states.write_bytes))
+    monkeypatch.setattr(sources, "write_bytes", note(sources.write_bytes))
     batches = kept.over([batch, batch, batch])
     first = next(batches)
     made = kept.take(first)
@@ -242,7 +242,7 @@ def test_a_thread_reads_a_batch_ahead_and_writes_behind(target, monkeypatch):
     assert computed == [2]
     assert len(threads) == 4
     assert threading.main_thread() not in threads
-    monkeypatch.setattr(kept_states, "load_file", note(kept_states.load_file))
+    monkeypatch.setattr(sources, "load_file", note(sources.load_file))
     batches = kept.over([batch, batch])
     next(batches)
     kept.files.read(lambda: None).result()
@@ -259,8 +259,8 @@ def test_a_full_disk_ends_the_training_that_keeps_states(target, monkeypatch, tm
             raise OSError(errno.ENOSPC, "No space left on device")
         write_bytes(*given)
 
-    write_bytes, kept = kept_states.write_bytes, KeptStates(target, (), normalisers=False)
-    monkeypatch.setattr(kept_states, "write_bytes", full)
+    write_bytes, kept = sources.write_bytes, KeptStates(target, (), normalisers=False)
+    monkeypatch.setattr(sources, "write_bytes", full)
     monkeypatch.setattr(Loop, "evaluate", lambda self: None)
     with pytest.raises(OSError, match="No space left"):
         trained(target, head_of("mlp", target, None), rows_of_text(), tmp_path / "run", kept, steps=4)

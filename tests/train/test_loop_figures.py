@@ -201,5 +201,5 @@ def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs,
         plan=Plan(run),
     )
     with pytest.raises(Begun):
-        stages.train_stage("stage1", target, tiny_head, inputs)
+        stages.train_stage("stage1", target, tiny_head, inputs, str)
     assert ("stage1.warmup_steps (50) exceeds the 2 steps" in capsys.readouterr().err) == (epochs == 1)

@@ -9,9 +9,8 @@ from eval.in_server import FORECAST_FILE
 from speculator.checkpoints.card import NAME as CARD
 from speculator.files import manifest_error, write_text
 from train.finish import is_finished
-from train.forecast import forecast
 from train.options.config import RunConfig, TargetConfig
-from train.stages import publish
+from train.stages import forecast, publish
 
 
 def test_the_weights_of_a_head_are_as_readable_as_its_config(tmp_path):

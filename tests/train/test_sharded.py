@@ -25,7 +25,7 @@ from train.checkpoint import DECODED, METRIC
 from train.command_line import parse
 from train.door.gpus import Place
 from train.door.plan import Plan
-from train.optimizers.sharded_adam import ShardedAdam
+from train.optimizers import ShardedAdam
 from train.options.config import TargetConfig
 
 __all__ = ["gpu"]

@@ -38,9 +38,9 @@ from train.door.head import without_memory
 from train.door.settle import Run
 from train.door.sizes import Prompt, expected_prompts, expected_rows
 from train.losses import chunk_tokens
-from train.optimizers.muon import bytes_of_moments
+from train.optimizers import bytes_of_moments
 from train.options.config import RunConfig, StageConfig, values_of
-from train.states.kept_states import bytes_per_token
+from train.states.sources import bytes_per_token
 
 _USUAL_MFU, _MFU_OF_SMALL, _SMALL = 0.33, 0.08, 10**9
 """Share of the peak that recipes reached on an H100: 29 to 38%, but 7 to 9% for a target of 135 million weights."""
