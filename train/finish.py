@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 
@@ -20,8 +21,7 @@ from speculator.files import read_json
 from speculator.report import known_report, read_report
 from speculator.target.model import Target
 from speculator.verdict import headlines
-from train.flags import target_flags
-from train.options.config import RunConfig
+from train.options.config import RunConfig, TargetConfig
 from train.stages import curves
 
 _VLLM = f"vLLM {VERSION.rpartition('.')[0]}"
@@ -58,6 +58,19 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
         speculator_name=str(head_folder),
         training=curves(folder),
     )
+
+
+def target_flags(target: TargetConfig) -> list[str]:
+    """Return the flags by which this project's other commands load the target of a run."""
+    named = {
+        "target": target.name_or_path,
+        "revision": target.revision,
+        "adapter": target.adapter,
+        "dtype": None if target.dtype == "auto" else target.dtype,
+        "chat_template_kwargs": target.chat_template_kwargs and json.dumps(target.chat_template_kwargs),
+    }
+    flags = [word for flag, value in named.items() if value for word in (f"--{flag}", value)]
+    return [*flags, *(["--trust_remote_code"] if target.trust_remote_code else [])]
 
 
 def summary(config: RunConfig) -> str:

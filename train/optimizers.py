@@ -12,7 +12,7 @@ from torch.optim import Muon as TorchMuon
 from torch.optim.optimizer import StateDict
 
 from speculator.device import synchronize
-from speculator.heads.base import Speculator
+from speculator.heads import Speculator
 
 
 def muon_weights(head: Speculator) -> list[nn.Parameter]:
