@@ -104,10 +104,10 @@ class Clock:
             self._marks.append((step, now))
         first, began = self._marks[1]
         if self._outlook and step - first >= _TIMED and now - began >= _LEAST_SECONDS:
-            log(self._outlook(self._pace(step)))
+            log(self._outlook(self._rate(step)))
             self._outlook = None
 
-    def _pace(self, step: int) -> float:
+    def _rate(self, step: int) -> float:
         """Return the seconds of a step so far, with evaluations and checkpoints at their rate."""
         first, began = next(mark for mark in reversed(self._marks) if mark[0] < step)
         return (time.monotonic() - began) / (step - first)
@@ -129,7 +129,7 @@ class Clock:
         found = {
             "step_over_target": seconds / self.target.take(),
             "tokens_per_second": processes * tokens / seconds,
-            "seconds_left": self._pace(step) * (self._max_steps - step),
+            "seconds_left": self._rate(step) * (self._max_steps - step),
         }
         if self._token_at_peak is not None:
             target, head = self._token_at_peak

@@ -27,7 +27,7 @@ from speculator import report as report_module
 from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import manifest_error, write_manifest
-from train import checkpoint, interrupts, loop, processes
+from train import checkpoint, loop, processes
 from train.command_line import parse
 from train.folder import check_same_run, locked, rows_fingerprint, write_record
 from train.options.config import ROOT
@@ -578,13 +578,6 @@ def test_batches_do_not_depend_on_the_number_of_loaders(tmp_path):
         return [{name: values.tolist() for name, values in batch.items()} for batch in plain]
 
     assert batches(2) == batches(0)
-
-
-def test_a_first_sigterm_is_noted_while_training_and_only_then():
-    assert not interrupts.stop_asked()
-    with interrupts.saving():
-        assert interrupts._saves.is_set()
-    assert not interrupts._saves.is_set()
 
 
 def test_rows_without_marks_of_rejected_drafts_have_the_fingerprint_of_those_with_none():

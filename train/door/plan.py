@@ -79,25 +79,15 @@ _GUESSED = (
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """Text that the target generates in one phase of a run, at its largest.
+    """Text that the target generates in one phase of a run, at its largest."""
 
-    Attributes:
-        rows: number of rows.
-        batch_size: rows decoded together.
-        length: tokens of the longest row, prompt included.
-        new: new tokens of a row; in a chat those of one answer.
-        answers: number of answers of a row, on average.
-        mean: tokens of a row, on average.
-        depth: number of speculative tokens per step (G); 0: plain decoding.
-    """
-
-    rows: int
-    batch_size: int
-    length: int
-    new: int
-    answers: float
-    mean: float
-    depth: int = 0
+    rows: int  # number of rows
+    batch_size: int  # rows decoded together
+    length: int  # tokens of the longest row, prompt included
+    new: int  # new tokens of a row; in a chat those of one answer
+    answers: float  # number of answers of a row, on average
+    mean: float  # tokens of a row, on average
+    depth: int = 0  # number of speculative tokens per step (G); 0: plain decoding
 
     def packed_rows(self, length: int) -> int:
         """Return the number of training rows of `length` tokens that the text fills."""
@@ -105,15 +95,10 @@ class GeneratedText:
 
 
 class Speed(NamedTuple):
-    """How fast a run works, as expected or as measured.
+    """How fast a run works, as expected or as measured."""
 
-    Attributes:
-        row: seconds in which a process trains on a row, by stage.
-        decode: returns the seconds of a plain decoding step of some rows; None: unknown.
-    """
-
-    row: dict[str, float]
-    decode: Callable[[int], float] | None
+    row: dict[str, float]  # seconds in which a process trains on a row, by stage
+    decode: Callable[[int], float] | None  # returns the seconds of a plain decoding step of some rows; None: unknown
 
 
 def _in_linear_layers(module: nn.Module) -> int:
@@ -304,6 +289,8 @@ class Plan:
             buckets = self.place.processes > 1 and stage.gradient_accumulation_steps > 1
             weights = (12 if buckets else 8) * self.trained
             training = Counter({"head's weights and gradients": weights, "moments": moments})
+            if self.place.kind == "cpu":
+                training["copy that a checkpoint is written from"] = 4 * self.trained + moments
             needs[name] = always + training + self._micro_batch(name)
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own

@@ -31,18 +31,13 @@ NOT_TARGETS = ("input_ids", "document_ids", DOCUMENTS, REQUEST)
 
 
 class Batch(TypedDict, total=False):
-    """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names.
-
-    Attributes:
-        documents: the rows without padding, if servers run the target or its states are kept.
-        request: what a `StateSource` has asked for ahead.
-    """
+    """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names."""
 
     input_ids: Tensor  # [B, L]
     document_ids: Tensor  # [B, L]
     labels: Tensor  # [B, ...]
-    documents: Documents
-    request: Any
+    documents: Documents  # the rows without padding, if servers run the target or its states are kept
+    request: Any  # what a `StateSource` has asked for ahead
 
 
 class Documents:
