@@ -39,29 +39,23 @@ def assert_equal(folder: Path) -> None:
         assert stopped == whole
 
 
-@pytest.mark.parametrize("case", ["adamw", "muon"])
-def test_steps_while_a_checkpoint_is_written_do_not_change_it_and_it_is_there_once_it_is_whole(
-    case, tmp_path, monkeypatch
-):
-    by_loop(case, tmp_path / "whole")
+def test_a_checkpoint_is_of_its_step_whatever_follows_and_there_once_it_is_whole(tmp_path, monkeypatch):
+    by_loop("adamw", tmp_path / "whole")
     written, log_line, folder = threading.Event(), loop.log_line, tmp_path / "stopped"
-    steps = []
 
     def save(head, *given, **names):
         assert written.wait(20)
         PreTrainedModel.save_pretrained(head, *given, **names)
 
     def log_of(step, *given):
-        steps.append(step)
-        if step > STAGE.save_steps + 1:  # a step was taken meanwhile, and the next one has begun
+        if step > STAGE.save_steps + 1:  # two steps were taken meanwhile
             assert newest(folder)[0] is None or written.is_set()
             written.set()
         return log_line(step, *given)
 
     monkeypatch.setattr(Speculator, "save_pretrained", save, raising=False)
     monkeypatch.setattr(loop, "log_line", log_of)
-    by_loop(case, folder)
-    assert set(steps) == set(range(1, STAGE.max_steps + 1))
+    by_loop("adamw", folder)
     assert_equal(tmp_path)
     assert not list(folder.glob("*.partial"))
 

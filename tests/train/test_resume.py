@@ -15,7 +15,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from bad_inputs.damages import flipped
-from conftest import RECURRENT_RUNS, overflow_at, shorten_validation, tiny_head
+from conftest import RECURRENT_RUNS, SETTINGS, overflow_at, shorten_validation, tiny_head
 from kills import Killed
 from mtp_models import config_of, model_of, mtp_of, save
 from reports import report as report_with
@@ -34,27 +34,6 @@ from train.options.config import ROOT
 from train.run import main
 from train.states.batch import Collator
 
-SETTINGS = {
-    "data.seq_length": 64,
-    "data.max_tokens": 20_000,
-    "speculator.n_predict": 3,
-    "loss.head_decay": 0.5,
-    "stage1.max_steps": 16,
-    "stage1.per_device_train_batch_size": 4,
-    "stage1.warmup_steps": 2,
-    "stage1.logging_steps": 5,
-    "stage1.eval_steps": 4,
-    "stage1.save_steps": 4,
-    "stage1.save_total_limit": 4,
-    "stage2.max_steps": 0,
-    "eval.validation_rows": 8,
-    "eval.validation_prompts": 1,
-    "eval.tune_prompts": 0,
-    "eval.prompt_tokens": 16,
-    "eval.max_prompts": 1,
-    "eval.max_new_tokens": 8,
-    "report_to": "none",
-}
 STAGE = ("max_steps", "learning_rate", "per_device_train_batch_size", "warmup_steps", "logging_steps", "eval_steps")
 STAGE += ("save_steps", "save_total_limit")
 OWN_TEXT = {"max_rows": 32, "prompt_tokens": 16, "max_new_tokens": 24, "batch_size": 8, "num_speculative_tokens": 2}
