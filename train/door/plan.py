@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -68,7 +68,6 @@ _SHORTER = {
     MEASURING: "--eval.max_prompts",
 }
 """The setting that shortens each phase."""
-Stage = TypeVar("Stage", bound=StageConfig)
 _OF_THE_HEAD = ("head's weights and gradients", "moments")
 _COPIES = "copies of weights, for products of few rows"
 _GUESSED = (
@@ -633,23 +632,20 @@ def bits_of(scheme: Any) -> float | None:
 
 def _halved(config: RunConfig, phases: Sequence[str]) -> RunConfig:
     """Return settings with half the batch in some phases, with as many rows a step as before; 1 stays 1."""
-    data, stage2, generate = config.data, config.stage2, config.stage2.generate
-    if SELF in phases:
-        own = data.self_source
-        data = replace(data, self_source=replace(own, batch_size=max(1, own.batch_size // 2)))
-    if "generating" in phases:
-        stage2 = replace(stage2, generate=replace(generate, batch_size=max(1, generate.batch_size // 2)))
-    if "stage2" in phases:
-        stage2 = _with_half_the_batch(stage2)
-    stage1 = _with_half_the_batch(config.stage1) if "stage1" in phases else config.stage1
-    return replace(config, data=data, stage1=stage1, stage2=stage2)
-
-
-def _with_half_the_batch(stage: Stage) -> Stage:
-    batch, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
-    if batch == 1:
-        return stage
-    return replace(stage, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=2 * accumulation)
+    for name in phases:
+        if name == SELF:
+            own = config.data.self_source
+            half = replace(own, batch_size=max(1, own.batch_size // 2))
+            config = replace(config, data=replace(config.data, self_source=half))
+        elif name == "generating":
+            generate = config.stage2.generate
+            fewer = replace(generate, batch_size=max(1, generate.batch_size // 2))
+            config = replace(config, stage2=replace(config.stage2, generate=fewer))
+        elif (batch := (stage := getattr(config, name)).per_device_train_batch_size) > 1:
+            twice = 2 * stage.gradient_accumulation_steps
+            changed = replace(stage, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=twice)
+            config = replace(config, **{name: changed})
+    return config
 
 
 def _idle_experts(model: nn.Module, text: PreTrainedConfig) -> int:
