@@ -46,7 +46,7 @@ from train.door.gpus import Place
 from train.door.initialise import new_head
 from train.door.settle import Run
 from train.loop import Loop
-from train.optimizers.muon import MuonAndAdamW
+from train.optimizers import MuonAndAdamW
 from train.options.config import DataConfig, EvalConfig, HeadOptions, LossConfig, RunConfig, StageConfig
 from train.states.batch import Collator, StageRows, StateSource
 

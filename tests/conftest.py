@@ -105,6 +105,28 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+SETTINGS: dict[str, Any] = {
+    "data.seq_length": 64,
+    "data.max_tokens": 20_000,
+    "speculator.n_predict": 3,
+    "loss.head_decay": 0.5,
+    "stage1.max_steps": 16,
+    "stage1.per_device_train_batch_size": 4,
+    "stage1.warmup_steps": 2,
+    "stage1.logging_steps": 5,
+    "stage1.eval_steps": 4,
+    "stage1.save_steps": 4,
+    "stage1.save_total_limit": 4,
+    "stage2.max_steps": 0,
+    "eval.validation_rows": 8,
+    "eval.validation_prompts": 1,
+    "eval.tune_prompts": 0,
+    "eval.prompt_tokens": 16,
+    "eval.max_prompts": 1,
+    "eval.max_new_tokens": 8,
+    "report_to": "none",
+}
+"""Of runs of a minute."""
 VOCAB = 32
 _SHAPE = dict(  # noqa: C408
     vocab_size=VOCAB,

@@ -10,7 +10,7 @@ from speculator.target.remote.server_target import ServerTarget
 from train.loop import Loop
 from train.options.config import LossConfig, StageConfig
 from train.states.batch import Collator, StageRows, StateSource
-from train.states.look_ahead import LookAhead
+from train.states.sources import LookAhead
 
 STEPS = 10
 

@@ -25,7 +25,7 @@ WORDS = {
     ),
     "accelerator": (  # the device or the package accelerate; trained weights are a draft head
         *("speculator/device.py", "data/batches.py", "eval/decoders.py"),
-        *("train/processes.py", "train/states/batch.py", "train/loop.py", "train/progress.py", "train/stages.py"),
+        *("train/processes.py", "train/states/*.py", "train/loop.py", "train/progress.py", "train/stages.py"),
     ),
     # not words of the field: equal, suppressed, again, shared, verified, locked
     "alike": (),

@@ -50,7 +50,7 @@ from speculator.report import Gate, Round, read_record, write_record
 from speculator.terminal import log
 from train.command_line import parse
 from train.door.settle import settle
-from train.flags import target_flags
+from train.finish import target_flags
 
 _POLL_SECONDS = 5
 _LOG_SECONDS = 30

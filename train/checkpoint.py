@@ -70,8 +70,9 @@ def rotate(stage: Path, limit: int, best_step: int | None, newest_step: int) -> 
     # The best one, then the newest: a run resumes from the newest, and publishes the best.
     kept = [best_step] * (best_step in there)
     kept += [step for step in there if step != best_step and step <= newest_step][: limit - len(kept)]
-    for step in there.keys() - set(kept):
-        shutil.rmtree(there[step], ignore_errors=True)
+    killed = stage.glob("checkpoint-*.partial")
+    for folder in (*killed, *(there[step] for step in there.keys() - set(kept))):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

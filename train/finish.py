@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from pathlib import Path
 
@@ -10,17 +11,21 @@ from eval.in_server import FORECAST_FILE
 from eval.run import Compared, Measuring, evaluate, render
 from eval.suites import Suite
 from eval.tune import write_tuning
+from speculator.checkpoints import layouts, load_any
 from speculator.checkpoints.card import NAME as CARD
 from speculator.checkpoints.loading import load_head
+from speculator.checkpoints.vllm_plugin import VERSION
 from speculator.decoding.sampling import Sampling
 from speculator.drafters.tuning import TUNED
+from speculator.files import read_json
 from speculator.report import known_report, read_report
 from speculator.target.model import Target
 from speculator.verdict import headlines
-from train.flags import target_flags
-from train.forecast import commands_for_server
-from train.options.config import RunConfig
+from train.options.config import RunConfig, TargetConfig
 from train.stages import curves
+
+_VLLM = f"vLLM {VERSION.rpartition('.')[0]}"
+"""How the names of servers begin that are not too old: vLLM 0.9 is."""
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -55,6 +60,19 @@ def measure(config: RunConfig, target: Target, suites: dict[str, Suite]) -> None
     )
 
 
+def target_flags(target: TargetConfig) -> list[str]:
+    """Return the flags by which this project's other commands load the target of a run."""
+    named = {
+        "target": target.name_or_path,
+        "revision": target.revision,
+        "adapter": target.adapter,
+        "dtype": None if target.dtype == "auto" else target.dtype,
+        "chat_template_kwargs": target.chat_template_kwargs and json.dumps(target.chat_template_kwargs),
+    }
+    flags = [word for flag, value in named.items() if value for word in (f"--{flag}", value)]
+    return [*flags, *(["--trust_remote_code"] if target.trust_remote_code else [])]
+
+
 def summary(config: RunConfig) -> str:
     """Return lines about a finished run: what the head gains, where it is, and the commands that use it."""
     folder = Path(config.output_dir)
@@ -74,3 +92,28 @@ def summary(config: RunConfig) -> str:
         f"serve:  speculator serve {how}",
     ]
     return "\n".join(lines)
+
+
+def commands_for_server(folder: Path, target: str) -> list[str]:
+    """Return lines about a head that was trained without decoding: the forecast, and how vLLM serves and measures it.
+
+    `target` has the flags that name the target in the commands of this project.
+    """
+    head, expected = load_any(folder), read_json(folder / FORECAST_FILE)
+    lines = [
+        f"forecast of the acceptance length: {expected['acceptance_length']:.2f} ({expected['how']})",
+        f"head:    {folder}",
+    ]
+    exported = f"{folder}-vllm"
+    for layout in (layout for layout in layouts() if layout.stores(head)):
+        for server in layout.servers(head.config, exported):
+            if server.name.startswith(_VLLM) and server.loads:
+                export = f"--speculator {shlex.quote(str(folder))} --format {layout.name}"
+                measure = f"--server http://127.0.0.1:8000/v1 {target} --speculator {shlex.quote(str(folder))}"
+                return [
+                    *lines,
+                    f"export:  speculator export {export} --output {shlex.quote(exported)}",
+                    f"serve:   {server.how}",
+                    f"measure: speculator eval {measure} --output {shlex.quote(f'{folder}-served')}",
+                ]
+    return [*lines, "vLLM loads no layout of this head; if the target fits, measure it here: speculator eval"]

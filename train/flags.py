@@ -1,28 +1,13 @@
-"""Flags of `speculator adapt`, and those of other commands that name a run's target."""
+"""Flags of `speculator adapt`."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
 from speculator.cli.shared_flags import MANY, add_revision
 from speculator.errors import OneLineParser
-from speculator.workshop import ROOT
-from train.options.config import TargetConfig
-
-
-def target_flags(target: TargetConfig) -> list[str]:
-    """Return the flags by which this project's other commands load the target of a run."""
-    named = {
-        "target": target.name_or_path,
-        "revision": target.revision,
-        "adapter": target.adapter,
-        "dtype": None if target.dtype == "auto" else target.dtype,
-        "chat_template_kwargs": target.chat_template_kwargs and json.dumps(target.chat_template_kwargs),
-    }
-    flags = [word for flag, value in named.items() if value for word in (f"--{flag}", value)]
-    return [*flags, *(["--trust_remote_code"] if target.trust_remote_code else [])]
+from train.options.config import ROOT
 
 
 def adapt(parser: OneLineParser) -> None:

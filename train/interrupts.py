@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at once, wherever it is.
+"""Ctrl-C and SIGTERM end a run at once, wherever it is; what a thread is writing is finished first.
 
 Python runs a signal handler between two steps of the main thread, which may be seconds away inside a library. So a
 thread reads the signals from a pipe and ends the process itself, without unwinding: a run may be killed anywhere, and
@@ -16,13 +16,20 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from speculator.terminal import is_first
 
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_WRITING_SECONDS = 60.0
+"""How long a signal waits for what a thread writes: a disk may be gone."""
+_unwritten: set[futures.Future[None]] = set()
+Found = TypeVar("Found")
 _temporary: list[Path] = []
 _last_words = ""
 _stop = threading.Event()
@@ -50,6 +57,7 @@ def _watch(reader: int) -> None:
         if number == signal.SIGTERM and _saves.is_set():
             _stop.set()
         elif number in _CODES:
+            futures.wait(list(_unwritten), _WRITING_SECONDS)
             for folder in _temporary:
                 shutil.rmtree(folder, ignore_errors=True)
             _kill_children()
@@ -57,6 +65,42 @@ def _watch(reader: int) -> None:
                 with suppress(OSError):
                     os.write(2, f"\n{_last_words}\n".encode())  # below what Ctrl-C shows, and the progress bar
             os._exit(_CODES[signal.Signals(number)])
+
+
+class Background:
+    """A thread that reads and writes files, in the order in which it is asked; the block `with` it waits at its end.
+
+    An error of writing is raised by the next call of `check`, `wait` or `write`.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._writes = futures.ThreadPoolExecutor(1), deque[futures.Future[None]]()
+
+    def write(self, work: Callable[[], None]) -> None:
+        """Let the thread write something; a signal that ends the process waits for it."""
+        self.check()
+        writing = self._thread.submit(work)
+        self._writes.append(writing)
+        _unwritten.add(writing)
+        writing.add_done_callback(_unwritten.discard)
+
+    def read(self, work: Callable[[], Found]) -> futures.Future[Found]:
+        return self._thread.submit(work)
+
+    def check(self) -> None:
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().result()
+
+    def wait(self) -> None:
+        """Wait until all is written."""
+        while self._writes:
+            self._writes.popleft().result()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
 
 
 def print_when_interrupted(line: str) -> None:

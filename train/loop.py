@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, recursively_apply
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +27,7 @@ from transformers import get_scheduler
 
 from speculator.device import has_accelerator
 from speculator.errors import UserError
-from speculator.files import JsonObject, read_json, write_manifest, write_text
+from speculator.files import JsonObject, new_folder, read_json, write_manifest, write_text
 from speculator.heads import Speculator
 from speculator.heads.training import IGNORE, Metric, TrainingBatch
 from speculator.kernels.linear import pack_linears
@@ -38,10 +38,9 @@ from train import interrupts
 from train.checkpoint import METRIC, planned, reporting_full_disk, rotate
 from train.interrupts import stop_asked
 from train.losses import ChunkedLoss, compiling_pays, summarise
-from train.optimizers.muon import MuonAndAdamW
-from train.optimizers.sharded_adam import ShardedAdam
+from train.optimizers import MuonAndAdamW, ShardedAdam
 from train.options.config import LossConfig, StageConfig
-from train.progress import Clock, Display, StepsBar, log_line
+from train.progress import Clock, Display, log_line
 from train.states.batch import NOT_TARGETS, Batch, StageRows, StateSource
 
 STATE, _MOMENTS, _RANDOM = "trainer_state.json", "optimizer.pt", "rng_state.pth"
@@ -89,7 +88,6 @@ class Progress:
 
     def ends(self, stage: StageConfig) -> bool:
         """Return whether a stage has taken all steps, or saved `patience` checkpoints since its best one."""
-        assert stage.save_steps is not None  # settled
         best, patience = self.best_global_step, stage.patience
         stuck = patience and best and self.global_step >= best + patience * stage.save_steps
         return self.global_step >= stage.max_steps or bool(stuck)
@@ -123,7 +121,6 @@ class Loop:
         display: Display | None = None,
     ):
         target = source.target
-        stage = dataclasses.replace(stage, save_steps=stage.save_steps or stage.eval_steps)
         self.device, self.source, self.stage, self.folder = target.device, source, stage, folder
         self.decode, self.display = decode, display or Display()
         self.accelerator = self.display.accelerator or Accelerator(cpu=not has_accelerator())
@@ -142,7 +139,8 @@ class Loop:
         self.collate = rows.collate
         self.batches, self.validation = rows.loaders(stage.per_device_train_batch_size, self.device)
         self.progress = Progress(stage.max_steps)
-        self.clock = Clock(self.device, self.display.token_at_peak)
+        self.clock = Clock(self.device, self.display)
+        self.checkpoints = interrupts.Background()
         self.since_log: Sums = {}
         self._latest: dict[str, Tensor | float] = {}
         self._votes: Tensor | None = None
@@ -154,22 +152,26 @@ class Loop:
         """Train up to the last step, or until a signal or the stage's patience ends it."""
         progress, size = self.progress, self.stage.gradient_accumulation_steps
         steps = math.ceil(len(self.batches) / size)  # of an epoch; its last one may have fewer micro-batches
-        self.clock.begin(progress.global_step)
+        self.clock.begin(progress.global_step, progress.max_steps)
         ends = False
-        with StepsBar(self.display, progress.global_step, self.stage.max_steps) as bar:
+        bar = Bar(title=self.display.title, unit="steps", total=progress.max_steps, initial=progress.global_step)
+        with self.source.files, self.checkpoints, bar:
             while not ends:
                 epoch, done = divmod(progress.global_step, steps)
                 self.collate.epoch = epoch
                 self.batches.set_epoch(epoch)
                 batches = self.source.over(skip_first_batches(self.batches, done * size))
                 while done < steps and not ends:
+                    self.checkpoints.check()
                     with self.clock.steps:  # the wait for a loader that starves is part of a step
                         self.step(list(islice(batches, size)))
                     done += 1
                     progress.global_step += 1
                     progress.epoch = epoch + min(done * size / len(self.batches), 1)
-                    bar.show(progress.global_step)
+                    self.clock.passed(progress.global_step)
+                    bar.update(1)
                     ends = self.after()
+        self.accelerator.wait_for_everyone()  # for the last checkpoint, which the first process has written
         return progress
 
     def step(self, batches: list[Batch]) -> None:
@@ -216,8 +218,7 @@ class Loop:
             stop |= self.progress.ends(stage)
         return stop or step == stage.max_steps
 
-    def _due(self, every: int | None) -> bool:
-        assert every is not None
+    def _due(self, every: int) -> bool:
         return self.validation is not None and planned(self.progress.global_step, every, self.stage.max_steps)
 
     def with_states(self, batch: Batch) -> TrainingBatch:
@@ -248,7 +249,7 @@ class Loop:
         figures, self.since_log = self.figures(self.since_log), {}
         progress, processes = self.progress, self.accelerator.num_processes
         figures |= {name: float(value) for name, value in self._latest.items()}
-        figures |= self.clock.figures(progress.global_step, self.stage.max_steps, processes) | self.source.figures()
+        figures |= self.clock.figures(progress.global_step, processes) | self.source.figures()
         self._note(figures)
 
     @torch.no_grad()
@@ -312,9 +313,8 @@ class Loop:
             )
 
     def save(self) -> None:
-        """Save a checkpoint, and delete old ones; the first process writes it, and the others wait."""
+        """Let a thread of the first process write a checkpoint, and delete old ones."""
         progress = self.progress
-        folder = self.folder / f"checkpoint-{progress.global_step}"
         # Reduced, so that all processes raise or none: the others would wait for it.
         sums = self.accelerator.reduce(self.since_log, "sum")
         if sums:
@@ -326,25 +326,30 @@ class Loop:
         random = gather_object([[module.get_rng_state() for module in self._generators()]])
         if isinstance(self.optimizer, ShardedAdam):
             self.optimizer.consolidate_state_dict()
-        if self.accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
-            try:
-                with reporting_full_disk(folder):
-                    self.head.save_pretrained(folder)
-                    torch.save(self.optimizer.state_dict(), folder / _MOMENTS)
-                    torch.save(random, folder / _RANDOM)
-                    write_text(folder / STATE, json.dumps(dataclasses.asdict(progress)))
-                    write_manifest(folder)
-            except Exception:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            rotate(self.folder, self.stage.save_total_limit, progress.best_global_step, progress.global_step)
-        self.accelerator.wait_for_everyone()
+        if not self.accelerator.is_main_process:
+            return
+        folder, text = self.folder / f"checkpoint-{progress.global_step}", json.dumps(dataclasses.asdict(progress))
+        kept = self.stage.save_total_limit, progress.best_global_step, progress.global_step
+        # Copies, which the next steps do not change.
+        state = self.head.state_dict(), self.optimizer.state_dict()
+        weights, moments = recursively_apply(lambda tensor: tensor.to("cpu", copy=True), state)
+
+        def write() -> None:
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+            with reporting_full_disk(folder), new_folder(folder) as scratch:
+                self.head.save_pretrained(scratch, state_dict=weights)
+                torch.save(moments, scratch / _MOMENTS)
+                torch.save(random, scratch / _RANDOM)
+                write_text(scratch / STATE, text)
+                write_manifest(scratch)
+            rotate(self.folder, *kept)
+
+        self.checkpoints.write(write)
 
     def resume(self, folder: Path, progress: Progress) -> None:
         """Continue from a checkpoint and its progress; any number of processes may have written it."""
         self.progress = progress
-        self.head.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        self.head.load_state_dict(load_file(folder / "model.safetensors"))
         # The moments of all processes are read from a mapped file, since a process keeps its own alone.
         mapped = isinstance(self.optimizer, ShardedAdam)
         moments = torch.load(folder / _MOMENTS, map_location="cpu", mmap=mapped, weights_only=True)

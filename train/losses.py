@@ -28,6 +28,12 @@ _OUTER_ROWS = 8192
 _TILE = 256
 _COMPILED_ON_CPU = 2**15
 """Smallest vocabulary whose losses are compiled on a CPU, which takes seconds."""
+_LENGTHS = {
+    "prefix_accuracy": "teacher_forced_acceptance_length",
+    "walked": "walked_acceptance_length",
+    "prefix_overlap": "forecast_acceptance_length_sampled",
+}
+"""Figures that are 1 + the sum of a metric over the draft positions."""
 
 
 def target_probs(
@@ -480,15 +486,7 @@ def summarise(sums: dict[str, Metric]) -> dict[str, float]:
         figures |= {f"position{i}/{name}": mean for i, mean in enumerate(means)}
         if name == "loss":
             figures["plain_loss"] = len(means) * (total.sum() / count.sum().clamp_min(1)).item()
-        if name == "prefix_accuracy":
-            figures["teacher_forced_acceptance_length"] = 1 + sum(means)
-        if name == "walked":
-            figures["walked_acceptance_length"] = 1 + sum(means)
-        if name == "prefix_overlap":
-            figures["forecast_acceptance_length_sampled"] = 1 + sum(means)
-    both = [
-        figures[name]
-        for name in ("teacher_forced_acceptance_length", "forecast_acceptance_length_sampled")
-        if name in figures
-    ]
+        if name in _LENGTHS:
+            figures[_LENGTHS[name]] = 1 + sum(means)
+    both = [figures[_LENGTHS[name]] for name in ("prefix_accuracy", "prefix_overlap") if _LENGTHS[name] in figures]
     return figures | ({"forecast_acceptance_length": sum(both) / len(both)} if both else {})

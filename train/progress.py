@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from speculator.heads.training import IGNORE
-from speculator.terminal import Progress, is_first, log
+from speculator.terminal import is_first, log
 from train.checkpoint import DECODED, METRIC
 from train.states.batch import Batch
 
@@ -60,64 +60,15 @@ class Stopwatch:
         return seconds
 
 
-class Clock:
-    """Times optimiser steps (loading, forward and backward passes, and the update) and counts their tokens.
-
-    Args:
-        token_at_peak: seconds of a token's operations at the device's peak, those of the target and those of the head,
-            which computes labelled tokens alone; None if unknown.
-
-    Attributes:
-        steps, target: the stopwatches of optimiser steps, and of the target's part of them.
-    """
-
-    def __init__(self, device: torch.device, token_at_peak: tuple[float, float] | None = None):
-        self.steps, self.target = Stopwatch(device), Stopwatch(device)
-        self._token_at_peak = token_at_peak
-        self._tokens, self._first, self._began = 0, 0, time.monotonic()
-        self._labelled: Tensor | float = 0.0  # on the device until a log line reads it
-
-    def begin(self, step: int) -> None:
-        """Note that training starts at this step now."""
-        self._first, self._began = step, time.monotonic()
-
-    def count(self, batch: Batch) -> None:
-        tokens = batch["input_ids"].numel()
-        self._tokens += tokens
-        # Heads that draw their positions have `labels` of another shape: of these too, the share that is labelled.
-        self._labelled = self._labelled + tokens * (batch["labels"] != IGNORE).float().mean()
-
-    def figures(self, step: int, max_steps: int, processes: int) -> dict[str, float]:
-        """Return figures of the optimiser steps since the last call; "seconds_left" is an estimate from the start on.
-
-        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all `processes`,
-        each with as many tokens as this one, with and without labels. "seconds_left": evaluations and checkpoints
-        included, at their rate so far. "mfu": in 0..1, only if the device's peak is known.
-        """
-        seconds, tokens, self._tokens = self.steps.take(), self._tokens, 0
-        # All the time since the start, so that evaluations and checkpoints are in it at their rate.
-        left = (time.monotonic() - self._began) / max(step - self._first, 1) * (max_steps - step)
-        found = {
-            "step_over_target": seconds / self.target.take(),
-            "tokens_per_second": processes * tokens / seconds,
-            "seconds_left": left,
-        }
-        if self._token_at_peak is not None:
-            target, head = self._token_at_peak
-            found["mfu"] = (tokens * target + float(self._labelled) * head) / seconds
-        self._labelled = 0.0
-        return found
-
-
 @dataclass(frozen=True)
 class Display:
     """How a training shows itself.
 
     Attributes:
         title: title of its bar, such as "stage 1".
-        outlook: returns a line about the time that is left, given the seconds of an optimiser step; None: a line about
-            the rest of this stage.
-        token_at_peak: as `Clock` takes it.
+        outlook: returns a line about the time that is left, given the seconds of an optimiser step; None: no line.
+        token_at_peak: seconds of a token's operations at the device's peak, those of the target and those of the head,
+            which computes labelled tokens alone; None if unknown.
         accelerator: logs to trackers, if any are begun; None: to none.
     """
 
@@ -127,24 +78,64 @@ class Display:
     accelerator: Accelerator | None = None
 
 
-class StepsBar(Progress):
-    """A progress bar of optimiser steps, `step` of `max_steps` done; after a few it prints the time left, once."""
+class Clock:
+    """Times optimiser steps (loading, forward and backward passes, and the update) and counts their tokens.
 
-    def __init__(self, display: Display, step: int, max_steps: int):
-        super().__init__(title=display.title, unit="steps", total=max_steps, initial=step)
-        self._display, self._first, self._max_steps = display, step, max_steps
-        self._told = max_steps - step < _TIMED * 10 or not is_first()
+    Attributes:
+        steps, target: the stopwatches of optimiser steps, and of the target's part of them.
+    """
 
-    def show(self, step: int) -> None:
-        self.update(1)
-        timed = step - self._first - 1
-        if timed == 0:  # the first step compiles and warms up
-            self._began = time.monotonic()
-        elif not self._told and timed >= _TIMED and (took := time.monotonic() - self._began) >= _LEAST_SECONDS:
-            self._told, each = True, took / timed
-            left = timedelta(seconds=round(each * (self._max_steps - step)))
-            plain = f"{self._display.title}: about {left} to go, without evaluations"
-            log(self._display.outlook(each) if self._display.outlook else plain)
+    def __init__(self, device: torch.device, display: Display):
+        self.steps, self.target = Stopwatch(device), Stopwatch(device)
+        self._token_at_peak, self._outlook = display.token_at_peak, display.outlook
+        self._tokens = 0
+        self._labelled: Tensor | float = 0.0  # on the device until a log line reads it
+
+    def begin(self, step: int, max_steps: int) -> None:
+        """Note that training starts at this step now."""
+        self._marks, self._max_steps = [(step, time.monotonic())], max_steps
+        if max_steps - step < 10 * _TIMED or not is_first():
+            self._outlook = None
+
+    def passed(self, step: int) -> None:
+        """Note that a step was taken now; after a few of them the time that is left is printed, once."""
+        now = time.monotonic()
+        if len(self._marks) == 1:  # the first step compiles and warms up
+            self._marks.append((step, now))
+        first, began = self._marks[1]
+        if self._outlook and step - first >= _TIMED and now - began >= _LEAST_SECONDS:
+            log(self._outlook(self._rate(step)))
+            self._outlook = None
+
+    def _rate(self, step: int) -> float:
+        """Return the seconds of a step so far, with evaluations and checkpoints at their rate."""
+        first, began = next(mark for mark in reversed(self._marks) if mark[0] < step)
+        return (time.monotonic() - began) / (step - first)
+
+    def count(self, batch: Batch) -> None:
+        tokens = batch["input_ids"].numel()
+        self._tokens += tokens
+        # Heads that draw their positions have `labels` of another shape: of these too, the share that is labelled.
+        self._labelled = self._labelled + tokens * (batch["labels"] != IGNORE).float().mean()
+
+    def figures(self, step: int, processes: int) -> dict[str, float]:
+        """Return figures of the optimiser steps since the last call; "seconds_left" is an estimate from the start on.
+
+        "step_over_target": time of the steps over the target's part of it. "tokens_per_second": of all `processes`,
+        each with as many tokens as this one, with and without labels. "seconds_left": evaluations and checkpoints
+        included, at their rate so far. "mfu": in 0..1, only if the device's peak is known.
+        """
+        seconds, tokens, self._tokens = self.steps.take(), self._tokens, 0
+        found = {
+            "step_over_target": seconds / self.target.take(),
+            "tokens_per_second": processes * tokens / seconds,
+            "seconds_left": self._rate(step) * (self._max_steps - step),
+        }
+        if self._token_at_peak is not None:
+            target, head = self._token_at_peak
+            found["mfu"] = (tokens * target + float(self._labelled) * head) / seconds
+        self._labelled = 0.0
+        return found
 
 
 def log_line(step: int, max_steps: int, logs: dict[str, float]) -> str:

@@ -42,17 +42,15 @@ from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, working
 from train import checkpoint, interrupts
 from train.door import checks
+from train.door.initialise import describe
 from train.door.settle import Run
 from train.door.sizes import longest
-from train.door.vocabulary import describe
-from train.forecast import forecast
 from train.loop import STATE, Loop, Progress
 from train.losses import has_rows
 from train.processes import of_first
 from train.progress import Display
 from train.states.batch import Collator, StageRows, StateSource
-from train.states.kept_states import KeptStates
-from train.states.look_ahead import LookAhead
+from train.states.sources import KeptStates, LookAhead
 from train.text.inputs import Inputs
 
 _FEW_LENGTHS = 128
@@ -65,7 +63,7 @@ def train_stage(
     target: TrainingTarget,
     start: Callable[[], Speculator],
     inputs: Inputs,
-    outlook: Callable[[float], str] | None = None,
+    outlook: Callable[[float], str],
 ) -> Path:  # of the best head
     """Train a head on all processes of the run, and return the folder of its best head.
 
@@ -77,7 +75,7 @@ def train_stage(
         inputs: the stage's rows and prompts. The forecast of the acceptance length of its validation rows chooses the
             best checkpoint, and the prompts "validation" are decoded, if the target can.
         outlook: returns a line about the time that is left, given the seconds of an optimiser step, which is printed
-            after the first steps; None: a line about this stage.
+            after the first steps.
 
     Raises:
         SystemExit: 143, after a checkpoint was saved, if SIGTERM arrived.
@@ -127,7 +125,6 @@ def train_stage(
             f"{name}: a head of {head.num_parameters() / 1e6:.1f} million weights, "
             f"{len(train_rows):,} rows read {passes:,.1f} times in {settings.max_steps:,} steps{share}"
         )
-    assert settings.save_steps is not None  # settled
     progress = of_first(lambda: Progress.read(resume) if resume else Progress(settings.max_steps))
     # A stage that was killed after its last checkpoint has nothing left to train, and goes on to publish its best.
     if not progress.ends(settings):
@@ -192,6 +189,16 @@ def train_stage(
         publish(load_any(best), best_head, None if isinstance(target, Target) else forecast(next(logged)))
     state.wait_for_everyone()
     return best_head
+
+
+def forecast(evaluation: dict[str, float]) -> JsonObject:
+    """Return the teacher-forced forecast of a head's acceptance for `FORECAST_FILE`, by an evaluation's figures."""
+    name, at = "walked", "the steps of decoding validation rows"
+    if "eval_position0/walked" not in evaluation:  # the head trains on some positions only, and can't walk a row
+        name, at = "prefix_accuracy", "positions of validation rows; less if the text is uneven"
+    depth = sum(key.startswith("eval_position") and key.endswith(f"/{name}") for key in evaluation)
+    rates = [evaluation[f"eval_position{i}/{name}"] for i in range(depth)]
+    return {"how": f"teacher-forced, greedy, at {at}", "acceptance_length": 1 + sum(rates), "accepted_per_draft": rates}
 
 
 def state_source(name: str, target: TrainingTarget, head: Speculator, inputs: Inputs, passes: float) -> StateSource:

@@ -14,6 +14,6 @@ All code that knows such a server, from the imported to the importing:
     eval/as_server.py                      decodes here as a server would: `eval --as`
     eval/in_server.py                      measures a head in its server: `eval --server`
     train/server_command.py                starts and checks servers for training: `speculator server-command`
-    train/forecast.py                      how to serve and measure a head that was trained with servers
+    train/finish.py                        how to serve and measure a head that was trained with servers
     integrations/vllm/                     the plugin that vLLM loads
 """

@@ -214,6 +214,9 @@ def test_null_takes_the_default_of_an_optional_setting(tmp_path):
         (["stage1: {max_steps: 5}"], ["--stage1.epochs", "2"], (5, 2)),
         (["stage1: {max_steps: 5}", "stage1: {epochs: null}"], [], (5, None)),
         (["stage1: {max_steps: 5, epochs: 2}"], ["--stage1.epochs", "null"], (5, None)),
+        (["stage1: {epochs: 3}", "stage1: {epochs: 2, max_steps: 7}", "stage1: {learning_rate: 1.0}"], [], (7, 2)),
+        (["stage1: {max_steps: 0}"], ["--stage1.epochs", "null"], (0, None)),
+        (["stage1: {epochs: 2}"], ["--stage1.epochs", "null", "--stage1.max_steps=3"], (3, None)),
     ],
 )
 def test_a_stage_has_the_length_that_is_given_last(files, flags, lengths, tmp_path):
@@ -222,6 +225,10 @@ def test_a_stage_has_the_length_that_is_given_last(files, flags, lengths, tmp_pa
         flags = [*flags, "--config", str(tmp_path / f"{number}.yaml")]
     stage = parse(flags).stage1
     assert (stage.max_steps, stage.epochs) == lengths
+
+
+def test_steps_and_epochs_exclude_each_other(capsys):
+    assert "mutually exclusive" in refuse(["--stage1.epochs", "7", "--stage1.max_steps=3"], capsys)
 
 
 @pytest.mark.parametrize("flag", ["dry_run", "overwrite_output_dir"])

@@ -61,6 +61,17 @@ def test_sigterm_waits_for_the_checkpoint_and_ctrl_c_does_not(tmp_path):
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_waits_for_what_is_being_written(tmp_path, number, code):
+    work = f"time.sleep(1) or pathlib.Path({str(tmp_path / 'checkpoint')!r}).touch()"
+    process = start(f"interrupts.Background().write(lambda: {work}); {LONG_CALL}", tmp_path / "temporary")
+    time.sleep(0.3)
+    process.send_signal(number)
+    assert process.communicate(timeout=10) == ("", "")
+    assert process.returncode == code
+    assert (tmp_path / "checkpoint").exists()
+
+
 def test_sigterm_to_the_workers_first_is_without_a_word(tmp_path):
     work = "list(__import__('data.workers').workers.map_in_order(time.sleep, [0] * 16 + [0.3] * 100, 2))"
     process = start(work, tmp_path / "temporary")

@@ -1,6 +1,9 @@
 """Target states in files: a head trained from them is the one that is trained without."""
 
+import errno
 import re
+import threading
+import time
 from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
@@ -17,9 +20,9 @@ from speculator.target.fingerprint import digest
 from train.loop import Loop
 from train.losses import ChunkedLoss, has_rows
 from train.options.config import LossConfig, StageConfig
-from train.states import kept_states
+from train.states import sources
 from train.states.batch import Collator, StageRows, StateSource
-from train.states.kept_states import KeptStates
+from train.states.sources import KeptStates
 
 DRAFTED = [0, 1, 3, 5, 8, 9, 12, 20, 21, 30]
 
@@ -44,9 +47,9 @@ def head_of(architecture, target, drafted):
     return bind(tiny_head(architecture=architecture, draft_tokens=drafted), target)
 
 
-def trained(target, head, rows, folder, kept=None, loss=None):
+def trained(target, head, rows, folder, kept=None, loss=None, steps=10):
     stage = StageConfig(
-        max_steps=10,
+        max_steps=steps,
         learning_rate=1e-2,
         lr_scheduler_type="linear",
         warmup_steps=0,
@@ -62,6 +65,13 @@ def trained(target, head, rows, folder, kept=None, loss=None):
         for entry in loop.run().log_history
     ]
     return [weight.detach().clone() for weight in head.parameters()], figures
+
+
+def taken(kept, batch):
+    """Return the states of a batch, whose files are written then."""
+    found = kept.take(*kept.over([batch]))
+    kept.files.wait()
+    return found
 
 
 def counted(target):
@@ -131,14 +141,14 @@ def test_files_belong_to_a_document_a_target_and_the_layers_that_a_head_reads(ta
     rows = rows_of_text(2)
     collate = Collator(tiny_head().config, documents=True)
     kept = KeptStates(target, (), normalisers=True)
-    kept.take(collate(rows))
+    taken(kept, collate(rows))
     shapes = sorted(tuple(load_file(file)["hidden"].shape) for file in kept.folder.iterdir())
     assert shapes == [(6, 32), (6, 32), (8, 32), (9, 32)]
     read = counted(target)
     first, second = ({"input_ids": row["input_ids"][:6]} for row in rows)
-    kept.take(collate([rows[0] | {"loss_mask": [0] * 14}, second, first]))
+    taken(kept, collate([rows[0] | {"loss_mask": [0] * 14}, second, first]))
     assert not read
-    kept.take(collate([{"input_ids": rows[0]["input_ids"]}]))
+    taken(kept, collate([{"input_ids": rows[0]["input_ids"]}]))
     assert read == [1], "one document of 14 tokens is another text"
     assert len(list(kept.folder.iterdir())) == 5
     inner, rope, moved = (tiny_model() for _ in range(3))
@@ -169,12 +179,12 @@ def test_an_adapters_set_of_names_has_one_digest_in_all_processes(target):
 
 def test_rows_of_a_batch_are_read_in_any_company(target, monkeypatch):
     """The normalisers are compiled, as for a large vocabulary."""
-    monkeypatch.setattr(kept_states, "compiling_pays", lambda device, _: can_compile(device))
+    monkeypatch.setattr(sources, "compiling_pays", lambda device, _: can_compile(device))
     rows = rows_of_text(6)
     collate = Collator(tiny_head(architecture="eagle3").config, documents=True)
     kept = KeptStates(target, (0, 1), normalisers=True)
-    kept.take(collate(rows[1:4]))
-    found = kept.take(collate(rows))
+    taken(kept, collate(rows[1:4]))
+    found = taken(kept, collate(rows))
     batch = collate(rows)
     hidden, states = target.training_states(batch["input_ids"], batch["document_ids"], (0, 1))
     for i, row in enumerate(rows):
@@ -190,10 +200,10 @@ def test_a_disk_without_room_is_named_before_training(target, monkeypatch):
     """7 rows lack files: a token has 3 states of 32 float32 numbers and a normaliser, 388 bytes."""
     rows = rows_of_text()
     kept = KeptStates(target, (0, 1), normalisers=True)
-    kept.take(Collator(tiny_head().config, documents=True)(rows[:1]))
+    taken(kept, Collator(tiny_head().config, documents=True)(rows[:1]))
     need = 388 * sum(len(row["input_ids"]) for row in rows[1:])
     for free, enough in ((need - 1, False), (need, True)):
-        monkeypatch.setattr(kept_states.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        monkeypatch.setattr(sources.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         with nullcontext() if enough else pytest.raises(UserError, match=re.escape("stage1.keep_states needs 0.0")):
             kept.check_room("stage1.keep_states", kept.lacking([*rows, *rows]))
 
@@ -202,17 +212,59 @@ def test_a_damaged_file_is_written_again_and_states_that_are_not_finite_are_not(
     rows = rows_of_text(2)
     batch = Collator(tiny_head().config, documents=True)(rows)
     kept = KeptStates(target, (), normalisers=True)
-    before = kept.take(batch)
+    before = taken(kept, batch)
     file = sorted(kept.folder.iterdir())[0]
     content = file.read_bytes()
     file.write_bytes(content[:100])
-    again = kept.take(batch)
+    again = taken(kept, batch)
     assert file.read_bytes() == content
     assert all(torch.equal(*pair) for pair in zip(before, again, strict=True))
     file.unlink()
     target.training_states = lambda *_: (torch.full((2, 15, 32), torch.nan),) * 2
-    assert kept.take(batch).hidden.isnan().any()
+    assert taken(kept, batch).hidden.isnan().any()
     assert not file.exists()
+
+
+def test_a_thread_reads_a_batch_ahead_and_writes_behind(target, monkeypatch):
+    """The second batch has the texts of the first one, which are still being written when it is taken."""
+    batch = Collator(tiny_head().config, documents=True)(rows_of_text(2))
+    kept, computed, threads = KeptStates(target, (0,), normalisers=False), counted(target), []
+
+    def note(call):
+        return lambda *given: threads.append(threading.current_thread()) or time.sleep(0.05) or call(*given)
+
+    monkeypatch.setattr(sources, "write_bytes", note(sources.write_bytes))
+    batches = kept.over([batch, batch, batch])
+    first = next(batches)
+    made = kept.take(first)
+    for later in batches:
+        assert all(torch.equal(*pair) for pair in zip(made[:2], kept.take(later)[:2], strict=True))
+    assert computed == [2]
+    assert len(threads) == 4
+    assert threading.main_thread() not in threads
+    monkeypatch.setattr(sources, "load_file", note(sources.load_file))
+    batches = kept.over([batch, batch])
+    next(batches)
+    kept.files.read(lambda: None).result()
+    assert len(threads) == 12, "the second batch is read before the first one is taken"
+
+
+def test_a_full_disk_ends_the_training_that_keeps_states(target, monkeypatch, tmp_path):
+    """The last batch of the only pass does not fit: nothing reads its files."""
+    written = []
+
+    def full(*given):
+        written.append(given)
+        if len(written) > 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_bytes(*given)
+
+    write_bytes, kept = sources.write_bytes, KeptStates(target, (), normalisers=False)
+    monkeypatch.setattr(sources, "write_bytes", full)
+    monkeypatch.setattr(Loop, "evaluate", lambda self: None)
+    with pytest.raises(OSError, match="No space left"):
+        trained(target, head_of("mlp", target, None), rows_of_text(), tmp_path / "run", kept, steps=4)
+    assert len(written) == 13
 
 
 @pytest.mark.parametrize("kept", [True, False])

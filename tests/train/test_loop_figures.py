@@ -1,6 +1,7 @@
 """What the loop reports about the loss, and what it needs of a target."""
 
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from accelerate import Accelerator, tracking
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
-from conftest import settled, tiny_block_head, tiny_head, tiny_model
+from conftest import VOCAB, settled, tiny_block_head, tiny_head, tiny_model
 from datasets import Dataset
 
 from eval.suites import Suite
@@ -21,6 +22,7 @@ from train.door.sizes import with_steps
 from train.loop import Loop
 from train.options.config import LossConfig, RunConfig, StageConfig
 from train.progress import Display, Stopwatch
+from train.stages import filled
 from train.states.batch import Collator, StageRows, StateSource
 from train.text.inputs import Inputs
 
@@ -37,6 +39,28 @@ def test_an_evaluation_of_the_training_rows_reports_the_loss_of_the_first_traini
     loop = Loop(head, StateSource(target, head.aux_layers), stage, weights, rows, tmp_path)
     (trained, evaluated) = loop.run().log_history
     assert evaluated["eval_loss"] == pytest.approx(trained["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["mlp", "eagle3", "dspark"])
+def test_rows_that_fill_a_batch_do_not_count(tmp_path: Path, architecture: str):
+    target = Target(tiny_model(), tokenizer=None)
+    head = tiny_block_head(target) if architecture == "dspark" else bind(tiny_head(architecture=architecture), target)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCAB, (3, 20), generator=generator).tolist()
+    rows = Dataset.from_list([{"input_ids": row, "loss_mask": [1] * 20} for row in tokens])
+
+    def figures(batch: int, evaluated: Dataset) -> dict[str, float]:
+        given = StageRows(rows, Collator(head.config), validation=evaluated, evaluation_batch=batch)
+        loop = Loop(head, StateSource(target, head.aux_layers), StageConfig(), LossConfig(), given, tmp_path)
+        return {name: value for name, value in loop.evaluate().items() if name != "eval_runtime"}
+
+    alone = figures(1, rows)
+    for batch, size in ((1, 4), (2, 4), (2, 8)):  # with 8, one batch has no row of the set
+        assert len(filled(rows, size)) == size
+        assert figures(batch, filled(rows, size)) == pytest.approx(alone, rel=1e-5)
+    # Tokens without loss after the row add no label: every token of an answer is a label of all steps that reach it.
+    longer = [{"input_ids": row + [0] * 3, "loss_mask": [1] * 20 + [0] * 3} for row in tokens]
+    assert figures(1, Dataset.from_list(longer)) == pytest.approx(alone, rel=1e-5)
 
 
 def test_batches_on_a_gpu_have_few_lengths_and_none_beyond_the_longest_row():
@@ -201,5 +225,5 @@ def test_a_warm_up_longer_than_its_epochs_is_a_warning(target, tmp_path, epochs,
         plan=Plan(run),
     )
     with pytest.raises(Begun):
-        stages.train_stage("stage1", target, tiny_head, inputs)
+        stages.train_stage("stage1", target, tiny_head, inputs, str)
     assert ("stage1.warmup_steps (50) exceeds the 2 steps" in capsys.readouterr().err) == (epochs == 1)

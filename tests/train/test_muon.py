@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from speculator import Target
 from speculator.errors import UserError
 from train.command_line import parse
-from train.optimizers.muon import MuonAndAdamW, muon_weights
+from train.optimizers import MuonAndAdamW, muon_weights
 
 
 def step(optimiser: torch.optim.Optimizer, head: torch.nn.Module, seed: int) -> None:

@@ -24,7 +24,7 @@ from train.door.head import head_config
 from train.door.plan import Plan
 from train.door.settle import settle
 from train.door.sizes import Prompt
-from train.optimizers.sharded_adam import largest_share
+from train.optimizers import largest_share
 from train.options.config import HERE
 
 H100 = place_of("H100", 1)

@@ -15,7 +15,7 @@ from train.checkpoint import METRIC
 from train.door.plan import Plan, Speed
 from train.door.sizes import Prompt
 from train.options.config import RunConfig
-from train.progress import Clock, Display, StepsBar, log_line
+from train.progress import Clock, Display, log_line
 
 
 def paced(monkeypatch, token_at_peak) -> dict[str, float]:
@@ -23,21 +23,22 @@ def paced(monkeypatch, token_at_peak) -> dict[str, float]:
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    clock = Clock(torch.device("cpu"), token_at_peak)
-    clock.begin(10)
+    clock = Clock(torch.device("cpu"), Display(token_at_peak=token_at_peak))
+    clock.begin(10, 20)
     labels = torch.zeros(4, 10).index_fill(0, torch.tensor(3), IGNORE)
-    for _ in range(2):
+    for step in (11, 12):
         with clock.steps:
             clock.count({"input_ids": torch.zeros(4, 10), "labels": labels})
             with clock.target:
                 now[0] += 2
             now[0] += 1
+        clock.passed(step)
         now[0] += 1  # an evaluation, say
-    return clock.figures(12, 20, 2)
+    return clock.figures(12, 2)
 
 
 def test_a_log_has_the_pace_of_the_steps_since_the_last(monkeypatch):
-    known = {"step_over_target": 1.5, "tokens_per_second": 2 * 80 / 6, "seconds_left": 4.0 * 8}
+    known = {"step_over_target": 1.5, "tokens_per_second": 2 * 80 / 6, "seconds_left": 5.0 * 8}
     assert paced(monkeypatch, None) == pytest.approx(known)
     # The head computes labelled tokens only: all 80 would flatter.
     assert paced(monkeypatch, (0.02, 0.01)) == pytest.approx({**known, "mfu": (80 * 0.02 + 60 * 0.01) / 6})
@@ -101,10 +102,11 @@ def test_the_time_of_a_run_is_said_by_phase_after_its_first_steps(monkeypatch):
     monkeypatch.setattr(progress, "log", said.append)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     outlook = partial(known.outlook, None, [], "stage1")  # a target that is not decoded here
-    with StepsBar(Display("stage 1", outlook), 0, 100) as bar:
-        for step in range(1, 6):
-            now[0] += 6.0
-            bar.show(step)
+    clock = Clock(torch.device("cpu"), Display(outlook=outlook))
+    clock.begin(0, 100)
+    for step in range(1, 6):
+        now[0] += 6.0
+        clock.passed(step)
     (text,) = said
     assert all(part in text for part in ("0:12:24", "stage1 0:10:12", "--stage1.max_steps"))
     rest = known.outlook(None, [], "stage2", 3.0)  # 40 steps, and two evaluations of 6 rows
@@ -116,8 +118,9 @@ def test_the_first_estimate_takes_seconds_of_short_steps(monkeypatch):
     steps, now = [], [0.0]
     monkeypatch.setattr(progress, "log", lambda text: None)
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with StepsBar(Display("stage 1", steps.append), 0, 100) as bar:
-        for step in range(1, 31):
-            now[0] += 3.0 if step == 2 else 0.25  # one that something else on the machine held up
-            bar.show(step)
+    clock = Clock(torch.device("cpu"), Display(outlook=steps.append))
+    clock.begin(0, 100)
+    for step in range(1, 31):
+        now[0] += 3.0 if step == 2 else 0.25  # one that something else on the machine held up
+        clock.passed(step)
     assert steps == pytest.approx([(3.0 + 8 * 0.25) / 9])

@@ -15,7 +15,7 @@ import torch
 import yaml
 from accelerate import PartialState
 from bad_inputs.damages import flipped
-from conftest import RECURRENT_RUNS, overflow_at, shorten_validation, tiny_head
+from conftest import RECURRENT_RUNS, SETTINGS, overflow_at, shorten_validation, tiny_head
 from kills import Killed
 from mtp_models import config_of, model_of, mtp_of, save
 from reports import report as report_with
@@ -27,34 +27,13 @@ from speculator import report as report_module
 from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import manifest_error, write_manifest
-from train import checkpoint, interrupts, loop, processes
+from train import checkpoint, loop, processes
 from train.command_line import parse
 from train.folder import check_same_run, locked, rows_fingerprint, write_record
 from train.options.config import ROOT
 from train.run import main
 from train.states.batch import Collator
 
-SETTINGS = {
-    "data.seq_length": 64,
-    "data.max_tokens": 20_000,
-    "speculator.n_predict": 3,
-    "loss.head_decay": 0.5,
-    "stage1.max_steps": 16,
-    "stage1.per_device_train_batch_size": 4,
-    "stage1.warmup_steps": 2,
-    "stage1.logging_steps": 5,
-    "stage1.eval_steps": 4,
-    "stage1.save_steps": 4,
-    "stage1.save_total_limit": 4,
-    "stage2.max_steps": 0,
-    "eval.validation_rows": 8,
-    "eval.validation_prompts": 1,
-    "eval.tune_prompts": 0,
-    "eval.prompt_tokens": 16,
-    "eval.max_prompts": 1,
-    "eval.max_new_tokens": 8,
-    "report_to": "none",
-}
 STAGE = ("max_steps", "learning_rate", "per_device_train_batch_size", "warmup_steps", "logging_steps", "eval_steps")
 STAGE += ("save_steps", "save_total_limit")
 OWN_TEXT = {"max_rows": 32, "prompt_tokens": 16, "max_new_tokens": 24, "batch_size": 8, "num_speculative_tokens": 2}
@@ -578,13 +557,6 @@ def test_batches_do_not_depend_on_the_number_of_loaders(tmp_path):
         return [{name: values.tolist() for name, values in batch.items()} for batch in plain]
 
     assert batches(2) == batches(0)
-
-
-def test_a_first_sigterm_is_noted_while_training_and_only_then():
-    assert not interrupts.stop_asked()
-    with interrupts.saving():
-        assert interrupts._saves.is_set()
-    assert not interrupts._saves.is_set()
 
 
 def test_rows_without_marks_of_rejected_drafts_have_the_fingerprint_of_those_with_none():

@@ -26,7 +26,7 @@ from speculator.target.remote.server_target import ServerTarget
 from train import run, server_command
 from train.command_line import parse
 from train.states.batch import DOCUMENTS, Documents
-from train.states.look_ahead import LookAhead
+from train.states.sources import LookAhead
 
 LENGTH = 24
 AUX = {"mlp": [], "eagle3": [0, 1], "dspark": [0, 1], "dflash2": [0, 1]}

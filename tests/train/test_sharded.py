@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RECURRENT_RUNS, settled, tiny_model
+from conftest import RECURRENT_RUNS, SETTINGS, settled, tiny_model
 from forked import finish, launch
 from make_believe_gpu import gpu
 from safetensors.torch import load_file
@@ -25,7 +25,7 @@ from train.checkpoint import DECODED, METRIC
 from train.command_line import parse
 from train.door.gpus import Place
 from train.door.plan import Plan
-from train.optimizers.sharded_adam import ShardedAdam
+from train.optimizers import ShardedAdam
 from train.options.config import TargetConfig
 
 __all__ = ["gpu"]
@@ -234,28 +234,16 @@ def test_a_whole_run_with_a_target_in_shards_trains_the_head_of_one_process(
     target_folder, text_file, tmp_path, parallel
 ):
     """The forecast, not decoding, selects its checkpoint; a second start has nothing left to do."""
-    sizes = {
+    sizes = SETTINGS | {
         "config": ROOT / "tests/plain.yaml",
         "target.name_or_path": target_folder,
         "data.sources": f"[{text_file}]",
-        "data.seq_length": 64,
-        "data.max_tokens": 20_000,
-        "speculator.n_predict": 3,
-        "eval.validation_rows": 8,
         "eval.validation_prompts": 4,
         "eval.tune_prompts": 2,
-        "eval.prompt_tokens": 16,
-        "eval.max_prompts": 2,
         "eval.max_new_tokens": 12,
-        "stage1.max_steps": 4,
-        "stage1.warmup_steps": 1,
-        "stage1.logging_steps": 1,
-        "stage1.eval_steps": 2,
-        "stage1.save_steps": 2,
-        "stage1.per_device_train_batch_size": 4,
-        "stage2.max_steps": 0,
-        "report_to": "none",
     }
+    sizes |= {f"stage1.{name}": n for name, n in (("max_steps", 4), ("logging_steps", 1))}
+    sizes |= {f"stage1.{name}": 2 for name in ("eval_steps", "save_steps")}
     made = {"one": (1, 2, {}), "two": (2, 1, {"target.parallel": parallel, "shard_optimizer": "true"})}
     for name, (processes, accumulation, more) in made.items():
         given = sizes | more | {"stage1.gradient_accumulation_steps": accumulation}

@@ -190,35 +190,3 @@ def test_more_tokens_are_counted_than_fit_the_offsets_of_a_column():
     table = pyarrow.table({"input_ids": pyarrow.chunked_array([row] * 3)})
     rows = Dataset(table, fingerprint="huge")
     assert count_of_tokens(rows) == 3 * 2**30
-
-
-def test_steps_and_epochs_exclude_each_other(capsys):
-    recipe = ["--config", "configs/eagle3.yaml"]
-    assert parse([*recipe, "--stage1.max_steps", "7"]).stage1.epochs is None
-    assert parse([*recipe, "--stage1.epochs", "7"]).stage1.epochs == 7
-    assert parse([*recipe, "--stage1.epochs", "null", "--stage1.max_steps=3"]).stage1.max_steps == 3
-    with pytest.raises(SystemExit):
-        parse([*recipe, "--stage1.epochs", "7", "--stage1.max_steps=3"])
-    assert "mutually exclusive" in capsys.readouterr().err
-
-
-def test_the_last_file_or_flag_that_names_a_length_decides(tmp_path):
-    steps, epochs, other = (tmp_path / f"{name}.yaml" for name in ("steps", "epochs", "other"))
-    steps.write_text("stage1: {max_steps: 300}\nstage2: {max_steps: 0}\n")
-    epochs.write_text("stage1: {epochs: 2, max_steps: 7}\n")
-    other.write_text("stage1: {learning_rate: 1.0}\n")
-
-    def lengths(*files: object, flags: tuple[str, ...] = ()) -> tuple[int, float | None]:
-        found = parse([*(word for file in files for word in ("--config", str(file))), *flags]).stage1
-        return found.max_steps, found.epochs
-
-    recipe = "configs/eagle3.yaml"
-    assert lengths(recipe, steps, other) == (300, None)
-    assert parse(["--config", recipe, f"--config={steps}"]).stage2.epochs is None
-    assert lengths(steps, recipe) == (300, 3)
-    assert lengths(recipe, steps, epochs) == (7, 2)
-    assert lengths(recipe, steps, flags=("--stage1.epochs", "5")) == (300, 5)
-    assert parse(["--config", str(steps), "--stage2.epochs", "null"]).stage2.max_steps == 0
-    stage2 = parse(["--config", str(steps), "--stage2.epochs", "1"]).stage2
-    assert stage2.epochs == 1
-    assert stage2.max_steps, "the stage is not left out"

@@ -14,10 +14,9 @@ from speculator.checkpoints.loading import bind
 from speculator.heads import Eagle3Speculator, Eagle3SpeculatorConfig
 from train.command_line import parse
 from train.door.head import with_settings_of_start, without_memory
-from train.door.initialise import copy_weights, for_rows, new_head
+from train.door.initialise import copy_weights, count_tokens, for_rows, most_frequent, new_head, unused_token
 from train.door.plan import Plan
 from train.door.settle import settle
-from train.door.vocabulary import count_tokens, most_frequent, unused_token
 from train.options.config import DataConfig, HeadOptions, RunConfig, TargetConfig
 
 ROWS = datasets.Dataset.from_list(

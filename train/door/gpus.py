@@ -50,19 +50,13 @@ _CONTEXT, _PYTHON = 2 * 10**9, 4 * 10**8
 
 @dataclass(frozen=True)
 class Place:
-    """The processes of a run and their devices, one for each.
-
-    Attributes:
-        memory: bytes of a device, or of this machine for each process on a CPU; None: unknown.
-        gpu: its maker's figures, or those measured of a CPU; None: unknown.
-        taken: bytes of a device that other processes hold, which `memory` leaves out.
-    """
+    """The processes of a run and their devices, one for each."""
 
     processes: int
     name: str = _CPU
-    memory: int | None = None
-    gpu: Gpu | None = None
-    taken: int = 0
+    memory: int | None = None  # bytes of a device, or of this machine for each process on a CPU; None: unknown
+    gpu: Gpu | None = None  # its maker's figures, or those measured of a CPU; None: unknown
+    taken: int = 0  # bytes of a device that other processes hold, which `memory` leaves out
 
     @property
     def kind(self) -> str:

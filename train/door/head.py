@@ -53,15 +53,10 @@ def _architecture(config: SpeculatorConfig) -> str:
 
 @dataclass
 class Start:
-    """The trained head that a run starts from.
+    """The trained head that a run starts from."""
 
-    Attributes:
-        name: as the settings name it.
-        config: its config as stored; options that follow from a target may be None.
-    """
-
-    name: str
-    config: SpeculatorConfig
+    name: str  # as the settings name it
+    config: SpeculatorConfig  # its config as stored; options that follow from a target may be None
     _head: Speculator | None
 
     @classmethod

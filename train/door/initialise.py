@@ -1,12 +1,16 @@
-"""Make the head to train: random weights, the target's own matrices, or a trained head."""
+"""Make the head to train: its weights (random, the target's own matrices, or a trained head's) and draft vocabulary."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from speculator.checkpoints.loading import bind
 from speculator.errors import UserError
@@ -16,7 +20,6 @@ from speculator.target.sharding import whole
 from train.door.head import Start, head_class, shipped_folder, without_memory
 from train.door.settle import Run
 from train.door.sizes import longest
-from train.door.vocabulary import count_tokens, most_frequent, unused_token
 
 
 def new_head(run: Run, target: TrainingTarget, rows: datasets.Dataset, length: int) -> Speculator:
@@ -102,3 +105,49 @@ def for_rows(head: Speculator, target: TrainingTarget, rows: datasets.Dataset) -
     head.config.trained_length = max(head.config.trained_length or 0, longest(rows))
     _reach(head.config)
     return bind(head, target)
+
+
+def count_tokens(rows: datasets.Dataset, vocab_size: int, with_loss: bool = True) -> Tensor:  # [V]
+    """Return how often each token occurs in the rows: with `with_loss` inside the loss mask, else anywhere."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for table in rows.with_format("arrow").iter(batch_size=1000):
+
+        def column(name: str, table=table) -> np.ndarray:
+            return table[name].combine_chunks().flatten().to_numpy()
+
+        tokens = column("input_ids")
+        if with_loss and "loss_mask" in table.column_names:
+            tokens = tokens[column("loss_mask") == 1]
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:  # [V] -> [size]
+    """Return `size` token ids, ascending: those of `always`, and the most frequent others; ties go to the lower id."""
+    ranked = counts.clone()
+    # Above every count: these tokens are chosen even if the text has none of them.
+    ranked[list(always)] = torch.iinfo(counts.dtype).max
+    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def unused_token(tokenizer: PreTrainedTokenizerBase, counts: Tensor, ends: Iterable[int]) -> int:
+    """Return a token id that text does not contain: the last of the V, if the tokenizer does not use it.
+
+    Otherwise the last special token that the text lacks (`counts` [V]) and that ends no text (`ends`), or else the last
+    token that it lacks.
+    """
+    unused = len(counts) - 1
+    if unused >= len(tokenizer):
+        return unused
+    absent = set((counts == 0).nonzero()[:, 0].tolist()) - set(ends)
+    special = absent & set(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special and number in absent
+    }
+    return max(special or absent or {unused})
+
+
+def describe(draft_tokens: Tensor, rows: datasets.Dataset, vocab_size: int) -> str:
+    """Return a phrase for log lines: the size of a draft vocabulary (ids [V_d]), and its share of the rows' tokens."""
+    counts = count_tokens(rows, vocab_size)
+    share = counts[draft_tokens].sum() / counts.sum()
+    return f"{len(draft_tokens)} of {vocab_size} tokens, {share:.1%} of the text"

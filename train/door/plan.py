@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,9 +38,9 @@ from train.door.head import without_memory
 from train.door.settle import Run
 from train.door.sizes import Prompt, expected_prompts, expected_rows
 from train.losses import chunk_tokens
-from train.optimizers.muon import bytes_of_moments
+from train.optimizers import bytes_of_moments
 from train.options.config import RunConfig, StageConfig, values_of
-from train.states.kept_states import bytes_per_token
+from train.states.sources import bytes_per_token
 
 _USUAL_MFU, _MFU_OF_SMALL, _SMALL = 0.33, 0.08, 10**9
 """Share of the peak that recipes reached on an H100: 29 to 38%, but 7 to 9% for a target of 135 million weights."""
@@ -68,7 +68,6 @@ _SHORTER = {
     MEASURING: "--eval.max_prompts",
 }
 """The setting that shortens each phase."""
-Stage = TypeVar("Stage", bound=StageConfig)
 _OF_THE_HEAD = ("head's weights and gradients", "moments")
 _COPIES = "copies of weights, for products of few rows"
 _GUESSED = (
@@ -79,25 +78,15 @@ _GUESSED = (
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """Text that the target generates in one phase of a run, at its largest.
+    """Text that the target generates in one phase of a run, at its largest."""
 
-    Attributes:
-        rows: number of rows.
-        batch_size: rows decoded together.
-        length: tokens of the longest row, prompt included.
-        new: new tokens of a row; in a chat those of one answer.
-        answers: number of answers of a row, on average.
-        mean: tokens of a row, on average.
-        depth: number of speculative tokens per step (G); 0: plain decoding.
-    """
-
-    rows: int
-    batch_size: int
-    length: int
-    new: int
-    answers: float
-    mean: float
-    depth: int = 0
+    rows: int  # number of rows
+    batch_size: int  # rows decoded together
+    length: int  # tokens of the longest row, prompt included
+    new: int  # new tokens of a row; in a chat those of one answer
+    answers: float  # number of answers of a row, on average
+    mean: float  # tokens of a row, on average
+    depth: int = 0  # number of speculative tokens per step (G); 0: plain decoding
 
     def packed_rows(self, length: int) -> int:
         """Return the number of training rows of `length` tokens that the text fills."""
@@ -105,15 +94,10 @@ class GeneratedText:
 
 
 class Speed(NamedTuple):
-    """How fast a run works, as expected or as measured.
+    """How fast a run works, as expected or as measured."""
 
-    Attributes:
-        row: seconds in which a process trains on a row, by stage.
-        decode: returns the seconds of a plain decoding step of some rows; None: unknown.
-    """
-
-    row: dict[str, float]
-    decode: Callable[[int], float] | None
+    row: dict[str, float]  # seconds in which a process trains on a row, by stage
+    decode: Callable[[int], float] | None  # returns the seconds of a plain decoding step of some rows; None: unknown
 
 
 def _in_linear_layers(module: nn.Module) -> int:
@@ -304,6 +288,8 @@ class Plan:
             buckets = self.place.processes > 1 and stage.gradient_accumulation_steps > 1
             weights = (12 if buckets else 8) * self.trained
             training = Counter({"head's weights and gradients": weights, "moments": moments})
+            if self.place.kind == "cpu":
+                training["copy that a checkpoint is written from"] = 4 * self.trained + moments
             needs[name] = always + training + self._micro_batch(name)
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own
@@ -646,23 +632,20 @@ def bits_of(scheme: Any) -> float | None:
 
 def _halved(config: RunConfig, phases: Sequence[str]) -> RunConfig:
     """Return settings with half the batch in some phases, with as many rows a step as before; 1 stays 1."""
-    data, stage2, generate = config.data, config.stage2, config.stage2.generate
-    if SELF in phases:
-        own = data.self_source
-        data = replace(data, self_source=replace(own, batch_size=max(1, own.batch_size // 2)))
-    if "generating" in phases:
-        stage2 = replace(stage2, generate=replace(generate, batch_size=max(1, generate.batch_size // 2)))
-    if "stage2" in phases:
-        stage2 = _with_half_the_batch(stage2)
-    stage1 = _with_half_the_batch(config.stage1) if "stage1" in phases else config.stage1
-    return replace(config, data=data, stage1=stage1, stage2=stage2)
-
-
-def _with_half_the_batch(stage: Stage) -> Stage:
-    batch, accumulation = stage.per_device_train_batch_size, stage.gradient_accumulation_steps
-    if batch == 1:
-        return stage
-    return replace(stage, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=2 * accumulation)
+    for name in phases:
+        if name == SELF:
+            own = config.data.self_source
+            half = replace(own, batch_size=max(1, own.batch_size // 2))
+            config = replace(config, data=replace(config.data, self_source=half))
+        elif name == "generating":
+            generate = config.stage2.generate
+            fewer = replace(generate, batch_size=max(1, generate.batch_size // 2))
+            config = replace(config, stage2=replace(config.stage2, generate=fewer))
+        elif (batch := (stage := getattr(config, name)).per_device_train_batch_size) > 1:
+            twice = 2 * stage.gradient_accumulation_steps
+            changed = replace(stage, per_device_train_batch_size=batch // 2, gradient_accumulation_steps=twice)
+            config = replace(config, **{name: changed})
+    return config
 
 
 def _idle_experts(model: nn.Module, text: PreTrainedConfig) -> int:

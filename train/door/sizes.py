@@ -57,21 +57,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The longest texts of a run, by its settings.
+    """The longest texts of a run, by its settings."""
 
-    Attributes:
-        row: tokens of a training row of stage 1.
-        evaluated: prompts of evaluations.
-        chat: a user turn of the source `self`, with its answer; None without that source.
-        turns: user turns of such a chat.
-        own: a prompt of stage 2, with its answer; None without that stage.
-    """
-
-    row: int
-    evaluated: Exchange
-    chat: Exchange | None
-    turns: int
-    own: Exchange | None
+    row: int  # tokens of a training row of stage 1
+    evaluated: Exchange  # prompts of evaluations
+    chat: Exchange | None  # a user turn of the source `self`, with its answer; None without that source
+    turns: int  # user turns of such a chat
+    own: Exchange | None  # a prompt of stage 2, with its answer; None without that stage
 
     @classmethod
     def of(cls, config: RunConfig, mixture: Mixture) -> Lengths:
@@ -215,15 +207,10 @@ def _bytes_of_text(place: Path) -> int:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Size of a prompt of stage 2.
+    """Size of a prompt of stage 2."""
 
-    Attributes:
-        tokens: number of its tokens, those of a chat's later user turns included.
-        answers: number of answers that the target writes.
-    """
-
-    tokens: int
-    answers: int = 1
+    tokens: int  # number of its tokens, those of a chat's later user turns included
+    answers: int = 1  # number of answers that the target writes
 
 
 def expected_prompts(config: RunConfig, mixture: Mixture) -> list[Prompt] | None:

@@ -20,6 +20,7 @@ from speculator.device import has_accelerator
 from speculator.heads import SpeculatorConfig
 from speculator.target.base import TrainingTarget
 from speculator.target.remote.server_target import split
+from train.interrupts import Background
 
 _LOADERS = 2
 """Data-loading processes per process with a GPU; a CPU has no core to spare."""
@@ -30,18 +31,13 @@ NOT_TARGETS = ("input_ids", "document_ids", DOCUMENTS, REQUEST)
 
 
 class Batch(TypedDict, total=False):
-    """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names.
-
-    Attributes:
-        documents: the rows without padding, if servers run the target or its states are kept.
-        request: what a `StateSource` has asked for ahead.
-    """
+    """A batch of B rows, padded to L tokens, and the head's training targets: further tensors, which the head names."""
 
     input_ids: Tensor  # [B, L]
     document_ids: Tensor  # [B, L]
     labels: Tensor  # [B, ...]
-    documents: Documents
-    request: Any
+    documents: Documents  # the rows without padding, if servers run the target or its states are kept
+    request: Any  # what a `StateSource` has asked for ahead
 
 
 class Documents:
@@ -161,13 +157,18 @@ class TargetStates(NamedTuple):
 
 
 class StateSource:
-    """Gives the target's states of batches, those of `aux_layers` too; this one computes them in this process."""
+    """Gives the target's states of batches, those of `aux_layers` too; this one computes them in this process.
+
+    Attributes:
+        files: the thread for the files of states, if they are kept.
+    """
 
     reads_documents = False
     """True if batches need their `Documents`."""
 
     def __init__(self, target: TrainingTarget, aux_layers: Sequence[int]):
         self.target, self.aux_layers = target, tuple(aux_layers)
+        self.files = Background()
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield batches for `take`, which may be asked for ahead."""

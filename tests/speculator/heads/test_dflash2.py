@@ -26,7 +26,7 @@ from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.dspark.dflash2 import Convolution
 from speculator.heads.training import IGNORE, TrainingBatch
 from train.losses import ChunkedLoss
-from train.optimizers.muon import muon_weights
+from train.optimizers import muon_weights
 from train.options.config import LossConfig
 
 V, D, L, G = 32, 16, 24, 3

@@ -1,1 +1,0 @@
-"""Optimisers that torch does not have."""
