@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -46,15 +45,15 @@ def _layers(argv: list[str]) -> list[Values]:
     flags = vars(parsed)
     files = flags.pop("config", None) or [str(default_recipe(flags))]
     layers = [read_file(RunConfig, _found(file)) for file in files]
-    # The keys that flags give to a mapping are added to those of the files.
+    for name, words in flags.items():
+        if isinstance(words, list):  # a list's flag, once or more often
+            kinds = options(RunConfig)[name].kinds
+            flags[name] = [item for word in words for item in convert(name, word, kinds)]
     for name, kinds in mappings.items():
-        keys = convert(name, flags.pop(name, "{}"), kinds)
-        keys |= {
-            each.rpartition(".")[2]: read_word(flags.pop(each)) for each in [*flags] if each.startswith(f"{name}.")
-        }
-        if keys:
-            before: Any = next((layer[name] for layer in reversed(layers) if name in layer), {})
-            flags[name] = convert(name, before, kinds) | keys
+        single = [each for each in flags if each.startswith(f"{name}.")]
+        keys = {each.rpartition(".")[2]: read_word(flags.pop(each)) for each in single}
+        if keys := convert(name, flags.pop(name, "{}"), kinds) | keys:
+            flags[name] = keys
     return [*layers, flags]
 
 
@@ -75,8 +74,8 @@ def default_recipe(given: Values) -> Path:
 def _merged(layers: list[Values]) -> Values:
     """Return the settings of all layers; a stage has the last length that one gives, `max_steps` or `epochs`.
 
-    A stage that an earlier file leaves out by `max_steps: 0` runs if `epochs` are given later. A UserError is raised if
-    flags give both.
+    A layer's mapping is added to those before it. A stage that an earlier file leaves out by `max_steps: 0` runs if
+    `epochs` are given later. A UserError is raised if flags give both.
     """
     given: Values = {}
     for layer in layers:
@@ -89,7 +88,10 @@ def _merged(layers: list[Values]) -> Values:
                 del given[steps]
             elif layer is layers[-1] and steps in layer:
                 raise UserError(f"--{steps} and --{epochs} are mutually exclusive")
-        given |= layer
+        for name, value in layer.items():
+            kinds, default, _ = options(RunConfig)[name]
+            adds = default == {} and name in given
+            given[name] = convert(name, given[name], kinds) | convert(name, value, kinds) if adds else value
     return given
 
 

@@ -41,8 +41,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     for stage in ("stage1", "stage2"):
         del settings[stage]["keep_states"]
     # Any servers of the target will do, so their addresses do not matter.
-    if settings["target"].pop("server"):
-        settings["target"]["server"] = True
+    settings["target"]["server"] = bool(settings["target"]["server"])
     return settings
 
 
@@ -60,6 +59,7 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
         return
     found, now = _read(record), _settings(config)
     before = found["settings"]
+    before["target"].setdefault("server", False)  # older records have it only with servers
     free = ["report_to"]
     if not (has_text(folder) or any((folder / name).exists() for name in ("stage2", "speculator"))):
         free.append("stage2")
@@ -111,8 +111,8 @@ def _read(record: Path) -> RunRecord:
     """Return the content of config.yaml; raise a UserError if it is damaged or no run's."""
     try:
         read = yaml.safe_load(read_text(record))
-        stages = [read["settings"][name] for name in ("stage1", "stage2")]
-        tables = [*stages, read["settings"]["speculator"]["options"]]
+        sections = [read["settings"][name] for name in ("target", "stage1", "stage2")]
+        tables = [*sections, read["settings"]["speculator"]["options"]]
         known = all(isinstance(table, dict) for table in tables) and isinstance(read["processes"], int)
         if not known or not isinstance(read["argv"], list):
             raise TypeError(record)
@@ -206,9 +206,10 @@ def _first_difference(before: Any, now: Any, path: str = "") -> str | None:
     """Describe the first setting that differs, as "stage1.max_steps (100, not 200)"; None if all are equal."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in [*now, *(key for key in before if key not in now)]:
+            name = f"{path}.{key}" if path else key
             if key not in now and path not in _FREE:
-                return f"{path}.{key}, which this version does not have"
-            found = _first_difference(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+                return f"{name}, which this version does not have"
+            found = _first_difference(before.get(key), now.get(key), name)
             if found:
                 return found
         return None

@@ -90,7 +90,7 @@ class Progress:
         """Return whether a stage has taken all steps, or saved `patience` checkpoints since its best one."""
         best, patience = self.best_global_step, stage.patience
         stuck = patience and best and self.global_step >= best + patience * stage.save_steps
-        return self.global_step >= stage.max_steps or bool(stuck)
+        return self.global_step >= self.max_steps or bool(stuck)
 
 
 class Loop:
@@ -160,7 +160,9 @@ class Loop:
                 epoch, done = divmod(progress.global_step, steps)
                 self.collate.epoch = epoch
                 self.batches.set_epoch(epoch)
-                batches = self.source.over(skip_first_batches(self.batches, done * size))
+                left = skip_first_batches(self.batches, done * size)
+                left.iteration = epoch  # accelerate before 1.15 would give it epoch 0's order
+                batches = self.source.over(left)
                 while done < steps and not ends:
                     self.checkpoints.check()
                     with self.clock.steps:  # the wait for a loader that starves is part of a step
@@ -350,8 +352,8 @@ class Loop:
         """Continue from a checkpoint and its progress; any number of processes may have written it."""
         self.progress = progress
         self.head.load_state_dict(load_file(folder / "model.safetensors"))
-        # The moments of all processes are read from a mapped file, since a process keeps its own alone.
-        mapped = isinstance(self.optimizer, ShardedAdam)
+        # All processes of a machine share a mapped file's pages. On a CPU unsharded moments would stay in an old file.
+        mapped = self.device.type != "cpu" or isinstance(self.optimizer, ShardedAdam)
         moments = torch.load(folder / _MOMENTS, map_location="cpu", mmap=mapped, weights_only=True)
         self.optimizer.load_state_dict(moments)
         self.schedule.load_state_dict(progress.schedule)
@@ -360,8 +362,9 @@ class Loop:
         for name, (total, count) in progress.since_log.items():
             pair = (own * torch.tensor(x, dtype=torch.float64, device=self.device) for x in (total, count))
             self.since_log[name] = tuple(pair)  # type: ignore[assignment]
-        random = torch.load(folder / _RANDOM, weights_only=True)[self.accelerator.process_index :]
-        for state, module in zip(random[0] if random else (), self._generators(), strict=False):
+        random = torch.load(folder / _RANDOM, weights_only=True)
+        own_state = random[self.accelerator.process_index % len(random)]
+        for state, module in zip(own_state, self._generators(), strict=False):
             module.set_rng_state(state)
 
     def _generators(self) -> list[Any]:

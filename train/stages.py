@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import datasets
 from accelerate import Accelerator, PartialState
+from accelerate.utils import gather_object
 
 from eval import tracking
 from eval.in_server import FORECAST_FILE
@@ -166,20 +167,24 @@ def train_stage(
                 accelerator=tracker(run, name, recorded | {name: dataclasses.asdict(settings)}),
             ),
         )
-        if resume:
-            loop.resume(resume, progress)
-        with interrupts.saving():
-            progress = loop.run()
-        stopped = interrupts.stop_asked() or not progress.ends(settings)
-        with suppress(Exception) if stopped else nullcontext():  # the signal may have ended a tracker's process too
-            for each in loop.accelerator.trackers:
-                if each.name != "wandb":  # whose run of the last stage also gets the final report
-                    each.finish()
+        stopped = True
+        try:
+            if resume:
+                loop.resume(resume, progress)
+            with interrupts.saving():
+                progress = loop.run()
+            # A signal of the last step may have reached some processes only.
+            stopped = any(gather_object([interrupts.stop_asked()])) or not progress.ends(settings)
+        finally:
+            with suppress(Exception) if stopped else nullcontext():  # the signal may have ended a tracker's process too
+                for each in loop.accelerator.trackers:
+                    if each.name != "wandb":  # whose run of the last stage also gets the final report
+                        each.finish()
         if stopped:
             _stop(folder / f"checkpoint-{progress.global_step}", config.same_command)
     if state.is_main_process:
         history = progress.log_history
-        best, passed_over = checkpoint.best(folder, history, settings.save_steps, settings.max_steps)
+        best, passed_over = checkpoint.best(folder, history, settings.save_steps, progress.max_steps)
         for line in passed_over:
             log(line)
         if best is None:

@@ -200,7 +200,9 @@ def pack_block(head: DSparkSpeculator) -> dict[str, Tensor]:
 
         target, trained_for = head.config.base_model_name_or_path or "", head.config.base_model_fingerprint
         found = {tensor.name: tensor for tensor in metadata(target).tensors}
-        matrix = found.get("output.weight", found["token_embd.weight"])  # tied targets store one
+        matrix = found.get("output.weight", found.get("token_embd.weight"))  # tied targets store one
+        if matrix is None:
+            raise UserError(f"{target} has no output matrix")
         if trained_for:
             places, columns = sample_indices(head.config.vocab_size, head.config.emb_dim)
             sampled = torch.from_numpy(dequantize(matrix.data[places.tolist()], matrix.tensor_type))  # [8, D]

@@ -8,7 +8,7 @@ import pytest
 from conftest import settled, tiny_tokenizer
 from datasets import Dataset
 from mtp_models import config_of, model_of
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, T5Config
+from transformers import GemmaConfig, LlamaConfig, Qwen2Config, Qwen3Config, T5Config
 
 from speculator import UserError
 from speculator.heads import ARCHITECTURES, MLPSpeculator, MLPSpeculatorConfig
@@ -189,15 +189,21 @@ def test_what_the_settings_and_the_targets_config_tell_is_refused_at_the_door(fl
         settled(parse(config), target, Place(4), checked=True)
 
 
-@pytest.mark.parametrize("family", [Qwen2Config, Qwen3Config])
-def test_a_recipe_for_llama_cpp_refuses_a_target_that_it_serves_no_head_for(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "recipe", "reason"),
+    [
+        (Qwen2Config, ["configs/llama-cpp.yaml"], "llama.cpp .* hidden states of qwen2 models"),
+        (Qwen3Config, ["configs/llama-cpp.yaml"], None),
+        (GemmaConfig, ["configs/dspark.yaml", "--speculator.served_by", "vllm"], "vllm .* states of gemma models"),
+    ],
+)
+def test_a_recipe_for_a_server_refuses_a_target_that_it_serves_no_head_for(family, recipe, reason, tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     family(**sizes, vocab_size=300).save_pretrained(tmp_path)  # no weights
     flags = ["--target.name_or_path", str(tmp_path)]
     settle(parse(["--config", "configs/eagle3.yaml", *flags]), processes=1)
-    refused = pytest.raises(UserError, match=r"speculator.served_by: llama.cpp .* hidden states of qwen2 models")
-    with refused if family is Qwen2Config else nullcontext():
-        settle(parse(["--config", "configs/llama-cpp.yaml", *flags]), processes=1)
+    with pytest.raises(UserError, match=f"speculator.served_by: {reason}") if reason else nullcontext():
+        settle(parse(["--config", *recipe, *flags]), processes=1)
 
 
 @pytest.mark.parametrize(("sizes", "message"), [((16, 32), "hidden states of size 16"), ((32, 64), "vocabulary of 64")])

@@ -112,6 +112,7 @@ def test_help_explains_every_field(capsys):
         (b"seed: 1\n---\nseed: 2\n", "document"),
         (b"data: {}\nstage1: {}\ndata: {}\n", "line 3: data comes a second time"),
         (b"data:\n  raw: true\n  raw: false\n", "line 3: raw comes a second time"),
+        (b"stage1.max_steps: 5\nstage1: {max_steps: 9}\n", "stage1.max_steps comes a second time"),
         (b"output_dir: !!python/object/apply:os.system ['id']\n", "constructor"),
         (b"loss:\n  kl: .nan\n", "loss.kl"),
         (b"loss:\n  head_decay: .inf\n", "loss.head_decay"),
@@ -147,9 +148,10 @@ def test_a_config_file_may_use_yaml_anchors_and_merges(tmp_path):
 def test_a_number_is_read_in_any_form(number, tmp_path):
     """YAML 1.1 takes some of these for texts."""
     file = tmp_path / "run.yaml"
-    file.write_text(f"stage1:\n  learning_rate: {number}\n")
-    for argv in (["--config", str(file)], ["--stage1.learning_rate", number]):
-        assert parse(argv).stage1.learning_rate == 1e-3
+    file.write_text(f"stage1:\n  learning_rate: {number}\ndata:\n  max_tokens: 1e9\n")
+    for argv in (["--config", str(file)], ["--stage1.learning_rate", number, "--data.max_tokens", "1e9"]):
+        config = parse(argv)
+        assert (config.stage1.learning_rate, config.data.max_tokens) == (1e-3, 10**9)
     assert parse([f"--speculator.options.rms_norm_eps={number}"]).speculator.options == {"rms_norm_eps": 1e-3}
 
 
@@ -191,10 +193,9 @@ def test_a_wrong_value_is_told_what_it_must_be(flag, words, capsys):
 
 
 def test_a_list_takes_a_single_item_and_a_switch_stands_alone():
-    config = parse(
-        ["--stage1.bf16", "--data.sources", "my.jsonl", "--eval.temperatures", "1", "--target.server=http://a"]
-    )
-    assert (config.stage1.bf16, config.data.sources, config.eval.temperatures) == (True, ["my.jsonl"], [1.0])
+    sources = ["--data.sources", "my.jsonl", "--data.sources", "[b, c]"]
+    config = parse(["--stage1.bf16", *sources, "--eval.temperatures", "1", "--target.server=http://a"])
+    assert (config.stage1.bf16, config.data.sources, config.eval.temperatures) == (True, ["my.jsonl", "b", "c"], [1.0])
     assert config.target.server == ["http://a"]
 
 
@@ -277,11 +278,14 @@ def test_a_target_without_a_config_gets_the_recipe_for_any_model():
 
 @pytest.mark.parametrize("flags", [["{b: [2], c: x}"], ["b", "[2]", "c", "x"]], ids=["a mapping", "one by one"])
 def test_options_are_added_to_those_of_the_recipe(flags, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("speculator:\n  options: {a: 1, b: 1}\n")
+    """And those of a file to those of the file before it."""
+    files = [tmp_path / "recipe.yaml", tmp_path / "more.yaml"]
+    for file, text in zip(files, ("{a: 0, b: 1, d: 1}", "{a: 1, b: 1}"), strict=True):
+        file.write_text(f"speculator:\n  options: {text}\n")
     name = "--speculator.options"
     argv = [name, *flags] if len(flags) == 1 else [f"{name}.b", "[2]", f"{name}.c=x"]
-    assert parse([*argv, "--config", str(file)]).speculator.options == {"a": 1, "b": [2], "c": "x"}
+    argv += [f"--config={file}" for file in files]
+    assert parse(argv).speculator.options == {"a": 1, "b": [2], "c": "x", "d": 1}
     assert parse(["--target.chat_template_kwargs={a: false}"]).target.chat_template_kwargs == {"a": False}
 
 

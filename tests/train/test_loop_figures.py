@@ -7,6 +7,7 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 from accelerate import Accelerator, tracking
+from accelerate.data_loader import DataLoaderShard
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from conftest import VOCAB, settled, tiny_block_head, tiny_head, tiny_model
@@ -110,13 +111,26 @@ def test_a_step_begins_before_its_batches_are_read(loop, monkeypatch):
 
 
 def test_an_epoch_reads_all_rows_once_in_an_order_of_its_own(loop, monkeypatch):
+    """Also with accelerate before 1.15, whose loaders begin at epoch 0 after `skip_first_batches`."""
     read: list[int] = []
+    made = DataLoaderShard.__init__
+    monkeypatch.setattr(DataLoaderShard, "__init__", lambda *args, iteration=0, **names: made(*args, **names))
     loop.stage = replace(loop.stage, max_steps=6)
     monkeypatch.setattr(loop, "step", lambda batches: read.extend(batches[0]["input_ids"][:, 0].tolist()))
     loop.run()
     epochs = [read[:4], read[4:8], read[8:]]
     assert [sorted(epoch) for epoch in epochs] == [[1, 2, 3, 4]] * 3
     assert epochs[0] != epochs[1]
+
+
+def test_a_process_beyond_those_of_a_checkpoint_takes_the_generator_of_one_of_them(loop, monkeypatch):
+    torch.rand(3)
+    saved = torch.get_rng_state()
+    loop.save()
+    torch.manual_seed(0)
+    monkeypatch.setattr(Accelerator, "process_index", 2)
+    loop.resume(loop.folder / "checkpoint-0", loop.progress)
+    assert torch.equal(torch.get_rng_state(), saved)
 
 
 class Kept(GeneralTracker):

@@ -6,14 +6,16 @@ import re
 import resource
 import shutil
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import datasets
 import pytest
 import torch
 import yaml
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from bad_inputs.damages import flipped
 from conftest import RECURRENT_RUNS, SETTINGS, overflow_at, shorten_validation, tiny_head
 from kills import Killed
@@ -27,7 +29,7 @@ from speculator import report as report_module
 from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import manifest_error, write_manifest
-from train import checkpoint, loop, processes
+from train import checkpoint, interrupts, loop, processes, stages
 from train.command_line import parse
 from train.folder import check_same_run, locked, rows_fingerprint, write_record
 from train.options.config import ROOT
@@ -109,16 +111,19 @@ def test_a_target_that_overflows_in_float16_is_named(run, target_folder, tmp_pat
     assert "learning_rate" not in line
 
 
-@pytest.mark.parametrize("calls", [7, 9])
+@pytest.mark.parametrize(("calls", "step"), [(7, 6), (9, 8), (99, 16)])
 def test_sigterm_saves_a_checkpoint_and_the_next_call_resumes_bit_identically(
-    finished, run, tmp_path, monkeypatch, capfd, calls
+    finished, run, tmp_path, monkeypatch, capfd, calls, step
 ):
-    """Between two lines of the log, at steps 6 and 8: an evaluation after step 4 asks too, and one after step 8."""
+    """Between two lines of the log, at steps 6 and 8: an evaluation after step 4 asks too, and one after step 8.
+
+    Step 16 is the last, and another process got the signal after its vote.
+    """
     asked = iter(range(1, 100))
     monkeypatch.setattr(loop, "stop_asked", lambda: next(asked) >= calls)
+    monkeypatch.setattr(stages, "gather_object", lambda own: [*own, calls == 99])
     folder = tmp_path / "stopped"
     assert run(folder) == 143
-    step = {7: 6, 9: 8}[calls]
     assert f"the same command resumes from {folder}/stage1/checkpoint-{step}" in capfd.readouterr().err
     monkeypatch.undo()
     assert run(folder) == 0
@@ -367,10 +372,16 @@ def test_settings_of_stages_that_have_not_begun_may_change(tmp_path, capsys):
     with pytest.raises(UserError, match=r"holds a run with another stage1\.max_steps"):
         check_same_run(folder, parse(["--stage1.max_steps", "7"]), 1)
     record = yaml.safe_load((folder / "config.yaml").read_text())
-    record["settings"]["stage1"]["adam_beta3"] = 0.5
-    (folder / "config.yaml").write_text(yaml.safe_dump(record))
-    with pytest.raises(UserError, match=r"another stage1\.adam_beta3, which this version does not have"):
-        check_same_run(folder, other, 1)
+    settings = record["settings"]
+    for now, said in (
+        (settings | {"target": {name: value for name, value in settings["target"].items() if name != "server"}}, None),
+        (settings | {"target": settings["target"] | {"server": True}}, r"target\.server \(True, not False\)"),
+        (settings | {"stage3": 1}, "stage3, which this version does not have"),
+        (settings | {"stage1": settings["stage1"] | {"beta3": 1}}, r"stage1\.beta3, which this version does not have"),
+    ):
+        (folder / "config.yaml").write_text(yaml.safe_dump(record | {"settings": now}))
+        with pytest.raises(UserError, match=f"another {said}") if said else nullcontext():
+            check_same_run(folder, other, 1)
 
 
 def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_path, capsys):
@@ -396,12 +407,13 @@ def test_another_number_of_processes_keeps_the_rows_per_step_or_prints_them(tmp_
 
 @pytest.mark.parametrize(
     ("steps", "advice"),
-    [(128, ""), (12, ", or keep the rows of a step by --stage1.gradient_accumulation_steps")],
+    [(128, ""), (14, ", or keep the rows of a step by --stage1.gradient_accumulation_steps")],
     ids=["and one pass a step can't be halved", "and more passes a step would do"],
 )
 def test_a_stage_of_epochs_is_not_continued_with_other_rows_per_step(unfinished, run, capfd, steps, advice):
-    """Eight processes would have an eighth of the steps, and step 16 would be the end of all."""
-    shutil.rmtree(unfinished / "stage1" / "checkpoint-16")
+    """Eight processes would have an eighth of the steps: step 16 is not the end of 128."""
+    if steps < 16:
+        shutil.rmtree(unfinished / "stage1" / "checkpoint-16")
     for folder in (unfinished / "stage1").glob("checkpoint-*"):
         state = json.loads((folder / "trainer_state.json").read_text())
         (folder / "trainer_state.json").write_text(json.dumps(state | {"max_steps": steps}))
@@ -463,12 +475,15 @@ def test_a_full_disk_fails_in_one_line_and_with_room_the_run_resumes(finished, r
     assert weights(folder / "speculator") == weights(finished / "speculator")
 
 
-def test_a_run_whose_loss_is_not_finite_keeps_finite_checkpoints_only(run, tmp_path, capfd):
-    """Its log would say so too late: the evaluation before the checkpoint does."""
-    folder = tmp_path / "diverged"
+def test_a_run_whose_loss_is_not_finite_keeps_finite_checkpoints_only(run, tmp_path, capfd, monkeypatch):
+    """Its log would say so too late: the evaluation before the checkpoint does. Its trackers are closed."""
+    folder, logs = tmp_path / "diverged", Accelerator(cpu=True)
+    logs.trackers = [MagicMock()]
+    monkeypatch.setattr(stages, "tracker", lambda *_: logs)
     assert run(folder, **{"stage1.learning_rate": 1e30, "stage1.logging_steps": 100}) == 2
     (line,) = (line for line in capfd.readouterr().err.splitlines() if "train.py:" in line)
     assert "the loss became" in line
+    logs.trackers[0].finish.assert_called_once_with()
     assert not (folder / "speculator").exists()
     for kept in checkpoint.numbered(folder / "stage1").values():
         assert all(weight.isfinite().all() for weight in load_file(kept / "model.safetensors").values())

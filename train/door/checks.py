@@ -123,7 +123,8 @@ def fits_target(
         servers = [server for layout in own for server in layout.servers(made, "HEAD")]
         able = [server for server in servers if server.name.lower().startswith(options.served_by)]
         if not any(server.loads for server in able):
-            why = able[0].how if able else f"has no layout for the architecture {options.architecture}"
+            unknown = f"{'was not tried with' if able else 'has no layout for'} the architecture {options.architecture}"
+            why = next((server.how for server in able if server.loads is False), unknown)
             raise UserError(
                 f"speculator.served_by: {options.served_by} {why}; take another target, or a recipe for another "
                 "server, such as configs/eagle3.yaml"

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import yaml
 
-from speculator.errors import OneLineParser, UserError, first_line, removed
+from speculator.errors import OneLineParser, UserError, first_line, refuse, removed
 from speculator.files import read_text
 
 PositiveInt = Annotated[int, "> 0"]
@@ -78,7 +78,7 @@ def _strings(module: str) -> dict[tuple[str, str], str]:
 
 
 def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> None:
-    """Add a flag `--section.key` for each setting, whose value stays a word.
+    """Add a flag `--section.key` for each setting, whose value stays a word, or a list of words for a list.
 
     `alone` has the values of flags that stand without one; a switch is then true.
     """
@@ -94,6 +94,7 @@ def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> N
         text = option.help if stated else f"{option.help.rstrip('.')} (default: {option.default})."
         literal = get_origin(option.kinds[0]) is Literal
         shape |= {"metavar": f"{{{','.join(get_args(option.kinds[0]))}}}" if literal else key.upper()}
+        shape |= {"action": "append"} if get_origin(option.kinds[0]) is list else {}
         groups[section].add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **shape)
 
 
@@ -123,7 +124,11 @@ def read_file(declared: type, file: str) -> Values:
         content = yaml.load(text, _Loader)
         if not isinstance(content, dict):
             raise UserError("not a mapping of settings")
-        return dict(_by_name(declared, content))
+        found: Values = {}
+        for name, value in _by_name(declared, content):
+            refuse((name in found, f"{name} comes a second time"))
+            found[name] = value
+        return found
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UserError(f"{file}: {line}{' '.join(filter(None, (error.context, error.problem)))}") from None
@@ -202,9 +207,8 @@ def _as(value: Any, kind: Any) -> Any:
     elif origin is dict:
         fits = isinstance(read, dict) and all(isinstance(key, str) and key.isidentifier() for key in read)
     elif kind in (int, float):
-        read = kind(value)
-        whole = kind is float or isinstance(value, str) or read == value
-        fits = whole and math.isfinite(read) and not isinstance(value, bool)
+        given, read = read, kind(read)
+        fits = (kind is float or read == given) and math.isfinite(read) and not isinstance(given, bool)
     elif kind in (bool, NoneType):
         fits = isinstance(read, kind)
     else:

@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,10 @@ def test_the_rows_of_a_draft_vocabulary_are_those_of_the_target_that_the_head_wa
         head.config.base_model_fingerprint = fingerprint(model)
         assert exported(target, head, tmp_path / str(number)) == code
     assert "other weights than the head was trained for" in capsys.readouterr().err
+    empty = SimpleNamespace(config=target.model.config, state_dict=dict)
+    file = str(write_gguf(tmp_path / "vocabulary.gguf", empty, target.tokenizer))
+    assert exported(SimpleNamespace(file=file), head, tmp_path / "3") == 2
+    assert f"{file} has no output matrix" in capsys.readouterr().err
 
 
 def test_the_query_and_key_of_eagle3_are_permuted_for_a_rope_of_neighbours(target, tmp_path):
