@@ -433,7 +433,7 @@ _TRANSFORMERS = ("glm4_moe", "deepseek_v3", "mellum")
 
 
 def needs_base(config: MTPSpeculatorConfig) -> str | None:
-    """Return what an export lacks if no base model is recorded: `Layout.needs`."""
+    """Return what an export lacks if the config names no base model, else None (`Layout.needs`)."""
     missing = "mtp: the layers are written into a copy of the target's folder: --base_model names it"
     return missing if config.base_model_name_or_path is None else None
 

@@ -97,7 +97,7 @@ class KeptStates(StateSource):
     def _compute(
         self, inputs: Batch, rows: list[list[tuple[Path, int]]], found: dict[Path, Tensors]
     ) -> dict[Path, Tensors]:
-        """Compute and write the documents of a batch that were not found."""
+        """Compute the states of a batch; write and return those of its documents that `found` lacks."""
         # The whole batch, even if a kill left files of some of it: a state's last bits depend on the batch.
         hidden, states = self.target.training_states(inputs["input_ids"], inputs["document_ids"], self.aux_layers)
         made: dict[Path, Tensors] = {}
