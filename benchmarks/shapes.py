@@ -42,21 +42,21 @@ PRESETS = {
 }
 
 
-def random_target(name: str, dtype: torch.dtype = torch.bfloat16) -> Target:
-    """Create a target of a preset's shape directly on the device and in its dtype."""
+def random_target(name: str) -> Target:
+    """Create a target of a preset's shape in bfloat16, directly on the device."""
     config = LlamaConfig(**PRESETS[name].target, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config.name_or_path = f"{name}, random weights"
     torch.manual_seed(0)
     with resolve_device():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return Target(model, tokenizer=None)  # type: ignore[arg-type]
 
 
-def random_head(target: Target, shape: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Speculator:
+def random_head(target: Target, shape: dict[str, Any]) -> Speculator:
     """Create a head for a target directly on its device."""
     config = MLPSpeculatorConfig(vocab_size=target.vocab_size, emb_dim=target.hidden_size, **shape)
     with target.device:
-        return MLPSpeculator._from_config(config, dtype=dtype)
+        return MLPSpeculator._from_config(config, dtype=torch.bfloat16)
 
 
 def step_bytes(target: Target, rows: int, live: int) -> int:
@@ -83,18 +83,18 @@ def bandwidth() -> float:
     return 2 * source.nbytes / median_seconds(lambda: copy.copy_(source))
 
 
-def matrix_rate(dtype: torch.dtype = torch.bfloat16) -> float:
-    """Floating-point operations per second of a large product of random matrices on the device."""
+def matrix_rate() -> float:
+    """Floating-point operations per second of a large product of random bfloat16 matrices on the device."""
     device = resolve_device()
     side = 8192 if device.type == "cuda" else 512
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in range(2))
     return 2 * side**3 / median_seconds(lambda: a @ b)
 
 
-def median_seconds(work: Callable[[], Any], repeats: int = 10) -> float:
+def median_seconds(work: Callable[[], Any]) -> float:
     """Median time of repeated calls after a warm-up."""
     times = []
-    for _ in range(repeats + 2):
+    for _ in range(12):
         synchronize()
         started = time.perf_counter()
         work()
