@@ -62,11 +62,7 @@ _DFLASH: dict[str, tuple[Limit, ...]] = {
     ),
 }
 BLOCK: dict[str, dict[str, tuple[Limit, ...]]] = {
-    "dspark": {
-        VLLM: _NO_MARKOV,
-        SGLANG: (*_CUT, *_NO_MARKOV),
-        LLAMA_CPP: (_other_rope("default"), *_NO_MARKOV),
-    },
+    "dspark": {VLLM: _NO_MARKOV, SGLANG: (*_CUT, *_NO_MARKOV), LLAMA_CPP: (_other_rope("default"), *_NO_MARKOV)},
     **dict.fromkeys(("dflash", "dflash2"), _DFLASH),
 }
 """By layout and server."""
