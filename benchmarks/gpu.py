@@ -310,7 +310,7 @@ def variants(session: Session) -> None:
             measure_steps_of(session, "variants", _ROWS[:3:2], _CONTEXT, variant=name)
 
 
-def kernels(session: Session, part: str, work: Callable[[], Any], shown: int = 10) -> None:
+def kernels(session: Session, part: str, work: Callable[[], Any]) -> None:
     """Write down the kernels of some work: their number and time, and those that take most."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -325,7 +325,7 @@ def kernels(session: Session, part: str, work: Callable[[], Any], shown: int = 1
             times[event.key] += event.self_device_time_total / 1e3  # type: ignore[assignment]
             launches[event.key] += event.count
     session.say(part, kernels=sum(launches.values()), kernels_ms=round(sum(times.values()), 3))
-    for name, ms in times.most_common(shown):
+    for name, ms in times.most_common(10):
         session.say(part, kernel=name[:110], ms=round(ms, 3), launches=launches[name])
 
 

@@ -154,10 +154,7 @@ TABLES = {
     "optimizers": OPTIMIZERS,
     "text": AMOUNTS,
 }
-LONGER = {
-    "recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6]),
-    "blocks": (BLOCKS[0], BLOCKS[2], BLOCKS[4]),
-}
+LONGER = {"recipes": (RECIPES[0], RECIPES[2], RECIPES[4], RECIPES[6]), "blocks": (BLOCKS[0], BLOCKS[2], BLOCKS[4])}
 """Arms that are also trained on four times the tokens, with one seed."""
 
 

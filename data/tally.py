@@ -109,7 +109,7 @@ class Tally:
             self.first_left_out.setdefault(reason, f"{chat['where']}, message {number + 1}")
 
     def take(self, used: int, too_long: int, limit: str) -> None:
-        """Set the numbers of used and of too long rows; the other good rows are beyond `limit`, a flag."""
+        """Count `used` rows, `too_long` rows, and all other good rows as beyond the flag `limit`."""
         beyond = self.rows - self.bad - used - too_long
         self.used, self.skipped = used, Counter({TOO_LONG: too_long, f"beyond {limit}": beyond})
 

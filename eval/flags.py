@@ -16,6 +16,7 @@ _FITTING = "at most 32, as many as take seven minutes"
 _SAMPLES = "at most 4000, as many as take seven minutes, and 100 or more"
 SERVERS = ("ours", "vllm", "sglang", "llama.cpp")
 CHAIN_RULES = ("match", "block", "rejection")
+SAMPLED_PROMPTS = 4
 
 
 def add_flags(parser: OneLineParser, max_prompts: int | None) -> None:
@@ -215,7 +216,7 @@ def lossless(parser: OneLineParser) -> None:
     parser.add_argument(
         "--suite", default="python-sources", help="prompts, as in `speculator eval` (default: python-sources)"
     )
-    parser.add_argument("--sampled_prompts", type=int, default=4, help="prompts to sample from (default: 4)")
-    parser.add_argument("--samples", type=int, help=f"completions per sampled prompt (default: {_SAMPLES})")
+    what = f"completions of each of the first {SAMPLED_PROMPTS} prompts (default: {_SAMPLES})"
+    parser.add_argument("--samples", type=int, help=what)
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--output", type=Path, help="JSON file to write the checks to")

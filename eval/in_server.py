@@ -215,7 +215,7 @@ def _of_answers(answers: list[Answer]) -> dict[str, Any]:
 
 
 def training_hours(run: Path) -> float | None:
-    """Return the hours that a run's stages took by the rate in their logs, and its text; None if it is no run."""
+    """Return the hours that a run trained, by the rates in its logs, and wrote text; None without a finished stage."""
     seconds = 0.0
     for stage in run.glob("stage*"):
         states = sorted(stage.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)

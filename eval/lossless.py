@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 
 from eval.checks import Check
+from eval.flags import SAMPLED_PROMPTS
 from eval.greedy_check import greedy_checks
 from eval.sampled_check import batch_size, coupled_checks, sampled_checks
 from eval.suites import Suite, check_flags, first_turns
@@ -38,9 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     fixed = {name: getattr(arguments, name) for name in _MOST}
     vars(arguments).update({name: _MOST[name] for name, given in fixed.items() if given is None})
     check_flags(arguments)
-    refuse_below(
-        arguments, samples=_LEAST_SAMPLES, sampled_prompts=1, max_new_tokens=3 if max(arguments.temperature) > 0 else 2
-    )
+    refuse_below(arguments, samples=_LEAST_SAMPLES, max_new_tokens=3 if max(arguments.temperature) > 0 else 2)
     model_flags.check(arguments, required=True)
     check_output_file("--output", arguments.output)
     target = model_flags.load_target(arguments)
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     suite = _fit(arguments, target, drafter, suite, fixed, 2 if adaptive else 1)
     temperatures, rule = arguments.temperature, arguments.rule
     warm = [temperature for temperature in temperatures if temperature > 0]
-    sampled = suite.prompts[: arguments.sampled_prompts]
+    sampled = suite.prompts[:SAMPLED_PROMPTS]
     checks: list[Check] = []
     families = 2 if adaptive else 1
     for who, prefix in ((drafter, ""), (adaptive, "adaptive: ")):
@@ -106,7 +105,7 @@ def _fit(
     if fixed["max_prompts"] is None:
         prompts = max(1, min(prompts, int(_SECONDS / 2 / max(per_prompt, 1e-9))))
     # A batch of samples prefills nothing: its prompt is there. Each completion has three tokens.
-    cases = drafters * warm * min(arguments.sampled_prompts, prompts)
+    cases = drafters * warm * min(SAMPLED_PROMPTS, prompts)
     per_batch = cases * 2 * 3 * many
     if fixed["samples"] is None and cases:
         batches = int(_SECONDS / 2 / max(per_batch, 1e-9))
@@ -114,7 +113,7 @@ def _fit(
     arguments.max_prompts = prompts
     seconds = prompts * per_prompt + (arguments.samples / rows * per_batch if cases else 0)
     what = f"{prompts} prompts of {arguments.max_new_tokens} new tokens"
-    what += f", and 2 x {arguments.samples:,} samples after {min(arguments.sampled_prompts, prompts)}" * bool(cases)
+    what += f", and 2 x {arguments.samples:,} samples after {min(SAMPLED_PROMPTS, prompts)}" * bool(cases)
     log(f"about {timedelta(seconds=round(seconds))} for {what}; --max_prompts and --samples change it")
     return suite.first(prompts)
 

@@ -40,7 +40,7 @@ class Suite:
         prompts: token ids, of a conversation those of the first turn.
         conversations: one per prompt; empty if the prompts are cut from text.
         left_out: number of prompts that do not fit the target's context together with their answer.
-        ends: answers have an end although there are no conversations.
+        ends: answers end by themselves, as of a chat, although `conversations` is empty.
     """
 
     name: str

@@ -278,7 +278,7 @@ def _clean_calls(calls: Any, name: str) -> list[ToolCall]:
 
 
 def arguments_of(function: Any) -> Json:
-    """Return the arguments of a call, an object or text: an empty object for none, a blank text or null."""
+    """Return the arguments of a call, an object or text; an empty object if they are missing, blank or null."""
     arguments = function.get("arguments")
     empty = not arguments or (isinstance(arguments, str) and arguments.strip() in ("", "null"))
     return {} if empty else arguments

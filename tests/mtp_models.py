@@ -166,7 +166,7 @@ def mtp_of(model: Any, layers: int = 1) -> MtpModel:
 
 def head_of(target: Target, mtp: MtpModel, **options: Any) -> MTPSpeculator:
     """Our head with the weights of transformers' MTP model."""
-    config = MTPSpeculatorConfig.for_target(target.config, **{"num_hidden_layers": len(mtp.layers), **options})
+    config = MTPSpeculatorConfig.for_target(target.config, **options)
     head = MTPSpeculator(config)
     names = {name: name.replace(".block.", ".mtp_block.") for name in head.state_dict()}
     names = {
@@ -192,20 +192,12 @@ def naive(target: Target, mtp: MtpModel, drafts: list[tuple]) -> Tensor:  # [len
     paths = torch.tensor([[*path, *[0] * (steps - len(path))] for _, path in drafts])
     states, tokens, last = target.hidden(row[:, :-1]), row[:, 1:], []
     for i in range(steps):
-        if len(mtp.layers) > 1:  # layer i reads the token 1 + i further at every position
-            states = out = _layer(mtp, i, states, tokens)
-            tokens = torch.cat([tokens[:, 1:], paths[:, i : i + 1]], 1)
-        else:
-            out = _layer(mtp, 0, states, tokens)
-            states = torch.cat([states, out[:, -1:]], 1)
-            tokens = torch.cat([tokens, paths[:, i : i + 1]], 1)
+        positions = torch.arange(1, states.shape[1] + 1)[None]  # counted as transformers does
+        out = mtp.forward_layer(0, states, positions, None, input_ids=tokens)
+        states = torch.cat([states, out[:, -1:]], 1)
+        tokens = torch.cat([tokens, paths[:, i : i + 1]], 1)
         last.append(out[:, -1])
     return mtp.shared_head(torch.stack(last)[[len(path) for _, path in drafts], torch.arange(len(drafts))])
-
-
-def _layer(mtp: MtpModel, index: int, states: Tensor, tokens: Tensor) -> Tensor:
-    positions = torch.arange(1, states.shape[1] + 1)[None]  # counted as transformers does
-    return mtp.forward_layer(index, states, positions, None, input_ids=tokens)
 
 
 def save(

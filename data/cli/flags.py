@@ -100,7 +100,6 @@ def view(parser: OneLineParser) -> None:
     add_tokenizer_flags(parser)
     add_raw(parser)
     parser.add_argument("--rows", type=int, default=3, help="number of rows (default: 3)")
-    parser.add_argument("--color", action="store_true", help="use colors even if stdout is not a terminal")
 
 
 def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

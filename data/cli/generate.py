@@ -141,7 +141,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _context_length(arguments: argparse.Namespace) -> int:
-    """Return the context length in the target's config, or `sys.maxsize` without one; a server's may be shorter."""
+    """Return the context length in the target's config; `sys.maxsize` if it states none or can't be read."""
     try:
         config = read_config(arguments.target, arguments.trust_remote_code, revision=arguments.revision)
         return usable_context(config.get_text_config()) or sys.maxsize

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
     refuse((arguments.rows < 1, "--rows must be at least 1"))
     quiet_libraries()
     tokenizer = tokenizer_of(arguments)
-    marks = (DIM, PLAIN, GREEN, PLAIN) if arguments.color or colours(sys.stdout) else ("", "", "[[", "]]")
+    marks = (DIM, PLAIN, GREEN, PLAIN) if colours(sys.stdout) else ("", "", "[[", "]]")
     tally = Tally(max_share=1.0)
     documents = token_documents(mixture_of([arguments.source]), None, tokenizer, tally=tally)
     # A packed row is rendered as its documents, all with the row's id.

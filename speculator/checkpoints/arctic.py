@@ -34,8 +34,7 @@ ARCTIC = replace(
     architecture="ArcticMLPSpeculatorPreTrainedModel",
     # arctic-inference checks both, and `architectures` must be a list of exactly one name.
     table=table(
-        "arctic",
-        Key(None, "base_model_archs", lambda config: base_archs(config.base_model_name_or_path) or ABSENT),
+        "arctic", Key(None, "base_model_archs", lambda config: base_archs(config.base_model_name_or_path) or ABSENT)
     ),
     servers=servers,
 )

@@ -142,17 +142,8 @@ OWN = (
 PARTS = (constant("conv_kernel_size", _TAPS), *same("conv_group_size", "selector_rank", "selector_top_k"))
 """Rows of DFlash 2's convolutions and selector."""
 TABLES: dict[str, Table] = {
-    "dspark": (
-        *no_dflash2("dspark", "use dflash2"),
-        *FLAT,
-        *same("sample_from_anchor"),
-        *OWN,
-    ),
-    "dflash": (
-        *no_dspark("dflash"),
-        *no_dflash2("dflash", "use dflash2"),
-        *FLAT,
-    ),
+    "dspark": (*no_dflash2("dspark", "use dflash2"), *FLAT, *same("sample_from_anchor"), *OWN),
+    "dflash": (*no_dspark("dflash"), *no_dflash2("dflash", "use dflash2"), *FLAT),
     "dflash2": (
         *BOTH_PARTS,
         *(Lack(lambda c: not c.is_dflash2, BOTH_PARTS[0].why), *no_dspark("dflash2")),

@@ -30,7 +30,7 @@ from speculator.checkpoints.layers import (
     with_d2t,
 )
 from speculator.checkpoints.layout import ORIGIN, PREFIX, Layout, Server, base_config
-from speculator.checkpoints.limits import OWN_CODE, exceeded
+from speculator.checkpoints.limits import exceeded
 from speculator.checkpoints.table import ABSENT, DTYPE, Key, Table, constant, same
 from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM, refusal
 from speculator.errors import UserError, refuse
@@ -176,21 +176,23 @@ def vllm_server(config: Eagle3SpeculatorConfig, folder: str) -> Server:
 def servers(config: Eagle3SpeculatorConfig, folder: str) -> list[Server]:
     """List the programs that may load an `eagle3` head, each with its command or the reason that it can't.
 
-    SGLang and EAGLE's own code count as unable if the head sets a field that they would silently ignore.
+    SGLang counts as unable if the head sets a field that it would silently ignore.
     """
     base = config.base_model_name_or_path
-    lacks = {server: ", ".join(exceeded(limits.EAGLE3[server], config)) for server in limits.EAGLE3}
-    why = {server: text and f"silently ignores {text}, so it drafts something else" for server, text in lacks.items()}
-    why[LLAMA_CPP] = lacks[LLAMA_CPP] and f"does not run {lacks[LLAMA_CPP]}"
+    ignored, lacks = (", ".join(exceeded(limits.EAGLE3[server], config)) for server in (SGLANG, LLAMA_CPP))
     algorithm = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", folder)
     serve = line_for_folder(base, "sglang", "serve", "--model-path", BASE, *algorithm)
     convert = line_for_folder(base, "convert_hf_to_gguf.py", folder, "--target-model-dir", BASE)
     run = f"{convert}, then llama-server -md HEAD.gguf --spec-type draft-eagle3"
     return [
         vllm_server(config, folder),
-        Server.of(SGLANG, why[SGLANG] or refusal(SGLANG, base), serve, ran=False),
-        Server.of(LLAMA_CPP, why[LLAMA_CPP] or refusal(LLAMA_CPP, base), run),
-        Server.of(OWN_CODE, why[OWN_CODE], "by the folder", ran=False),
+        Server.of(
+            SGLANG,
+            f"silently ignores {ignored}, so it drafts something else" if ignored else refusal(SGLANG, base),
+            serve,
+            ran=False,
+        ),
+        Server.of(LLAMA_CPP, f"does not run {lacks}" if lacks else refusal(LLAMA_CPP, base), run),
     ]
 
 

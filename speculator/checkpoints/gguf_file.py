@@ -299,8 +299,5 @@ GGUF = tuple(
         needs=needs_gguf,
         write=writer(architecture, pack),
     )
-    for head, architecture, pack in (
-        (Eagle3Speculator, "eagle3", with_d2t),
-        (DSparkSpeculator, "dflash", pack_block),
-    )
+    for head, architecture, pack in ((Eagle3Speculator, "eagle3", with_d2t), (DSparkSpeculator, "dflash", pack_block))
 )

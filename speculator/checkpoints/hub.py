@@ -11,14 +11,7 @@ from huggingface_hub import snapshot_download
 from speculator.errors import UserError, first_line
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-FILES = [
-    "config.json",
-    "README.md",
-    "decoding.json",
-    "forecast.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-]
+FILES = ["config.json", "README.md", "decoding.json", "forecast.json", "*.safetensors", "*.safetensors.index.json"]
 """Files of a head, at the top of its folder or repository; others stay there."""
 PICKLES = ["pytorch_model*.bin*"]
 """Weights of a head that has no safetensors."""

@@ -74,7 +74,6 @@ IBM = Layout(
     table=table("ibm"),
     servers=servers,
     prefix=PREFIX,
-    expandable=True,
     adapt=with_own_embedding,
     needs=needs_embedding,
 )

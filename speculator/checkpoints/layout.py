@@ -87,7 +87,6 @@ class Layout:
         table: where config.json holds each field of the head's config, and what the layout can't hold.
         servers: lists the programs for a head's config and folder.
         prefix: prefix of the tensor names when written.
-        expandable: its loaders accept tied tensors under every position's name.
         canonical: converts a config.json of other writers, given its path for errors, to the form that `table`
             describes.
         also: further names of the architecture.
@@ -108,7 +107,6 @@ class Layout:
     table: Table
     servers: Callable[[Any, str], list[Server]]
     prefix: str = ""
-    expandable: bool = False
     canonical: Callable[[ForeignConfig, Path], ForeignConfig] = lambda read, file: read
     also: tuple[str, ...] = ()
     mark: str | None = None
@@ -187,10 +185,9 @@ def declared_fields(config: type[SpeculatorConfig]) -> dict[str, type]:
     return found
 
 
-def tensor_shapes(head: Speculator, expand_tied: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return each tensor's shape by its name in the head; `expand_tied`: a tied one by each draft position's name."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    return shapes | {name: shapes[source] for name, source in head.aliases().items()} if expand_tied else shapes
+def tensor_shapes(head: Speculator) -> dict[str, tuple[int, ...]]:
+    """Return each tensor's shape by its name in the head."""
+    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
 
 
 def load(folder: str | Path, layout: Layout) -> Speculator:
@@ -221,27 +218,18 @@ def load_config(folder: Path, layout: Layout) -> SpeculatorConfig:
         raise UserError(f"{folder / files.CONFIG}: missing or malformed: {error}") from None
 
 
-def save(head: Speculator, folder: str | Path, layout: Layout, expand_tied: bool = False) -> Speculator:
+def save(head: Speculator, folder: str | Path, layout: Layout) -> Speculator:
     """Write a head in this layout, read it back, and compare config, tensors, weights and logits.
 
-    The folder appears only if all of them agree. `expand_tied` writes a tied tensor once for each draft position that
-    uses it, under that position's name. Returns the head as the layout stores it (`Layout.adapt`).
+    The folder appears only if all of them agree. Returns the head as the layout stores it (`Layout.adapt`).
     """
     folder = Path(folder).resolve()
     check_new_folder(folder)
     made = layout.fields_of(head)
     head = layout.adapt(head)
     stored = head.state_dict()
-    refuse(
-        (expand_tied and not head.aliases(), "--expand_tied: this head is not tied, so all its tensors are written"),
-        (expand_tied and not layout.expandable, f"--expand_tied: {layout.name} stores a tied tensor once"),
-    )
     _check_tensors("the head", head, stored)
-    aliases = head.aliases()
-    # A tied tensor is stored once, or again under every position's name, as some loaders want it.
-    written = {layout.prefix + name: stored[aliases.get(name, name)] for name in tensor_shapes(head, expand_tied)}
-    if layout.pack is not None:
-        written = layout.pack(head)
+    written = layout.pack(head) if layout.pack else {layout.prefix + name: each for name, each in stored.items()}
     with new_folder(folder) as scratch:
         if layout.write is not None:
             layout.write(head, made, scratch)
@@ -293,7 +281,8 @@ def _check_tensors(where: object, head: Speculator, tensors: dict[str, Tensor]) 
 
     Tied tensors may be stored once or under every position's name. `where` begins the message.
     """
-    expected, full, aliases = tensor_shapes(head), tensor_shapes(head, expand_tied=True), head.aliases()
+    expected, aliases = tensor_shapes(head), head.aliases()
+    full = expected | {name: expected[source] for name, source in aliases.items()}
     unexpected = set(tensors) - set(full)
     # A tied tensor may be stored once, or under the name of every position; a part of the names is neither.
     if not unexpected and not set(expected) - set(tensors) and set(tensors) != set(expected):

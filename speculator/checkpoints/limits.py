@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from speculator.checkpoints import sglang
-from speculator.checkpoints.layout import base_config
 from speculator.checkpoints.targets import LLAMA_CPP, SGLANG, VLLM
-from speculator.heads.attention.base import DEFAULT_AUX_LAYERS, default_aux_layers
+from speculator.heads.attention.base import DEFAULT_AUX_LAYERS
 
-OWN_CODE = "EAGLE's own code"
 Limit = str | Callable[[Any], Any]
 """A flag that must be off, or a function of the head's config whose result, if true, names what exceeds the server."""
 
@@ -29,14 +27,6 @@ def _other_rope(*runs: str) -> Limit:
     return named
 
 
-def _other_aux_layers(config: Any) -> Any:
-    """Return "aux_layers" unless they are the defaults, all that EAGLE's code has; an unknown target has any depth."""
-    target, layers = base_config(config.base_model_name_or_path), config.aux_layers or [0]
-    count = target.get_text_config().num_hidden_layers if target else max(layers[-1] + 3, 7)
-    default = config.aux_layers is None or (count >= 7 and layers == default_aux_layers(count))
-    return not default and "aux_layers"
-
-
 def _unnamed_aux_layers(config: Any) -> Any:
     layers = config.aux_layers
     return layers and sglang.write_ids(layers, config.base_model_name_or_path) is None and "aux_layers"
@@ -51,18 +41,17 @@ def _wide_selector(config: Any) -> Any:
 _WINDOW: tuple[Limit, ...] = (lambda c: c.sliding_window is not None and "sliding_window",)
 _NO_MARKOV: tuple[Limit, ...] = (lambda c: not c.markov_rank and "a DSpark head of Markov rank 0",)
 _CUT: tuple[Limit, ...] = (lambda c: c.draft_vocab_size is not None and "a draft vocabulary",)
-_IGNORED: tuple[Limit, ...] = (
-    *("norm_before_residual", "attention_bias", *_WINDOW, "qk_norm"),
-    lambda c: c.own_embedding and "an embedding of its own",
-)
 EAGLE3: dict[str, tuple[Limit, ...]] = {
-    SGLANG: (*_IGNORED, _unnamed_aux_layers),
+    SGLANG: (
+        *("norm_before_residual", "attention_bias", *_WINDOW, "qk_norm"),
+        lambda c: c.own_embedding and "an embedding of its own",
+        _unnamed_aux_layers,
+    ),
     LLAMA_CPP: (
         *("fc_norm", "norm_output", "qk_norm", "attention_bias", "own_embedding", *_WINDOW),
         _other_rope("default", "llama3"),
         lambda c: c.num_aux_layers != DEFAULT_AUX_LAYERS and f"{c.num_aux_layers} auxiliary layers",
     ),
-    OWN_CODE: (*_IGNORED, "norm_before_fc", "fc_norm", "norm_output", _other_aux_layers, _other_rope("default")),
 }
 _DFLASH: dict[str, tuple[Limit, ...]] = {
     VLLM: (),
@@ -73,11 +62,7 @@ _DFLASH: dict[str, tuple[Limit, ...]] = {
     ),
 }
 BLOCK: dict[str, dict[str, tuple[Limit, ...]]] = {
-    "dspark": {
-        VLLM: _NO_MARKOV,
-        SGLANG: (*_CUT, *_NO_MARKOV),
-        LLAMA_CPP: (_other_rope("default"), *_NO_MARKOV),
-    },
+    "dspark": {VLLM: _NO_MARKOV, SGLANG: (*_CUT, *_NO_MARKOV), LLAMA_CPP: (_other_rope("default"), *_NO_MARKOV)},
     **dict.fromkeys(("dflash", "dflash2"), _DFLASH),
 }
 """By layout and server."""

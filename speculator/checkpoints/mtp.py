@@ -267,6 +267,7 @@ def shipped(folder: Path) -> Stored:
             "export --format mtp restores them from the base model",
         ),
         (not stored.layers, f"{folder}: no MTP layer in its files"),
+        (stored.layers > 1, f"{folder}: its files hold {stored.layers} MTP layers; a chain of layers is not supported"),
         (
             f"{stored.prefix(0)}shared_head.output.weight" in stored.shards,
             f"{folder}: its MTP layers have output matrices of their own, which is not supported",
@@ -278,7 +279,7 @@ def shipped(folder: Path) -> Stored:
 def read_config(folder: Path) -> MTPSpeculatorConfig:
     """Return the config of a model's MTP layers as a head: `Layout.read_config`."""
     stored = shipped(folder)
-    about = {"base_model_name_or_path": str(folder), "num_hidden_layers": stored.layers, **stored.options}
+    about = {"base_model_name_or_path": str(folder), **stored.options}
     return MTPSpeculatorConfig.for_target(stored.text, **about)
 
 
@@ -363,23 +364,20 @@ def _options(config: MTPSpeculatorConfig) -> JsonObject:
 def _check(head: MTPSpeculator, stored: Stored) -> None:
     """Raise a UserError unless the head's layers fit the target in `stored`, whose copy will hold them."""
     config, folder = head.config, stored.folder
-    kind, count = config.block["model_type"], len(head.layers)  # type: ignore[index]
+    kind = config.block["model_type"]  # type: ignore[index]
     trained_for = config.base_model_fingerprint
     quantised = bool(stored.quantization)
     refuse(
         (kind != stored.text.model_type, f"the head's layers are of {kind}, {folder} is a {stored.text.model_type}"),
         (config.draft_vocab_size is not None, "mtp: servers draft from the whole vocabulary, and this head does not"),
-        (
-            bool(stored.layers) and stored.layers != count,
-            f"the head has {count} MTP layers, {folder} has {stored.layers}",
-        ),
+        (stored.layers > 1, f"the head is one MTP layer, {folder} has {stored.layers}"),
         (
             bool(trained_for) and not same_target(str(trained_for), stored.fingerprint),
             f"the head was trained for other weights ({config.base_model_name_or_path}) than those of {folder}",
         ),
         (
-            not stored.layers and stored.text.model_type != "qwen3_next" and stored.promised != count,
-            f"{folder}: its {files.CONFIG} promises {stored.promised} MTP layers, and the head has {count}: set "
+            not stored.layers and stored.text.model_type != "qwen3_next" and stored.promised != 1,
+            f"{folder}: its {files.CONFIG} promises {stored.promised} MTP layers, and the head has one: set "
             f"{' or '.join(COUNTS[:2])} as the base model has it",
         ),
         (not stored.layers and quantised, f"{folder}: MTP layers can't be added to a quantised checkpoint"),
@@ -433,7 +431,7 @@ _TRANSFORMERS = ("glm4_moe", "deepseek_v3", "mellum")
 
 
 def needs_base(config: MTPSpeculatorConfig) -> str | None:
-    """Return what an export lacks if no base model is recorded: `Layout.needs`."""
+    """Return what an export lacks if the config names no base model, else None (`Layout.needs`)."""
     missing = "mtp: the layers are written into a copy of the target's folder: --base_model names it"
     return missing if config.base_model_name_or_path is None else None
 
@@ -444,8 +442,6 @@ def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     A command ends with the options that the program drafts with, if the head's are others.
     """
     kind, own = config.block["model_type"], _options(config)  # type: ignore[index]
-    if config.num_hidden_layers > 1:  # a chain has no such option
-        own["recycle_normed"] = True
 
     def server(name: str, loads: bool | None, how: str, theirs: JsonObject | None) -> Server:
         others = [f"{name} {json.dumps(value)}" for name, value in (theirs or own).items() if value != own[name]]
@@ -454,8 +450,6 @@ def servers(config: MTPSpeculatorConfig, folder: str) -> list[Server]:
     options = json.dumps({"method": "mtp", "num_speculative_tokens": config.n_predict})
     how = line(folder, "vllm", "serve", BASE, "--speculative-config", options)
     vllm = server(VLLM, True if kind in _VLLM else None, how, _VLLM.get(kind))
-    if config.num_hidden_layers > 1:
-        vllm = Server(f"{VLLM} on a CPU", False, "it runs the first layer again and ignores the others")
     sglang = line(folder, "sglang", "serve", "--model-path", BASE, "--speculative-algorithm", "NEXTN")
     call = f"AutoModelForCausalLM.from_pretrained({json.dumps(folder)}).generate(..., use_mtp=True)"
     return [

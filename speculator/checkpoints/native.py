@@ -32,11 +32,7 @@ def native_layout(head: type[Speculator]) -> Layout:
     """Return the `native` layout of a head class: the config and tensors that `save_pretrained` writes."""
 
     def written(config: SpeculatorConfig, dtype: str) -> JsonObject:
-        return {
-            **json.loads(config.to_json_string(use_diff=True)),
-            "architectures": [head.__name__],
-            "dtype": dtype,
-        }
+        return {**json.loads(config.to_json_string(use_diff=True)), "architectures": [head.__name__], "dtype": dtype}
 
     names = [*declared_fields(head.config_class), "top_k_tokens_per_head", "n_candidates"]
     return Layout(

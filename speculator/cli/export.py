@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     # A damaged record is refused before anything is written.
     record = None if card.is_file() else read_run(folder.resolve().parent)
     with base_in(kept, base_folder) if kept else nullcontext():
-        stored = save(head, arguments.output, layout, arguments.expand_tied)
+        stored = save(head, arguments.output, layout)
         servers = layout.servers(head.config, str(arguments.output))
     if (arguments.output / NAME).exists():  # the target's own, and the same file as in its folder
         pass

@@ -42,8 +42,7 @@ def generate(parser: OneLineParser) -> None:
 
 def serve(parser: OneLineParser) -> None:
     """Start a server with OpenAI's API."""
-    parser.add_argument("model", nargs="?", metavar="TARGET", help="the target, in place of --target")
-    add_target_flags(parser, required=False)
+    add_target_flags(parser)
     add_drafter_flags(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback only)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
@@ -108,8 +107,6 @@ def export(parser: OneLineParser) -> None:
     add_revision(parser)
     parser.add_argument("--format", required=True, choices=FORMATS, help="layout to write")
     parser.add_argument("--output", required=True, type=Path, help="folder to write; must be new or empty")
-    expand = "write tied tensors under every head's name, for loaders that do not tie them"
-    parser.add_argument("--expand_tied", action="store_true", help=expand)
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as stored)")
     parser.add_argument("--base_model", help="hub id or folder of the target (default: as recorded)")
 

@@ -14,7 +14,6 @@ from speculator.terminal import loading
 
 _DEFAULT_LENGTH = 4  # of a draft, where no head says how far it can draft
 _WHO = "--speculator, --draft_model or --ngram"
-_CHAIN = ("num_speculative_tokens", "draft_sampling")
 _TREE = ("branches", "nodes")
 
 
@@ -35,16 +34,15 @@ def load_target(arguments: argparse.Namespace) -> Target:
 def check(arguments: argparse.Namespace, show_drafts: bool = False, required: bool = False) -> None:
     """Check the flags before a model is loaded; `show_drafts` (a flag of the user) and `required` need a drafter."""
     drafts = arguments.speculator or arguments.draft_model or arguments.ngram
-    chain, tree = _given(arguments, *_CHAIN), _given(arguments, *_TREE)
+    chain, tree = _given(arguments, "num_speculative_tokens"), _given(arguments, *_TREE)
     idle = ", ".join(filter(None, [chain, tree, _given(arguments, "rule"), "--show_drafts" * show_drafts]))
-    foreign = _given(arguments, *_CHAIN[1:], *_TREE)  # to n-gram lookup
     refuse(
         (arguments.speculator == "", "--speculator is empty: give the hub id or the folder of a trained head"),
         (arguments.draft_model == "", "--draft_model is empty: give a hub id or the folder of a model"),
         (arguments.speculator_revision and not arguments.speculator, "--speculator_revision needs a --speculator"),
         (idle and not drafts, f"{idle}: give a drafter, {_WHO}"),
         (required and not drafts, f"no drafter: give {_WHO}"),
-        (arguments.ngram and foreign, f"--ngram copies a chain: it has no {foreign}"),
+        (arguments.ngram and tree, f"--ngram copies a chain: it has no {tree}"),
         (tree and not arguments.branches, f"{tree}: give --branches, the children of a token level by level"),
         (chain and arguments.branches, f"--branches draft no chain: {chain}"),
     )
@@ -116,7 +114,7 @@ def load_draft_model(arguments: argparse.Namespace) -> Target | None:
 
 def shaped(arguments: argparse.Namespace) -> str:
     """Return the given flags that fix the draft, such as "--branches, --rule"; "" leaves a head to draft adaptively."""
-    return _given(arguments, *_CHAIN, *_TREE, "rule")
+    return _given(arguments, "num_speculative_tokens", *_TREE, "rule")
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> str:
@@ -128,7 +126,7 @@ def _shape(arguments: argparse.Namespace, length: int) -> Chain | Tree | Candida
     """Return the shape of a head's or model's draft that the flags describe; by default a chain of `length` tokens."""
     if arguments.branches is None:
         length = length if arguments.num_speculative_tokens is None else arguments.num_speculative_tokens
-        return Chain(length, arguments.draft_sampling != "greedy")
+        return Chain(length)
     if arguments.nodes is not None:
         return Tree(arguments.branches, arguments.nodes)
     return Candidates(arguments.branches)

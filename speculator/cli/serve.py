@@ -155,12 +155,9 @@ def _memory(target: Target, slots: int) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> str:
-    """Check the flags before a model is loaded, set `arguments.target` if given as TARGET; return the API key or ""."""
+    """Check the flags before a model is loaded; return the API key or ""."""
     missing = [name for name in _PACKAGES if not is_installed(name)]
     refuse((missing, f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}"))
-    named = bool(arguments.model) + bool(arguments.target)
-    refuse((named != 1, "name one target: speculator serve TARGET, or --target TARGET"))
-    arguments.target = arguments.target or arguments.model
     refuse_below(arguments, max_num_seqs=1, queue=0, timeout_keep_alive=0, timeout_graceful_shutdown=0)
     refuse((not 0 <= arguments.port < 1 << 16, f"--port {arguments.port} is not in 0..65535"))  # else it wraps around
     refuse((arguments.max_model_len is not None and arguments.max_model_len < 2, "--max_model_len must be at least 2"))

@@ -15,9 +15,9 @@ MANY: dict[str, Any] = {"action": "extend", "nargs": "+"}
 """Settings of a flag that takes several values, and may be repeated."""
 
 
-def add_target_flags(parser: OneLineParser, required: bool = True) -> None:
-    """Add the flags of the target; `required`: `--target` must be given."""
-    parser.add_argument("--target", required=required, help="hub id, folder or GGUF file of a causal LM")
+def add_target_flags(parser: OneLineParser) -> None:
+    """Add the flags of the target."""
+    parser.add_argument("--target", required=True, help="hub id, folder or GGUF file of a causal LM")
     add_tokenizer_flags(parser)
     parser.add_argument("--adapter", help="hub id or folder of a PEFT adapter of the target; needs the package peft")
     dtypes = ["auto", "float32", "bfloat16", "float16"]
@@ -72,9 +72,6 @@ def add_drafter_flags(parser: OneLineParser) -> None:
         "--branches", type=_numbers, metavar="4,2,1", help="number of children of a drafted token, level by level"
     )
     parser.add_argument("--nodes", type=int, help="draft a tree of the N likeliest tokens among --branches")
-    parser.add_argument(
-        "--draft_sampling", choices=["sampled", "greedy"], help="sampled or greedy tokens of a chain (default: sampled)"
-    )
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:

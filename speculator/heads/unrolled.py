@@ -148,14 +148,7 @@ class UnrolledHead(Speculator):
         return {
             "objective": (measured.objective, count.sum()),
             **({} if self.training else {"walked": walked(hits, batch.labels)}),  # on the CPU: not in each step
-            **step_metrics(
-                measured.loss,
-                hits,
-                overlap,
-                count,
-                batch.labels[:, 0] != IGNORE,
-                lambda x: x.sum(-1),
-            ),
+            **step_metrics(measured.loss, hits, overlap, count, batch.labels[:, 0] != IGNORE, lambda x: x.sum(-1)),
         }
 
     def logits(

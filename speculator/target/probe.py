@@ -184,7 +184,7 @@ def _texts(target: InProcessTarget) -> Tensor:  # [2, _LENGTH]
 
 
 def _sources(target: InProcessTarget) -> list[EncoderInput]:
-    """Return sources of the two texts, of unequal length, so that a visible pad would show; none without an encoder."""
+    """Return two sources of unequal length, so that attention to padding would show; [] without an encoder."""
     texts = _texts(target).flip(1).tolist()
     return [tuple(text[:n]) for text, n in zip(texts, (_LENGTH // 2, 3), strict=True)] if target.encoder else []
 

@@ -8,6 +8,7 @@ from chat_templates import chat_tokenizer
 from datasets import load_from_disk
 
 from data.__main__ import main
+from data.cli import view
 
 CHATS = [
     {
@@ -77,7 +78,7 @@ def test_the_column_of_documents_counts_chats_and_not_the_rows_that_they_become(
     assert [sum(map(int, column)) for column in zip(*became, strict=True)] == [30, 60]
 
 
-def test_view_marks_the_text_with_loss(target, capsys):
+def test_view_marks_the_text_with_loss(target, monkeypatch, capsys):
     assert main(["view", "chats.jsonl", "--target", target, "--rows", "2"]) == 0
     first, second = re.split(r"\n(?=---)", capsys.readouterr().out)
     assert re.match(r"--- chats.jsonl:1: \d+ tokens, \d+ with loss\n", first)
@@ -89,7 +90,8 @@ def test_view_marks_the_text_with_loss(target, capsys):
     )
     assert "[[Answer 1.<|eot_id|>]]" in second
 
-    assert main(["view", "chats.jsonl", "--target", target, "--rows", "1", "--color"]) == 0
+    monkeypatch.setattr(view, "colours", lambda stream: True)
+    assert main(["view", "chats.jsonl", "--target", target, "--rows", "1"]) == 0
     out = capsys.readouterr().out
     assert "\n\x1b[2m<|begin_of_text|>" in out
     assert "\x1b[32mAnswer 0.<|eot_id|>\x1b[0m\x1b[2m<|start_header_id|>user" in out

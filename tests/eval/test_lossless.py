@@ -175,7 +175,7 @@ def folders(tmp_path_factory):
 
 
 def command(folders, *flags, samples=300):
-    sizes = ["--max_prompts", "3", "--prompt_tokens", "12", "--max_new_tokens", "16", "--sampled_prompts", "2"]
+    sizes = ["--max_prompts", "2", "--prompt_tokens", "12", "--max_new_tokens", "16"]
     target = ["--target", str(folders / "target"), "--suite", str(folders / "text.jsonl")]
     return main(["lossless", *target, *sizes, "--samples", str(samples), *flags])
 
@@ -184,7 +184,7 @@ def command(folders, *flags, samples=300):
     ("flags", "rule"),
     [
         (["--speculator", "head", "--rule", "rejection", "--num_speculative_tokens", "2"], "rejection"),
-        (["--speculator", "head", "--draft_sampling", "greedy", "--temperature", "0.7"], "match"),
+        (["--speculator", "head", "--num_speculative_tokens", "2", "--temperature", "0.7"], "match"),
         (["--speculator", "head", "--branches", "3,2", "--rule", "multi_candidate"], "multi_candidate"),
         (["--draft_model", "target", "--num_speculative_tokens", "2", "--temperature", "1"], "match"),
     ],

@@ -68,7 +68,7 @@ def server(tmp_path_factory):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CALLS
     tokenizer.save_pretrained(folder)
-    process = forked.Popen(["-m", "speculator", "serve", str(folder), "--port", "0", "--max_num_seqs", "8"])
+    process = forked.Popen(["-m", "speculator", "serve", "--target", str(folder), "--port", "0", "--max_num_seqs", "8"])
     try:
         assert process.stderr.readline().startswith("loading ")
         yield re.search(r"127\.0\.0\.1:\d+", process.stderr.readline()).group()

@@ -123,8 +123,8 @@ def test_all_prompts_are_checked_before_the_first_is_decoded(target_folder, tmp_
 @pytest.mark.parametrize(
     ("flags", "kind", "expected"),
     [
-        (["--num_speculative_tokens", "2", "--draft_sampling", "greedy"], Chain, {"depth": 2, "sampled": False}),
-        (["--draft_sampling", "sampled", "--rule", "block"], Chain, {"depth": 3, "sampled": True}),
+        (["--num_speculative_tokens", "2"], Chain, {"depth": 2, "sampled": True}),
+        (["--rule", "block"], Chain, {"depth": 3, "sampled": True}),
         (["--branches", "3,2", "--nodes", "5", "--rule", "match"], Tree, {"branches": (3, 2), "nodes": 5}),
         (["--branches", "2,2"], Candidates, {"nodes": 6}),
     ],

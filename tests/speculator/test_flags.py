@@ -56,7 +56,7 @@ def test_the_choices_of_flags_are_those_of_the_code():
         ("data generate --target t --output o", "sources", ["a.jsonl", "b.jsonl"]),
         ("data generate --target t --output o --prompts p", "server", ["http://a", "http://b"]),
         ("data generate --target t --output o --prompts p", "temperature", [0.0, 1.0]),
-        ("serve t", "allowed_origins", ["http://a", "http://b"]),
+        ("serve --target t", "allowed_origins", ["http://a", "http://b"]),
     ],
 )
 def test_a_flag_of_several_values_may_be_repeated(command, flag, values):

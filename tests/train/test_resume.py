@@ -29,7 +29,7 @@ from speculator import report as report_module
 from speculator.device import has_accelerator
 from speculator.errors import UserError
 from speculator.files import manifest_error, write_manifest
-from train import checkpoint, interrupts, loop, processes, stages
+from train import checkpoint, loop, processes, stages
 from train.command_line import parse
 from train.folder import check_same_run, locked, rows_fingerprint, write_record
 from train.options.config import ROOT

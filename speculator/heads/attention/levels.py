@@ -62,18 +62,10 @@ class LevelCache(HeadCache):
         if window is not None:
             text &= columns > self.rope_position - window
             text |= ~text.any(-1, keepdim=True)  # an idle row of a captured step: kernels may return NaN for no key
-        positions = self.lengths[:, None] + torch.arange(drafted, device=columns.device)
-        return with_own(text[:, None].repeat(1, self.seen.shape[1], 1), positions, self.seen)
-
-
-def with_own(
-    text: Tensor,  # [B, f, M]
-    positions: Tensor,  # [B, n] of a draft's tokens in the cache
-    own: Tensor,  # [B, f, n] which of them each token sees
-) -> Tensor:  # [B, f, M]
-    """Return the mask `text` with the columns of the draft's tokens set to `own`."""
-    # An idle row of a captured step may be longer than `longest`.
-    return text.scatter(2, positions.clamp(max=text.shape[2] - 1)[:, None].expand_as(own), own)
+        mask = text[:, None].repeat(1, self.seen.shape[1], 1)
+        # An idle row of a captured step may be longer than `longest`.
+        positions = (self.lengths[:, None] + torch.arange(drafted, device=columns.device)).clamp_max(len(columns) - 1)
+        return mask.scatter(2, positions[:, None].expand_as(self.seen), self.seen)
 
 
 class LevelSource(CachedSource):
@@ -102,14 +94,10 @@ class LevelSource(CachedSource):
         self._unread = 0  # upper bound of `_counts`, known to the host
 
     def reserve(self, shape: Shape) -> None:
-        self._reserve(shape.depth, shape.offered)
-
-    def _reserve(self, depth: int, offered: int) -> None:
-        """Make room for drafts of this depth, in which the head processes at most `offered` tokens."""
         # A row holds its text, the draft, and the positions that are read for an idle row: `_read` writes all of its
         # columns in every row, valid or not.
-        spare = max(self._spare, offered + depth + 2 + MAX_UNREAD)
-        more = max(0, depth + 1 - self._width)
+        spare = max(self._spare, shape.offered + shape.depth + 2 + MAX_UNREAD)
+        more = max(0, shape.depth + 1 - self._width)
         if spare == self._spare and not more:
             return
         self._spare, self._width = spare, self._width + more

@@ -36,7 +36,6 @@ from transformers import PreTrainedConfig
 
 from speculator.decoding.drafter import Sequences, Shape
 from speculator.device import send
-from speculator.errors import refuse
 from speculator.heads.attention.base import (
     MLP,
     Attention,
@@ -93,13 +92,6 @@ class BlockLayer(nn.Module):
 def convolved(convolution: Convolution | None, y: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a sublayer to its normed input [..., block_size, D], inside the convolution if there is one."""
     return sublayer(y) if convolution is None else convolution(y, sublayer)
-
-
-def cut_rows(matrix: nn.Linear, rows: Tensor) -> nn.Linear:
-    """Return a copy of a matrix without bias, with only these rows (outputs)."""
-    made = nn.Linear(matrix.in_features, len(rows), bias=False, device="meta")
-    made.weight = nn.Parameter(matrix.weight[rows])
-    return made
 
 
 class MarkovHead(nn.Module):
@@ -184,15 +176,6 @@ class DSparkSpeculator(HeadOnTargetMatrices, AttentionHead):
     def bind(self, target: PreTrainedConfig, embedding: Tensor, output: nn.Linear) -> None:
         self.config.aux_layers = self.config.aux_layers or default_aux_layers(target.num_hidden_layers)
         self.share(embedding, output)
-
-    @torch.no_grad()
-    def draft_from(self, tokens: Tensor) -> None:  # [V_d] ids, ascending, among those that it drafts from
-        """Make these tokens the draft vocabulary (2502.14856), then `bind` again; a UserError for DFlash 2."""
-        refuse((self.config.is_dflash2, "a DFlash 2 head drafts from the whole vocabulary"))
-        if self.markov_head is not None:
-            drafted = tokens if self.draft_tokens is None else draft_ids(tokens, self.draft_tokens)
-            self.markov_head.markov_w2 = cut_rows(self.markov_head.markov_w2, drafted)
-        self.config.draft_vocab_size, self.draft_tokens, self._shared = len(tokens), tokens, []
 
     # --- what both forms compute
 

@@ -205,7 +205,7 @@ class Eagle3Speculator(UnrolledHead, AttentionHead):
         return self.layer.self_attn.query(u, rope), *self.layer.self_attn.key_value(u, rope), residual
 
     def _leave(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, ...]:  # [R, D], [R, H, d]
-        """Return what lm_head reads, and g of the next step, [R, D] both."""
+        """Return what the output matrix reads, and the state g that the next step reads, [R, D] both."""
         return self.finish(self.layer.leave(residual, attended))
 
     # --- export

@@ -1,4 +1,4 @@
-"""MTP layers: a decoder layer of the target's own family, with attention by a given function (`Attend`)."""
+"""The MTP layer: a decoder layer of the target's own family, with attention by a given function (`Attend`)."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class Rotary:
         self.by_type = all(isinstance(value, dict) for value in rope.values()) and bool(rope)
         self._made: dict[torch.device, Any] = {}
 
-    def __call__(self, index: int, x: Tensor, positions: Tensor) -> Any:  # [B, T, D], [B, T]
-        """Return the `position_embeddings` argument of decoder layer `index`; x gives the dtype and device."""
+    def __call__(self, x: Tensor, positions: Tensor) -> Any:  # [B, T, D], [B, T]
+        """Return the `position_embeddings` argument of the decoder layer; x gives the dtype and device."""
         if x.device not in self._made:
             self._made[x.device] = self.kind(config=self.config).to(x.device)
-        which = {"layer_type": self.config.layer_types[index]} if self.by_type else {}
+        which = {"layer_type": self.config.layer_types[0]} if self.by_type else {}
         return self._made[x.device](x, positions, **which)
 
 

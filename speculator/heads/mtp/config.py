@@ -27,17 +27,14 @@ class MTPSpeculatorConfig(UnrolledConfig):
 
     Args:
         inner_dim: inner size of a dense layer's MLP.
-        n_predict: steps unrolled in training, and the default length of a draft. One layer can draft deeper; of a chain
-            it is the number of layers.
-        num_hidden_layers: 1: the layer is run again on its own output; more: a chain, one layer per drafted token.
-        block: text config of the target's family that builds the layers; None: a layer of Llama.
+        n_predict: steps unrolled in training, and the default length of a draft; it can draft deeper.
+        block: text config of the target's family that builds the layer; None: a layer of Llama.
         zero_first: the embedding at position 0 is zero, as vLLM has it for DeepSeek and GLM.
         recycle_normed: the next step reads the state after the layer's final norm; vLLM's GLM-4.5 reads it before.
     """
 
     model_type = "mtp_speculator"
 
-    num_hidden_layers: int = 1
     block: dict | None = None
     zero_first: bool = False
     recycle_normed: bool = True
@@ -46,46 +43,39 @@ class MTPSpeculatorConfig(UnrolledConfig):
     ships_with_target: ClassVar[bool] = True
 
     def __post_init__(self, **kwargs):
-        if self.num_hidden_layers < 1:
-            raise ValueError(f"num_hidden_layers must be at least 1, not {self.num_hidden_layers}")
-        if self.num_hidden_layers > 1:
-            self.n_predict = self.num_hidden_layers
         super().__post_init__(**kwargs)
         if self.block is None:
             heads = max(1, self.emb_dim // 64)
             size = {"hidden_size": self.emb_dim, "intermediate_size": self.inner_dim, "num_attention_heads": heads}
-            self.block = {"model_type": "llama", "num_hidden_layers": self.num_hidden_layers, **size, **_ONE_TOKEN}
+            self.block = {"model_type": "llama", "num_hidden_layers": 1, **size, **_ONE_TOKEN}
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig, **changes: Any) -> MTPSpeculatorConfig:
-        """Build a config whose layers are of the target's own class; `changes` override it."""
-        layers = changes.get("num_hidden_layers") or promised(target) or 1
-        block = block_of(target, layers)
-        shape = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size, "num_hidden_layers": layers}
+        """Build a config whose layer is of the target's own class; `changes` override it."""
+        block = block_of(target)
+        shape = {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size}
         if isinstance(block.get("intermediate_size"), int):
             block["intermediate_size"] = shape["inner_dim"] = changes.get("inner_dim") or block["intermediate_size"]
         return cls(**{**shape, "block": block, **changes})
 
     @property
-    def max_speculative_tokens(self) -> int | None:
-        return self.num_hidden_layers if self.num_hidden_layers > 1 else None
+    def max_speculative_tokens(self) -> None:
+        return None
 
     @property
     def cached_values(self) -> int:
         block: Any = self.block
         heads = block["num_attention_heads"]
         if block.get("kv_lora_rank"):
-            size = heads * (block["qk_nope_head_dim"] + block["qk_rope_head_dim"] + block["v_head_dim"])
-        else:
-            kv_heads = block.get("num_key_value_heads") or heads
-            size = 2 * kv_heads * (block.get("head_dim") or self.emb_dim // heads)
-        return self.num_hidden_layers * size + (self.emb_dim if self.num_hidden_layers > 1 else 0)
+            return heads * (block["qk_nope_head_dim"] + block["qk_rope_head_dim"] + block["v_head_dim"])
+        kv_heads = block.get("num_key_value_heads") or heads
+        return 2 * kv_heads * (block.get("head_dim") or self.emb_dim // heads)
 
     def activation_bytes(self, length: int) -> int:  # a few states per step are kept; one step is recomputed at a time
         block: Any = self.block
         chosen = block.get("num_experts_per_tok") or 0
         widest = chosen * (block.get("moe_intermediate_size") or 0) or block.get("intermediate_size") or self.inner_dim
-        steps = self.n_predict * 4 * (4 * self.emb_dim + self.cached_values // self.num_hidden_layers)
+        steps = self.n_predict * 4 * (4 * self.emb_dim + self.cached_values)
         return steps + 4 * (8 * self.emb_dim + 4 * widest)
 
     def starts_from_target(self, requested: bool) -> bool:
@@ -93,13 +83,11 @@ class MTPSpeculatorConfig(UnrolledConfig):
 
     def describe(self) -> str:
         block: Any = self.block
-        many = self.num_hidden_layers > 1
         parts = [
             super().describe(),
-            f"{self.num_hidden_layers} layers in a chain" if many else "one layer",
-            f"of {block['model_type']}",
+            f"one layer, of {block['model_type']}",
             *(["zero_first"] if self.zero_first else []),
-            *([] if self.recycle_normed or many else ["recycles the state before the norm"]),
+            *([] if self.recycle_normed else ["recycles the state before the norm"]),
         ]
         return ", ".join(parts)
 
@@ -109,21 +97,21 @@ def promised(text: PreTrainedConfig) -> int:
     return next((count for name in COUNTS if (count := getattr(text, name, None))), 0)
 
 
-def block_of(target: PreTrainedConfig, layers: int) -> JsonObject:
-    """Return the text config of a model that consists of the MTP layers of a target.
+def block_of(target: PreTrainedConfig) -> JsonObject:
+    """Return the text config of a model that consists of the MTP layer of a target.
 
-    transformers builds the layers from it; its vocabulary has one token. Fields that describe the target's layers one
-    by one are replaced by those of the MTP layers, by default full attention and experts (a dense MLP in `_DENSE`).
+    transformers builds the layer from it; its vocabulary has one token. Fields that describe the target's layers one
+    by one are replaced by those of the MTP layer, by default full attention and experts (a dense MLP in `_DENSE`).
     """
     text = copy.deepcopy(target)
     mlp = "dense" if text.model_type in _DENSE else "sparse"
     per_layer = {
-        "layer_types": getattr(text, "mtp_layer_types", None) or ["full_attention"] * layers,
-        "mlp_layer_types": getattr(text, "mtp_mlp_layer_types", None) or [mlp] * layers,
+        "layer_types": (getattr(text, "mtp_layer_types", None) or ["full_attention"])[:1],
+        "mlp_layer_types": (getattr(text, "mtp_mlp_layer_types", None) or [mlp])[:1],
         "first_k_dense_replace": 0,
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
     }
     fields = {name: value for name, value in text.to_dict().items() if name not in _NOT_THE_BLOCKS}
     fields |= {name: value for name, value in per_layer.items() if fields.get(name) is not None}
-    return {**fields, **_ONE_TOKEN, "num_hidden_layers": layers}
+    return {**fields, **_ONE_TOKEN, "num_hidden_layers": 1}

@@ -10,19 +10,12 @@ One layer drafts any number of tokens, as EAGLE does: step i reads norm(y) of st
 `recycle_normed`) and x[t+1+i] with the rope of t + i, and drafts x[t+2+i]. It attends to the keys of step 0 at
 positions 0..t and to its own of steps 1..i, see `speculator.heads.eagle3.model`.
 
-Of a chain of layers, layer i runs at every position: it reads norm(y) of layer i-1 at t and x[t+1+i], and attends to
-its own keys at positions 0..t. For two layers and a text x0 x1 x2 x3, of which x3 is pending:
-
-    position       0     1     2
-    layer 0 reads  x1    x2    x3       drafts d1 at 2
-    layer 1 reads  x2    x3    d1       drafts d2 at 2
-
 The training form, all steps of all positions of a text, comes first, then the drafting form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,10 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
-from typing_extensions import Self
 
 from speculator.decoding.draft import gather_at
-from speculator.decoding.drafter import Shape
 from speculator.heads.attention.base import attend
 from speculator.heads.attention.joint_attention import (
     QueryRows,
@@ -42,8 +33,8 @@ from speculator.heads.attention.joint_attention import (
     positions_with_label,
     scores_of_a_head,
 )
-from speculator.heads.attention.levels import LevelCache, LevelSource, with_own
-from speculator.heads.mtp.block import MTPLayer, Rotary, empty_decoder
+from speculator.heads.attention.levels import LevelCache, LevelSource
+from speculator.heads.mtp.block import Attend, MTPLayer, Rotary, empty_decoder
 from speculator.heads.mtp.config import MTPSpeculatorConfig
 from speculator.heads.target_matrices import HeadOnTargetMatrices
 from speculator.heads.unrolled import UnrolledHead
@@ -85,18 +76,18 @@ class Joint:
 
 
 class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
-    """MTP layers; the embedding and the output matrix are the target's."""
+    """An MTP layer; the embedding and the output matrix are the target's."""
 
     config_class = MTPSpeculatorConfig
     config: MTPSpeculatorConfig
-    layers: Any  # of `MTPLayer`
+    layers: Any  # one `MTPLayer`
 
     def __init__(self, config: MTPSpeculatorConfig):
         super().__init__(config)
         block: Any = config.block
         decoder: Any = empty_decoder(block)
         eps = getattr(decoder.config, "rms_norm_eps", 1e-6)
-        self.layers = nn.ModuleList(MTPLayer(each, type(decoder.norm), config.emb_dim, eps) for each in decoder.layers)
+        self.layers = nn.ModuleList([MTPLayer(decoder.layers[0], type(decoder.norm), config.emb_dim, eps)])
         self.rotary = Rotary(decoder.config, type(decoder.rotary_emb))
         self.post_init()
 
@@ -125,10 +116,10 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         # Experts are tensors of three dimensions, of which a token uses `num_experts_per_tok` of `count`.
         layers = super().weights_per_token(length) + experts * (block.get("num_experts_per_tok") or 1) // count
         # The output matrix has no gradient: two products instead of three.
-        return self.n_predict * (layers // len(self.layers) + 2 * self.config.output_size * self.config.emb_dim // 3)
+        return self.n_predict * (layers + 2 * self.config.output_size * self.config.emb_dim // 3)
 
-    def drafting_source(self) -> MTPSource:
-        return MTPSource(self)
+    def drafting_source(self) -> LevelSource:
+        return LevelSource(self, MTPForm(self))
 
     # --- what it shares with its target
 
@@ -143,15 +134,10 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
 
     # --- what both forms compute
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether it has several layers, each of which drafts one token; a single layer drafts any number."""
-        return len(self.layers) > 1
-
     def run(
-        self, index: int, embedded: Tensor, state: Tensor, positions: Tensor, attend: Any
+        self, embedded: Tensor, state: Tensor, positions: Tensor, attend: Any
     ) -> tuple[Tensor, Tensor]:  # [B, T, D] twice
-        """Run layer `index`; return what the output matrix reads, and the state that the next step reads.
+        """Run the layer; return what the output matrix reads, and the state that the next step reads.
 
         Args:
             embedded: [B, T, D] embeddings of the tokens after `positions`.
@@ -159,10 +145,9 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
             positions: [B, T] positions in the text.
             attend: the pass's attention, see `speculator.heads.mtp.block.Attend`.
         """
-        layer = self.layers[index]
-        y = layer(embedded, state, self.rotary(index, embedded, positions), positions, attend)
-        feature = layer.norm(y)
-        return feature, feature if self.is_chain or self.config.recycle_normed else y
+        y = self.layers[0](embedded, state, self.rotary(embedded, positions), positions, attend)
+        feature = self.layers[0].norm(y)
+        return feature, feature if self.config.recycle_normed else y
 
     @torch.no_grad()
     def shapes(self) -> tuple[torch.Size, torch.Size]:
@@ -175,7 +160,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
 
         weight = self.layers[0].eh_proj.weight
         x = weight.new_zeros(1, 1, self.config.emb_dim)
-        self.run(0, x, x, torch.zeros(1, 1, dtype=torch.long, device=x.device), note)
+        self.run(x, x, torch.zeros(1, 1, dtype=torch.long, device=x.device), note)
         return found[0], found[1]
 
     # --- training: all steps of all positions
@@ -189,7 +174,7 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
     ) -> list[Tensor]:  # N x [B, S, D]
         """See `UnrolledHead.unrolled`. The backward pass recomputes each step, from a few states that are kept.
 
-        A single layer's features are 0 outside the loss mask from step 1 on; a chain of layers ignores the mask.
+        Features are 0 outside the loss mask from step 1 on.
         """
         length = states.shape[1]
         if documents is None:
@@ -202,17 +187,8 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         embedded = self.embed(tokens[:, :length])
         if self.config.zero_first:
             embedded = embedded * (positions != rows.starts.view(starts.shape))[..., None]
-        state, features = states.to(embedded.dtype), []
-        if self.is_chain:
-            for i in range(self.n_predict):
-                # Every layer has its own keys, of all positions of the text.
-                embedded = embedded if i == 0 else self.embed(tokens[:, i : i + length])
-                feature, state, *_ = self._step(i, 0, rows, embedded, state, positions[None])
-                features.append(feature)
-            return features
-
-        feature, state, *text = self._step(0, 0, rows, embedded, state, positions[None])
-        features.append(feature)
+        feature, state, *text = self._step(0, rows, embedded, states.to(embedded.dtype), positions[None])
+        features = [feature]
         wanted = positions_with_label(documents.numel(), loss_mask)
         # From step 1 on only positions with a label: R rows as one sequence, [1, R, D].
         rows = QueryRows(wanted, starts, limit, None, states.device)
@@ -222,19 +198,19 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
         for i in range(1, self.n_predict):
             # Step i of position t reads x[t+1+i] = tokens[:, t + i] with the rope of t + i.
             embedded = self.embed(tokens[rows.sequences, rows.positions + i])[None]
-            feature, state, *made = self._step(0, i, rows, embedded, state, (rows.positions + i)[None], *text, *own)
+            feature, state, *made = self._step(i, rows, embedded, state, (rows.positions + i)[None], *text, *own)
             own = [torch.cat([before, new]) for before, new in zip(own, made, strict=True)]
             features.append(rows.whole(feature[0]).view(*documents.shape, -1))
         return features
 
     def _step(
-        self, index: int, step: int, rows: QueryRows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
+        self, step: int, rows: QueryRows, embedded: Tensor, state: Tensor, positions: Tensor, *kept: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run layer `index`, recomputed in the backward pass; return features, state, keys and values. See `Joint`."""
+        """Run the layer, recomputed in the backward pass; return features, state, keys and values. See `Joint`."""
 
         def work(embedded: Tensor, state: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
             attend = Joint(rows, step, kept)
-            return *self.run(index, embedded, state, positions, attend), *attend.made
+            return *self.run(embedded, state, positions, attend), *attend.made
 
         given = (embedded, state, *kept)
         return checkpoint(work, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
@@ -260,60 +236,21 @@ class MTPSpeculator(HeadOnTargetMatrices, UnrolledHead):
 # --- drafting
 
 
-class MTPCache(LevelCache):
-    """Keys and values of texts in every layer; see `LevelCache` for the draft after them.
-
-    In a chain of layers (`is_chain`), layer i reads tokens up to i positions ahead, so its newest keys change when the
-    text goes on. The cache therefore keeps what layer 0 reads, and all layers run again at the last positions.
-
-    Attributes:
-        text: [B, capacity, D] and [B, capacity]: the target's state at each position, and the token after it; None
-            without a chain of layers, which has no `before` and `path` either.
-        before: [B, 1, D] for each level l >= 1: the state that layer l reads at its first drafted position.
-        path: at level l, for the paths to the f newest tokens: the states [B, f, l, D] of layer l at the last l text
-            positions, and the tokens [B, f, l].
-    """
-
-    text: tuple[Tensor, Tensor] | None = None
-    before: list[Tensor]
-    path: tuple[Tensor, Tensor]
-
-    def select(self, start: int, stop: int, longest: int) -> Self:
-        part = super().select(start, stop, longest)
-        part.text = self.text and tuple(x[start:stop] for x in self.text)  # type: ignore[assignment]
-        return part
-
-    def move(self, source: Sequence[int], destination: Sequence[int], longest: int) -> None:
-        super().move(source, destination, longest)
-        for x in self.text or ():
-            x[list(destination), :longest] = x[list(source), :longest]
-
-    def grow(self, capacity: int) -> None:
-        if self.text:
-            states, tokens = self.text
-            more = max(0, capacity - tokens.shape[1])
-            self.text = nn.functional.pad(states, (0, 0, 0, more)), nn.functional.pad(tokens, (0, more))
-        super().grow(capacity)
-
-
-class PassAttention:
-    """Attention of one pass, an `Attend`: it writes its keys and values, and attends to those that a token sees.
+def written_first(cache: LevelCache, written: Tensor, seen: Callable[[int | None], Tensor]) -> Attend:
+    """Return the attention of a pass that writes its keys and values, and attends to those that each token sees.
 
     Args:
-        cache: the rows' keys and values.
-        layer: number of the layer.
         written: [B, T] positions of the cache that the pass writes.
         seen: returns a mask [B, T, M] of the cache's positions that each token sees, given the sliding window or None.
     """
 
-    def __init__(self, cache: MTPCache, layer: int, written: Tensor, seen: Callable[[int | None], Tensor]):
-        self.cache, self.layer, self.written, self.seen = cache, layer, written, seen
+    def attended(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        cache.write(0, key, value, written)
+        mask = seen(window)
+        keys, values = (x[0][:, :, : mask.shape[2]] for x in (cache.keys, cache.values))
+        return attend(query, keys, values, mask, scaling)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        self.cache.write(self.layer, key, value, self.written)
-        seen = self.seen(window)
-        keys, values = (x[self.layer][:, :, : seen.shape[2]] for x in (self.cache.keys, self.cache.values))
-        return attend(query, keys, values, seen, scaling)
+    return attended
 
 
 class MTPForm:
@@ -322,134 +259,55 @@ class MTPForm:
     def __init__(self, head: MTPSpeculator):
         self.head = head
 
-    def cache(self, rows: int, capacity: int) -> MTPCache:
+    def cache(self, rows: int, capacity: int) -> LevelCache:
         """Create an empty cache for `rows` sequences of at most `capacity` tokens, drafts included."""
-        head, like = self.head, self.head.layers[0].eh_proj.weight
-        key, value = head.shapes()
-        cache = MTPCache(len(head.layers), rows, key[2], capacity, key[3], like, value[3])
-        if head.is_chain:
-            tokens = torch.zeros(rows, capacity, dtype=torch.long, device=like.device)
-            cache.text = like.new_zeros(rows, capacity, head.config.emb_dim), tokens
-        return cache
+        key, value = self.head.shapes()
+        return LevelCache(1, rows, key[2], capacity, key[3], self.head.layers[0].eh_proj.weight, value[3])
 
     @torch.no_grad()
     def read(
         self,
-        cache: MTPCache,
+        cache: LevelCache,
         states: Tensor,  # [B, T, D] at the positions after those in the cache
         tokens: Tensor,  # [B, T] token after each
         counts: Tensor,  # [B] number of valid positions of each row, from the left
-    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Process text without drafting from it: write every layer's keys and values into the cache.
-
-        Returns each layer's features and next states, [B, T', D] both (see `MTPSpeculator.run`), and [B] how many of
-        the T' positions are valid. T' is T; a chain also rereads the last positions, one per layer but the first.
-        """
-        head, width = self.head, states.shape[1]
-        begins = cache.lengths.clone()
-        if head.is_chain:
-            assert cache.text is not None
-            # Read the last positions again: a layer there has read tokens that were not accepted, or none yet. Of three
-            # layers that is 2: layer 2 at the last position reads two tokens beyond the pending one.
-            again = len(head.layers) - 1
-            row = torch.arange(len(tokens), device=tokens.device)[:, None]
-            new = begins[:, None] + torch.arange(width, device=tokens.device)
-            cache.text[0][row, new], cache.text[1][row, new] = states, tokens
-            begins = (begins - again).clamp_min(0)
-            width, counts = width + again, counts + cache.lengths - begins
-        positions = begins[:, None] + torch.arange(width, device=tokens.device)
+    ) -> tuple[Tensor, Tensor]:  # [B, T, D] twice
+        """Append text to the cache without drafting from it; return what `MTPSpeculator.run` returns."""
+        width = states.shape[1]
+        positions = cache.lengths[:, None] + torch.arange(width, device=tokens.device)
         columns = cache.columns(width)
 
         def seen(window: int | None) -> Tensor:
             near = columns <= positions[..., None]
             return near if window is None else near & (columns > positions[..., None] - window)
 
-        made: list[tuple[Tensor, Tensor]] = []
-        for i in range(len(head.layers)):
-            if head.is_chain:
-                # Layer i reads the state of the layer before at the same position, and the token i + 1 after it.
-                states = cache.text[0][row, positions] if i == 0 else made[-1][1]  # type: ignore[index]
-                tokens = cache.text[1][row, (positions + i).clamp_max(cache.text[1].shape[1] - 1)]  # type: ignore[index]
-            embedded = head.embed(tokens)
-            if head.config.zero_first and i == 0:
-                embedded = embedded * (positions != 0)[..., None]
-            made.append(head.run(i, embedded, states, positions, PassAttention(cache, i, positions, seen)))
-        cache.lengths.copy_(begins + counts)
+        embedded = self.head.embed(tokens)
+        if self.head.config.zero_first:
+            embedded = embedded * (positions != 0)[..., None]
+        made = self.head.run(embedded, states, positions, written_first(cache, positions, seen))
+        cache.lengths += counts
         cache.longest += width
-        return made, counts
+        return made
 
     @torch.no_grad()
-    def first(self, cache: MTPCache, states: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
+    def first(self, cache: LevelCache, states: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:  # [B, 1, V]
         """Process accepted tokens (see `read`), the last of which is pending; return a draft's first logits."""
-        made, valid = self.read(cache, states, tokens, counts)
+        made = self.read(cache, states, tokens, counts)
         cache.level = 0
         cache.seen = cache.lengths.new_zeros(len(states), 1, 0, dtype=torch.bool)
         # An idle row has count 0; its logits are not used.
-        feature, cache.states = (gather_at(x, (valid - 1).clamp_min(0)[:, None]) for x in made[0])
-        if self.head.is_chain:
-            # With T positions of text, layer l is drafted at T - l first, and reads the state of layer l - 1 there.
-            cache.before = [
-                gather_at(state, (valid - level).clamp_min(0)[:, None]) for level, (_, state) in enumerate(made, 1)
-            ]
-            cache.path = cache.states[:, :, :0, None], tokens[:, :1, None][..., :0]
+        feature, cache.states = (gather_at(x, (counts - 1).clamp_min(0)[:, None]) for x in made)
         return self.head.draft_logits(feature)
 
     @torch.no_grad()
     def next(
         self,
-        cache: MTPCache,
+        cache: LevelCache,
         tokens: Tensor,  # [B, f] the newest level
         parents: Tensor,  # [B, f] index of each token's parent in the level before
     ) -> Tensor:  # [B, f, V]
         """Process a level of a draft: write its keys and values, and return the logits of its children."""
-        if self.head.is_chain:
-            return self._next_of_chain(cache, tokens, parents)
-        attend = PassAttention(cache, 0, cache.begin_level(parents), cache.visible)
+        attention = written_first(cache, cache.begin_level(parents), cache.visible)
         state, position = gather_at(cache.states, parents), cache.rope_position.expand_as(tokens)
-        feature, cache.states = self.head.run(0, self.head.embed(tokens), state, position, attend)
+        feature, cache.states = self.head.run(self.head.embed(tokens), state, position, attention)
         return self.head.draft_logits(feature)
-
-    def _next_of_chain(self, cache: MTPCache, tokens: Tensor, parents: Tensor) -> Tensor:  # [B, f] twice -> [B, f, V]
-        """Do what `next` does, for a chain of layers: raise `cache.level` to l, and run layer l (counted from 0).
-
-        For each of the f newest tokens, layer l runs at the last l text positions, on the path to that token.
-        """
-        cache.level += 1
-        head, level, count = self.head, cache.level, tokens.shape[1]
-        # Layer l reads the state of layer l - 1 at the same position. After a text of T positions and the path d1 d2,
-        # layer 2 runs at T - 2, where it reads d1, and at T - 1, where it reads d2.
-        states, before = (gather_at(x.flatten(2), parents) for x in cache.path)
-        first = cache.before[level - 1].expand(-1, count, -1)
-        states = torch.cat([first, states], -1).unflatten(2, (level, -1))  # [B, f, l, D]
-        path = torch.cat([before, tokens[..., None]], -1)  # [B, f, l]
-        own = torch.arange(count * level, device=tokens.device)
-        positions = (cache.lengths[:, None] - level) + own % level  # the l last ones, once per token
-        written = cache.lengths[:, None] + own  # each path has its own, so that siblings share none
-        columns = cache.columns(count * level)
-        # A path sees its own positions up to each; those before the text's beginning do not exist.
-        same = (own[:, None] // level == own // level) & (own <= own[:, None])
-        same = (same & (positions[:, None] >= 0)) | (own == own[:, None])
-
-        def seen(window: int | None) -> Tensor:
-            text = (columns < cache.lengths[:, None, None] - level).repeat(1, len(own), 1)
-            if window is not None:
-                text &= columns > positions[..., None] - window
-            return with_own(text, written, same)
-
-        attend = PassAttention(cache, level, written, seen)
-        feature, states = head.run(level, head.embed(path.flatten(1)), states.flatten(1, 2), positions, attend)
-        # [B, f * l, D] -> [B, f, l, D]: the states of each path, of which the last position gives the logits.
-        cache.path = states.unflatten(1, (count, level)), path
-        return head.draft_logits(feature.unflatten(1, (count, level))[:, :, -1])
-
-
-class MTPSource(LevelSource):
-    """Drafts by MTP layers, with keys and values as in `LevelSource`: position t of the cache reads x[t+1] here too."""
-
-    cache: MTPCache
-
-    def __init__(self, head: MTPSpeculator):
-        super().__init__(head, MTPForm(head))
-
-    def reserve(self, shape: Shape) -> None:
-        self._reserve(shape.depth, shape.offered * (shape.depth if self.head.is_chain else 1))

@@ -160,7 +160,7 @@ class KVCache(Cache):
         self.select(0, rows, 0)
 
     def _share(self, stacks: dict[Form, Tensor]) -> None:
-        """Make every layer's keys and values views into the stacks, which hold all layers of a form."""
+        """Make every layer's keys and values views into the stacks, one for all layers of the same shape."""
         self.stacks = stacks
         self.rows = (0, 0)
         parts = {form: iter(stack) for form, stack in stacks.items()}

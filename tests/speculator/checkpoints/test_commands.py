@@ -142,7 +142,7 @@ def test_decoding_json_is_exported_to_the_native_layout_only(head, tmp_path):
     (head / "decoding.json").write_text("{}")
     assert export(head, tmp_path / "native", layout="native") == 0
     assert (tmp_path / "native" / "decoding.json").read_text() == "{}"
-    assert export(head, tmp_path / "ibm", "--expand_tied") == 0
+    assert export(head, tmp_path / "ibm") == 0
     assert not (tmp_path / "ibm" / "decoding.json").exists()
 
 
@@ -253,7 +253,6 @@ def test_wrong_input_fails_in_one_line(head, tmp_path, capsys):
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "model.safetensors" in refused(capsys, main(["inspect", str(tmp_path / "cut")]))
-    assert "--expand_tied" in refused(capsys, export(head, tmp_path / "out", "--expand_tied", layout="native"))
     with pytest.raises(SystemExit) as stopped:
         export(head, tmp_path / "out", layout="onnx")
     assert "invalid choice: 'onnx'" in refused(capsys, stopped.value.code)

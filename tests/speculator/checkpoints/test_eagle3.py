@@ -519,25 +519,6 @@ def test_a_head_whose_number_of_heads_no_llama_config_can_have_is_not_exported(t
     assert layout_of(FLAT, head).stores(head_of(base, num_attention_heads=3, num_key_value_heads=1, qk_norm=True))
 
 
-@pytest.mark.parametrize(
-    ("changes", "ignored"),
-    [
-        ({"fc_norm": True}, "fc_norm"),
-        ({"aux_layers": [3, 4, 5]}, "aux_layers"),
-        ({"aux_layers": [3, 4, 5], "base_model_name_or_path": None}, "aux_layers"),
-        ({"rope_parameters": YARN}, "the yarn rope"),
-        ({}, None),
-        ({"base_model_name_or_path": None}, None),
-        ({"aux_layers": None}, None),
-    ],
-)
-def test_what_eagles_own_code_ignores_says_nothing_of_other_programs(base, changes, ignored):
-    head = head_of(base, **{"fc_norm": False, "norm_output": False, **changes})
-    own = layout_of(FLAT, head).servers(head.config, "D")[-1]
-    assert (own.name, own.loads) == ("EAGLE's own code", ignored is None)
-    assert ignored is None or f"ignores {ignored}, so" in own.how
-
-
 @pytest.fixture(scope="module")
 def target(base) -> Target:
     return Target(LlamaForCausalLM.from_pretrained(base), tokenizer=None)

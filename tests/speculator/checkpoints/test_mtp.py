@@ -150,26 +150,23 @@ def drafts_of_transformers(model, monkeypatch) -> tuple[list[int], dict[tuple[in
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "mtp_layers"),
+    ("family", "layers"),
     [
-        ("deepseek_v3", 3, 1),
-        ("mellum", 2, 1),
-        ("glm4_moe", 2, 2),
-        *(pytest.param(*sizes, 1, marks=pytest.mark.soak) for sizes in (("glm4_moe", 46), ("deepseek_v3", 61))),
+        ("deepseek_v3", 3),
+        ("mellum", 2),
+        ("glm4_moe", 2),
+        *(pytest.param(*sizes, marks=pytest.mark.soak) for sizes in (("glm4_moe", 46), ("deepseek_v3", 61))),
     ],
 )
-def test_a_tuned_layer_written_back_drafts_in_transformers_what_it_drafts_here(
-    tmp_path, family, layers, mtp_layers, monkeypatch
-):
-    folder, *_ = folder_of(tmp_path, family, layers, mtp_layers)
+def test_a_tuned_layer_written_back_drafts_in_transformers_what_it_drafts_here(tmp_path, family, layers, monkeypatch):
+    folder, *_ = folder_of(tmp_path, family, layers)
     out = export(tmp_path, tuned(folder), folder)
     model = AutoModelForCausalLM.from_pretrained(out, experts_implementation="eager")
     if layers not in (46, 61) and family in PATTERNS:  # transformers knows the MTP layers of the published sizes
-        pattern = "[" + "".join(str(layers + i) for i in range(mtp_layers)) + "]"
-        model._keys_to_ignore_on_load_unexpected = [PATTERNS[family].format(pattern)]
+        model._keys_to_ignore_on_load_unexpected = [PATTERNS[family].format(layers)]
     text, theirs = drafts_of_transformers(model, monkeypatch)
     target = Target.load(str(out))
-    drafter = Noted(load_head(out, target), Chain(mtp_layers))
+    drafter = Noted(load_head(out, target), Chain(1))
     made = Engine(target, drafter, slots=1).generate([PROMPT], max_new_tokens=24).tokens[0]
     assert text == PROMPT + made
     ours: dict = {}
@@ -403,26 +400,31 @@ def test_folders_without_a_layer_fail_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "mtp_layers"),
+    ("family", "layers"),
     [
-        ("glm4_moe", 2, 2),
-        ("deepseek_v3", 3, 1),
-        ("glm_ocr", 2, 1),
-        *(pytest.param(family, 2, 1, marks=pytest.mark.soak) for family in ("hy_v3", "bailing_hybrid", "exaone_moe")),
+        ("glm4_moe", 2),
+        ("deepseek_v3", 3),
+        ("glm_ocr", 2),
+        *(pytest.param(family, 2, marks=pytest.mark.soak) for family in ("hy_v3", "bailing_hybrid", "exaone_moe")),
     ],
 )
-def test_models_of_any_depth_with_mtp_layers_are_targets(tmp_path, family, layers, mtp_layers):
+def test_models_of_any_depth_with_mtp_layers_are_targets(tmp_path, family, layers):
     """transformers ignores the MTP layers of the published depths only."""
-    folder, *_ = folder_of(tmp_path, family, layers, mtp_layers)
+    folder, *_ = folder_of(tmp_path, family, layers)
     target = Target.load(str(folder))
     head = load_head(folder, target)
-    assert head.is_chain == (mtp_layers > 1)
     made = Engine(target, HeadDrafter(head)).generate([PROMPT], max_new_tokens=8).tokens
     assert made == Engine(target, None).generate([PROMPT], max_new_tokens=8).tokens
     tensors = tensors_of(folder)
-    save_file({**tensors, f"model.layers.{layers + mtp_layers}.x": torch.zeros(1)}, folder / "model.safetensors")
+    save_file({**tensors, f"model.layers.{layers + 1}.x": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"files hold model\.layers"):
         Target.load(str(folder))
+
+
+def test_several_mtp_layers_are_refused(tmp_path):
+    folder, *_ = folder_of(tmp_path, "glm4_moe", mtp_layers=2)
+    with pytest.raises(UserError, match="its files hold 2 MTP layers; a chain of layers is not supported"):
+        load_any(folder)
 
 
 def test_an_output_inside_the_copied_folder_is_refused(tmp_path, capsys):

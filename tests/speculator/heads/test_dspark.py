@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from speculator import Chain
-from speculator.errors import UserError
 from speculator.heads import DSparkSpeculator, DSparkSpeculatorConfig
 from speculator.heads.dspark.config import AnchorTargets
 from speculator.heads.training import IGNORE, TrainingBatch
@@ -110,24 +109,6 @@ def drafted(made, states, tokens, anchor: int) -> torch.Tensor:  # [V]
     source = source.open(KVCache([], 1, L, torch.device("cpu")))
     source.prefill(0, [tokens[0, :anchor].tolist()], [0], states[:, :anchor], [anchor])
     return source.first(tokens[:, anchor], [tokens[0, : anchor + 1].tolist()])[0, 0]
-
-
-@pytest.mark.parametrize("shape", ["dspark", "dflash"])
-def test_a_trained_head_that_is_cut_to_some_tokens_has_their_logits_and_no_others(shape):
-    """Cut twice: the second time among the tokens of the first."""
-    made, (tokens, states) = head(**SHAPES[shape]), text()
-    embedding, output = made._shared
-    whole = drafted(made, states, tokens, 9)
-    for kept in (torch.arange(0, V, 2), torch.tensor([2, 8, 30])):
-        made.draft_from(kept)
-        with pytest.raises(UserError):
-            drafted(made, states, tokens, 9)  # it has no output matrix of this size yet
-        made.share(embedding, output)
-        cut = drafted(made, states, tokens, 9)
-        torch.testing.assert_close(cut[kept], whole[kept])
-        assert cut.isinf().sum() == V - len(kept)
-        again = DSparkSpeculator(made.config).double()
-        again.load_state_dict(made.state_dict())
 
 
 def test_the_inputs_that_compare_an_exported_head_suffice_for_a_draft_of_one_token():

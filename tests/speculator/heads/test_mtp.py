@@ -10,17 +10,18 @@ from speculator import Candidates, Chain, Target, Tree
 from speculator.decoding.engine import Engine
 from speculator.errors import UserError
 from speculator.heads import MTPSpeculator, MTPSpeculatorConfig
-from speculator.heads.mtp.model import Joint, MTPForm, MTPSource
-from tests.speculator.heads.test_eagle3_drafting import Noted, Seldom, largest_gap, trained_form
+from speculator.heads.attention.levels import LevelSource
+from speculator.heads.mtp.model import Joint, MTPForm
+from tests.speculator.heads.test_eagle3_drafting import Noted, largest_gap, trained_form
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
 LIMITS = [7, 3, 5, 6]
 
 
-def case(family: str, layers: int = 1, **options):
+def case(family: str, **options):
     """A target, transformers' MTP model, and our head with its weights."""
-    model = model_of(config_of(family, mtp_layers=layers))
-    mtp = mtp_of(model, layers)
+    model = model_of(config_of(family))
+    mtp = mtp_of(model)
     target = Target(model, tokenizer=None)
     return target, mtp, head_of(target, mtp, **options)
 
@@ -44,54 +45,34 @@ def gap(drafter: Noted, expected_of) -> float:
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "shape"),
+    ("family", "shape"),
     [
-        ("glm4_moe", 1, Chain(3)),
-        ("deepseek_v3", 1, Tree((2, 2, 1), nodes=5)),
-        ("mellum", 1, Tree((2, 2, 1), nodes=5)),
-        ("qwen3_5", 1, Candidates((2, 2, 1))),
-        ("glm_ocr", 1, Tree((2, 2, 1), nodes=5)),
-        ("glm4_moe", 2, Chain(2)),
-        ("deepseek_v3", 3, Tree((2, 2, 1), nodes=5)),
+        ("glm4_moe", Chain(3)),
+        ("deepseek_v3", Tree((2, 2, 1), nodes=5)),
+        ("mellum", Tree((2, 2, 1), nodes=5)),
+        ("qwen3_5", Candidates((2, 2, 1))),
+        ("glm_ocr", Tree((2, 2, 1), nodes=5)),
         *(
-            pytest.param(family, 1, Chain(3), marks=pytest.mark.soak)
+            pytest.param(family, Chain(3), marks=pytest.mark.soak)
             for family in ("qwen3_5_moe", "qwen3_next", "glm4_moe_lite", "hy_v3", "exaone_moe", "bailing_hybrid")
         ),
-        pytest.param("glm4_moe", 1, Tree((2, 2, 1, 1), nodes=7), marks=pytest.mark.soak),
-        pytest.param("glm4_moe", 3, Tree((2, 2, 1), nodes=5), marks=pytest.mark.soak),
+        pytest.param("glm4_moe", Tree((2, 2, 1, 1), nodes=7), marks=pytest.mark.soak),
     ],
 )
-def test_drafts_are_those_of_transformers_layers_run_on_whole_rows(family, layers, shape):
-    target, mtp, head = case(family, layers)
-    assert head.is_chain == (layers > 1)
+def test_drafts_are_those_of_transformers_layers_run_on_whole_rows(family, shape):
+    target, mtp, head = case(family)
     assert gap(drafted(target, head, shape), lambda drafts: naive(target, mtp, drafts)) < 1e-4
 
 
-def test_a_chain_reads_later_what_was_accepted_in_steps_without_a_draft():
-    target, mtp, head = case("glm4_moe", 3)
-    drafter = Seldom(head, Chain(3))
-    drafter.every = 3
-    made = Engine(target, drafter, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
-    assert made == Engine(target, None, slots=3).generate(PROMPTS, max_new_tokens=20).tokens
-    assert gap(drafter, lambda drafts: naive(target, mtp, drafts)) < 1e-4
-
-
 @pytest.mark.parametrize(
-    ("family", "layers", "options"),
-    [
-        ("glm4_moe", 1, {}),
-        ("deepseek_v3", 1, {"zero_first": True, "recycle_normed": False}),
-        ("mellum", 1, {}),
-        ("glm4_moe", 2, {}),
-    ],
+    ("family", "options"),
+    [("glm4_moe", {}), ("deepseek_v3", {"zero_first": True, "recycle_normed": False}), ("mellum", {})],
 )
-def test_the_training_form_equals_the_drafting_form(family, layers, options):
+def test_the_training_form_equals_the_drafting_form(family, options):
     """In float64, but for norms, rope and routers, which compute in float32 whatever the dtype."""
-    config = config_of(family, mtp_layers=layers)
-    target = Target(model_of(config).double(), tokenizer=None)
-    head = head_of(target, mtp_of(target.model, layers).double(), **options)
-    assert head.n_predict == (layers if layers > 1 else 3)
-    drafter = drafted(target, head, Tree((2, 1, 1), nodes=4) if layers == 1 and not options else Chain(head.n_predict))
+    target = Target(model_of(config_of(family)).double(), tokenizer=None)
+    head = head_of(target, mtp_of(target.model).double(), **options)
+    drafter = drafted(target, head, Chain(head.n_predict) if options else Tree((2, 1, 1), nodes=4))
     assert gap(drafter, lambda drafts: trained_form(target, head, drafts)) < 1e-6
 
 
@@ -100,8 +81,8 @@ def test_the_training_form_equals_the_drafting_form(family, layers, options):
 
 def before_the_norm(target, head, monkeypatch):
     """The layer's own norm undoes the division by the target's scale, so it sees what the target's norm saw."""
-    monkeypatch.setattr(MTPSource, "prefill", _scaled(MTPSource.prefill, 4, 1 / target.model.model.norm.weight))
-    monkeypatch.setattr(MTPSource, "commit", _scaled(MTPSource.commit, 2, 1 / target.model.model.norm.weight))
+    monkeypatch.setattr(LevelSource, "prefill", _scaled(LevelSource.prefill, 4, 1 / target.model.model.norm.weight))
+    monkeypatch.setattr(LevelSource, "commit", _scaled(LevelSource.commit, 2, 1 / target.model.model.norm.weight))
 
 
 def _scaled(own, place, scale):

@@ -126,10 +126,3 @@ def test_layouts_of_servers_store_an_embedding_that_drafts_the_same(tmp_path, ba
     with pytest.raises(UserError, match="other weights than the head was trained for"):
         save(head, tmp_path / "wrong", layout_of(name, head))
     assert not (tmp_path / "wrong").exists()
-
-
-def test_the_tied_names_are_written_for_every_position(tmp_path, base):
-    head = head_of(base_model_name_or_path=str(base))
-    save(head, tmp_path / "served", layout_of("ibm", head), expand_tied=True)
-    tensors = load_file(tmp_path / "served" / "model.safetensors")
-    assert torch.equal(tensors["speculator.emb.2.weight"], tensors["speculator.emb.0.weight"])
