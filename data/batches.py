@@ -60,8 +60,6 @@ class BatchFacts(TypedDict, total=False):
     Attributes:
         speculative, plain: [tokens, seconds] of decoding some rows with drafts and without, if they were timed.
         steps: [number of decoding steps, number of tokens that the steps gave].
-        seconds: time for the whole batch.
-        answers: number of answers.
         cut: number of answers that reached their limit, see `Answering`.
         servers: number of answers by the URL of the server.
         models: names of the models that the servers were asked for.

@@ -16,11 +16,11 @@ from datetime import datetime, timezone
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
+from data.writers.server import TextOnly
 from eval.load import Answer, Asking
 from eval.served import SERVED, Level, Served, figures, table
 from eval.suites import Suite, check_names, first_turns, sampling_of
@@ -95,7 +95,7 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             raise UserError(f"--server {server.url}: not OpenAI's API, or no model is served there") from None
         llama_cpp = model.owned_by == "llamacpp"
         context = getattr(model, "max_model_len", None) or sys.maxsize
-        known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None)
+        known = TextOnly(tokenizer=tokenizer, name=arguments.target, context_length=context)
         temperatures, numbers = arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS]
         busy = bool(arguments.clients and not arguments.rate)  # all clients, until the last answer
         least = max(numbers) * (_PROMPTS if busy else 1)

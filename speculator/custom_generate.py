@@ -39,8 +39,8 @@ from speculator.kernels.fused_norms import fuse_norms, restore_norms
 from speculator.kernels.linear import pack_linears, unpack_linears
 from speculator.target.attention.attention import ATTENTION, original_attention, set_attention
 from speculator.target.encoder import positions
-from speculator.target.encoder.encoder import Encoded, Text
 from speculator.target.model import Target
+from speculator.target.text import Encoded, Text
 
 # In the order in which `Sampling` applies them, with its name for each.
 _WARPERS = {

@@ -13,6 +13,7 @@ from data.prompts import Cut, PromptLimits, conversations
 from eval.suites import from_text, load_suite
 from speculator.errors import UserError
 from speculator.prompts import for_template, read_prompts
+from speculator.target.base import PromptTarget
 
 TEMPLATE = (
     "{{ tools[0].name if tools }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"
@@ -81,10 +82,10 @@ KINDS = {
 }
 
 
-class Model:
+class Model(PromptTarget):
     """The attributes of a target that a suite needs."""
 
-    name, context_length, encoder = "tiny", 128, None
+    name, context_length = "tiny", 128
 
     def __init__(self, template: str | None):
         self.tokenizer = tiny_tokenizer()

@@ -123,7 +123,6 @@ def adaptive_drafter(
 
     Args:
         tuning: measured figures, see `read_tuning`; None: typical ones.
-        temperatures: temperatures to measure step costs for.
         batch_size: the most rows that decode at a time.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
     """

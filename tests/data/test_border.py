@@ -6,9 +6,10 @@ import pytest
 from chat_templates import CHATML, chat_tokenizer
 from odd_rows import ODD, said_of_rows, with_odd_values, write
 
+from data.documents import RowError
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
-from data.rows import RowError, content, errors_of_row
+from data.rows import content, errors_of_row
 from data.sources import token_documents
 from data.tally import Tally
 from eval.suites import load_suite
@@ -16,6 +17,7 @@ from speculator.errors import UserError
 from speculator.prompts import prompt_of
 from speculator.server.errors import APIError
 from speculator.server.schema import ChatRequest, CompletionRequest, parse
+from speculator.target.base import PromptTarget
 
 TEMPLATES = {
     "without calls": "{{ tools | tojson if tools }}" + CHATML,
@@ -27,8 +29,8 @@ TEMPLATES = {
 ROWS = [*ODD, *with_odd_values()]
 
 
-class Model:
-    name, context_length, encoder = "tiny", 128, None
+class Model(PromptTarget):
+    name, context_length = "tiny", 128
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer

@@ -12,6 +12,7 @@ from data.readers import hub_dataset
 from eval import suites
 from eval.suites import _MT_BENCH, first_turns, held_out, load_suite
 from speculator import UserError
+from speculator.target.base import PromptTarget
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -24,10 +25,10 @@ PUBLISHED = {
 }
 
 
-class Model:
+class Model(PromptTarget):
     """The attributes of a target that a suite needs."""
 
-    name, context_length, encoder = "tiny", 128, None
+    name, context_length = "tiny", 128
 
     def __init__(self, chat: bool = False):
         self.tokenizer = tiny_tokenizer()
