@@ -411,7 +411,9 @@ FORMATS = [
     Format('"completion" as messages', ("prompt", *_CHAT), _is_chat_pair, read=_from_chat_pair),
     Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, read=_from_alpaca),
     Format('"prompt" and "completion"', ("prompt", *_CHAT), _has("prompt", "completion"), read=_from_pair),
-    Format('"text"', ("text", *_WEIGHTS), _has("text"), lambda given, where: {"text": _texts(given, where, "text")[0]}),
+    Format(
+        '"text"', ("text", *_WEIGHTS), _has("text"), read=lambda given, where: {"text": _texts(given, where, "text")[0]}
+    ),
 ]
 """The formats, in the order in which they are tried."""
 KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))

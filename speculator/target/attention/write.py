@@ -56,6 +56,9 @@ class Sources:
         """Copy row source[i] to row destination[i], with its source, all at once."""
 
 
+_NO_SOURCES = Sources()
+
+
 @dataclass
 class Packing:
     """Tokens of ragged rows laid end to end in one row: [[a b .] [c d e]] becomes [[a b c d e]].
@@ -154,7 +157,7 @@ class CacheWrite:
     packing: Packing | None = None
     counts: Sequence[int] | None = None
     position_size: int = 1
-    cross: Sources = field(default_factory=Sources)
+    cross: Sources = _NO_SOURCES
     masks: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def packed(self, x: Tensor) -> Tensor:  # [R, width, ...] -> the same, or [1, N, ...]
