@@ -15,8 +15,8 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from data.documents import Document
-from data.rows import NothingToLearnError, RowError, has_loss
+from data.documents import Document, NothingToLearnError, RowError
+from data.rows import has_loss
 from speculator.chat import DATA_DAY, Message, RefusedError, any_added, chat_text, text_after_answer, thoughts_of
 
 # Two renders that differ in empty marks of thinking alone count as equal: <think>\n\n</think>, [THINK][/THINK], ...
@@ -51,7 +51,6 @@ class ChatRows:
     """The training rows of a chat, and what became of its answers.
 
     Attributes:
-        rows: the rows.
         left_out: (number of the message, from 0; reason) of each answer that can't have loss.
         marked: number of answers without loss because the data say so, as by "weight": 0.
         thoughtless: number of answers with loss whose thinking is dropped, by a chat template that writes none.

@@ -43,8 +43,6 @@ _FEATURES = {
     "source_ids": Sequence(Value("int32")),
 }
 POLL_SECONDS = 0.2
-_ORDER = {"order": "longest first"}
-"""What unfinished batches are checked for: those of another order hold other prompts."""
 
 
 class Notes(TypedDict, total=False):
@@ -60,8 +58,6 @@ class BatchFacts(TypedDict, total=False):
     Attributes:
         speculative, plain: [tokens, seconds] of decoding some rows with drafts and without, if they were timed.
         steps: [number of decoding steps, number of tokens that the steps gave].
-        seconds: time for the whole batch.
-        answers: number of answers.
         cut: number of answers that reached their limit, see `Answering`.
         servers: number of answers by the URL of the server.
         models: names of the models that the servers were asked for.
@@ -143,14 +139,13 @@ class Batches:
         may_be_empty: bool = False,
     ):
         self.folder, self.record, self.rows, self._notes = folder, record, rows, notes or {}
-        self._begun = {**record, **(_ORDER if rows else {})}
         self._may_be_empty = may_be_empty
         self._work, self._manifest = folder / "batches", folder / "manifest.json"
         self._record = self._work / "record.json"
         self._lock = FileLock(self._work / "lock")
         finished, stored = self.finished, stored_record(folder)
         if stored is not None:
-            for name, value in (record if finished else self._begun).items():
+            for name, value in record.items():
                 if stored.get(name) != value:
                     raise UserError(
                         f"{folder} was made with {name} {json.dumps(stored.get(name))}, not {json.dumps(value)}: "
@@ -206,7 +201,7 @@ class Batches:
         """
         if not self._record.exists():
             make_folder(self._work)
-            write_text(self._record, json.dumps({**self._begun, **self._notes}, sort_keys=True))
+            write_text(self._record, json.dumps({**self.record, **self._notes}, sort_keys=True))
         if state().is_main_process and not self._lock.is_locked:
             acquire(self._lock, f"{self.folder}: another run is writing it")
         return self._work

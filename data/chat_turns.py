@@ -77,9 +77,7 @@ class UserTurns:
 
     Args:
         turns: largest number of user turns in a chat.
-        max_prompt_tokens: largest length of a user turn.
         max_new_tokens: room that the context keeps for an answer.
-        context: context length of whoever writes.
 
     Attributes:
         template: the texts around the turns; without a chat template the tokens that begin every text.
@@ -143,7 +141,6 @@ class UserTurns:
         return chat.ids + self._continue(chat, text)
 
     def has_room(self, chat: Row) -> bool:
-        """Return whether another user turn fits the context."""
         return len(self.prompt(chat)) < self._max_asking
 
     def _continue(self, chat: Row, text: str) -> list[int]:

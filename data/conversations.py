@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from speculator.chat import RefusedError
 from speculator.prompts import Conversation
-from speculator.target.encoder.encoder import source_of
+from speculator.target.text import source_of
 
 
 @dataclass
 class Row:
-    """Tokens of a row, loss mask, and what an encoder reads."""
+    """Tokens of a row, loss mask, and source."""
 
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
@@ -26,7 +26,6 @@ class Row:
         self.mask += [has_loss] * len(ids)
 
     def columns(self) -> dict[str, list[int]]:
-        """Return "input_ids", "loss_mask", and "source_ids" if there is a source."""
         columns = {"input_ids": self.ids, "loss_mask": self.mask}
         return columns | ({"source_ids": list(self.source)} if self.source else {})
 
@@ -44,16 +43,13 @@ class Answering:
     thinking), the next answer begins a row of its own, in which only this answer has loss.
 
     Args:
-        conversation: what to answer.
         tokenizer: the target's; only chats need one.
         longest: largest number of tokens before an answer; a chat that becomes longer ends.
         row: number of the conversation among all prompts.
 
     Attributes:
         prompt: the conversation up to the next answer; None: it has ended.
-        answers: number of answers so far.
         cut: number of answers that should have ended by themselves, and reached their limit.
-        rows: rows so far.
         fault: why an answer failed; "" if none did.
     """
 

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from data.mixture import SourceError
 from speculator.chat import Message, Tool
 
 if TYPE_CHECKING:
     from typing_extensions import Required
 
-    from data.rows import RowError
+
+class RowError(SourceError):
+    """A bad row in a source whose other rows may be good.
+
+    Args:
+        where: file and line.
+        kind: the fault without this row's own values, for counting (default: `fault`).
+    """
+
+    def __init__(self, where: str, fault: str, kind: str | None = None):
+        super().__init__(f"{where}: {fault}")
+        self.kind = kind or fault
+        self._arguments = where, fault, kind
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowError, self._arguments
+
+
+class NothingToLearnError(RowError):
+    """A row whose own marks, as "weight": 0, leave nothing to train on. It is skipped and not counted as a bad row."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NothingToLearnError, self._arguments
+
 
 Columns = dict[str, list[int]]
 """A row of tokens by the name of its column, see `data.packing.pack`."""
@@ -23,7 +47,6 @@ class Content(TypedDict, total=False):
 
     Attributes:
         label: False for a completion that is not to be trained on.
-        tools: tools of a chat.
         dropped: number of messages that were cut off before a chat's first.
         document_ids: for each token of a packed row, the number of its document.
         source_ids: tokens that an encoder reads.
@@ -51,7 +74,6 @@ class Document(Content, total=False):
         id: its place in the source.
         where: its place for error messages.
         name: decides the row's split in place of a hash of its content.
-        split: the split that its source gives it.
         fault: what is wrong with the row, which then has no content.
     """
 
@@ -91,9 +113,7 @@ class TokenDocument(TypedDict, total=False):
     """A document, or a part of one, as tokens.
 
     Attributes:
-        id: that of the document.
         input_ids, loss_mask: tokens, and for each whether it has loss.
-        chat: facts of a chat, in its first row.
     """
 
     id: Required[str]
@@ -106,16 +126,10 @@ _CONTENT = ("text", "prompt", "completion", "label", "messages", "tools", "input
 
 
 def digest_of(row: Document) -> bytes:
-    """Return a hash of a document's content, 16 bytes."""
-    return hashlib.sha256(_identity(row)).digest()[:16]
-
-
-def _identity(row: Document) -> bytes:
-    """Return the content of a document as bytes; two documents are copies if these are the same."""
-    if "text" in row:
-        return row["text"].encode()
+    """Return a hash of a document's content, 16 bytes; two documents are copies if theirs are the same."""
     content = {key: value for key, value in row.items() if key in _CONTENT}
     try:
-        return json.dumps(content, sort_keys=True, default=str).encode()
+        text = row["text"] if "text" in row else json.dumps(content, sort_keys=True, default=str)
     except (RecursionError, TypeError):  # deeply nested; keys of several types
-        return repr(content).encode("utf-8", "surrogatepass")
+        text = repr(content)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]

@@ -43,7 +43,6 @@ class Asking:
     """How the target writes user turns.
 
     Attributes:
-        rows: number of chats to begin.
         turns: largest number of user turns in a chat.
         sampling: temperature and filters; the seed is ignored.
         max_prompt_tokens: largest length of a user turn; without a chat template the length of every prompt.
@@ -72,10 +71,7 @@ def self_rows(
     chats is a resumable call of `Writer.write`.
 
     Args:
-        target: the model.
-        writer: who writes its text.
         folder: the output, a source like any other.
-        asking: how the target writes user turns.
         writing: how it answers them; an answer that is cut ends its chat.
         previous: folder of earlier chats; near-duplicates of their first turns are dropped too.
 

@@ -55,12 +55,10 @@ class Mixture:
 
     @property
     def names_self(self) -> bool:
-        """True if the source `self` is among the sources: the target writes some of the text."""
         return SELF in self.locations
 
     @property
     def is_self(self) -> bool:
-        """True if `self` is the only source: the target writes all of the text."""
         return self.locations == [SELF]
 
     def __str__(self) -> str:

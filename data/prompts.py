@@ -10,15 +10,15 @@ from itertools import chain, groupby, islice
 
 from transformers import PreTrainedTokenizerBase
 
-from data.documents import Document
+from data.documents import Document, RowError
 from data.mixture import Mixture, SourceError
-from data.rendering import as_chat, check_tokens, document_text, text_tokens
-from data.rows import RowError, errors_of_row
+from data.rendering import as_chat, check_tokens, text_tokens
+from data.rows import errors_of_row
 from data.sources import interleave, name_of, streams
 from data.tally import TOO_LONG, Tally, log
-from speculator.chat import DATA_DAY, chat_tokens
+from speculator.chat import DATA_DAY, RefusedError, chat_text, chat_tokens
 from speculator.prompts import Conversation, split_at_answers, up_to_question
-from speculator.target.base import TrainingTarget
+from speculator.target.base import PromptTarget
 
 _PACKED_HEAD = 256
 
@@ -28,8 +28,6 @@ class PromptLimits:
     """Limits on the length of prompts.
 
     Attributes:
-        name: name of the model.
-        context: context length of the model.
         new_tokens: largest length of an answer.
         seq_length: largest length of a prompt whose answer is trained on.
     """
@@ -40,10 +38,8 @@ class PromptLimits:
     seq_length: int = sys.maxsize
 
     @classmethod
-    def of(cls, target: TrainingTarget, new_tokens: int, seq_length: int = sys.maxsize) -> PromptLimits:
-        """Return the limits of a target's prompts. If an encoder reads them, answers need no room there."""
-        context, room = (target.encoder.longest, 0) if target.encoder else (target.context_length, new_tokens)
-        return cls(target.name, context, room, seq_length)
+    def of(cls, target: PromptTarget, new_tokens: int, seq_length: int = sys.maxsize) -> PromptLimits:
+        return cls(target.name, *target.room(new_tokens), seq_length)
 
     def fits(self, ids: list[int]) -> bool:
         """Return whether a prompt leaves room for its answer, and has at most `seq_length` tokens."""
@@ -175,14 +171,20 @@ class _Cutter:
             opening, later = asked, []
         if "user" not in (message["role"] for message in opening):
             raise RowError(row["where"], "a chat without a user turn before the answer")
-        text = document_text(row, self.tokenizer, len(opening), ask=True)
+        where, tokenizer, tools = row["where"], self.tokenizer, row.get("tools")
+        if not tokenizer.chat_template:
+            raise RowError(where, f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template")
+        try:
+            text = chat_text(tokenizer, opening, tools, True, DATA_DAY)
+        except RefusedError as error:
+            raise RowError(where, str(error)) from None
         return Conversation(
-            ids=chat_tokens(text, self.tokenizer),
+            ids=chat_tokens(text, tokenizer),
             messages=opening,
             later=later,
-            tools=row.get("tools"),
+            tools=tools,
             chat=True,
-            where=row["where"],
+            where=where,
             today=DATA_DAY,
         )
 

@@ -24,9 +24,9 @@ import pyarrow.parquet
 from datasets import Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from data import python_sources
-from data.documents import Document, digest_of
+from data.documents import Document, RowError, digest_of
 from data.mixture import PYTHON_SOURCES, SourceError
-from data.rows import KEYS, RowError, content, is_read
+from data.rows import KEYS, content, is_read
 from speculator.chat import from_json
 from speculator.errors import first_line
 from speculator.files import check_input, open_binary, parse_rows, read_json

@@ -19,15 +19,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data.answers import ChatRows, TextRow, chat_rows
-from data.documents import ChatFacts, Document, TokenDocument
+from data.documents import ChatFacts, Document, NothingToLearnError, RowError, TokenDocument
 from data.mixture import SourceError
-from data.rows import NothingToLearnError, RowError, errors_of_row
+from data.rows import errors_of_row
 from data.tally import Tally
 from data.workers import map_in_order
-from speculator.chat import DATA_DAY, Message, RefusedError, chat_text, set_template_variables
-from speculator.errors import UserError, first_line, refuse
+from speculator.chat import Message, set_template_variables
+from speculator.errors import UserError, first_line
 from speculator.files import Json
 from speculator.target.gguf.file import read_config, read_tokenizer
+from speculator.target.loading import causal
 
 _DOCUMENTS_AT_ONCE = 64
 _CHARACTERS_AT_ONCE = 1_000_000
@@ -45,8 +46,7 @@ def load_tokenizer(
         tokenizer = read_tokenizer(name, trust_remote_code, revision)
         tokenizer("a", verbose=False)
         with suppress(OSError, ValueError):  # a folder with a tokenizer alone
-            pair = read_config(name, trust_remote_code, revision=revision).is_encoder_decoder
-            refuse((pair, "only data generate and eval without --server read an encoder-decoder model"))
+            causal(read_config(name, trust_remote_code, revision=revision), name)
     except Exception as error:  # the libraries raise many types for damaged files
         raise UserError(f"can't load the tokenizer of {name!r}: {first_line(error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -179,18 +179,14 @@ def _with_eos(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _completion(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt with its completion and EOS, and the loss mask: 1 after the prompt."""
-    _check_wanted(document)
+    if "label" in document:
+        raise NothingToLearnError(document["where"], 'completions with "label": false')
     prompt, whole = text_tokens([document["prompt"], document["prompt"] + document["completion"]], tokenizer)
     # The model continues the prompt's own tokens, so no token may span the end of the prompt.
     if whole[: len(prompt)] != prompt:
         whole = prompt + text_tokens([document["completion"]], tokenizer, add_special_tokens=False)[0]
     ids = _with_eos(whole, tokenizer)
     return ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt))
-
-
-def _check_wanted(document: Document) -> None:
-    if "label" in document:
-        raise NothingToLearnError(document["where"], 'completions with "label": false')
 
 
 def check_tokens(document: Document, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -211,21 +207,6 @@ def _unpacked(document: Document, tokenizer: PreTrainedTokenizerBase) -> Iterato
     for _, part in groupby(columns, key=lambda column: column[0]):
         _, own, has_loss = zip(*part, strict=True)
         yield list(own), list(has_loss)
-
-
-def document_text(
-    document: Document, tokenizer: PreTrainedTokenizerBase, count: int | None = None, ask: bool = False
-) -> str:
-    """Return the text of the first `count` messages of a chat (None: all); with `ask`, also the generation prompt.
-
-    A RowError is raised if there is no chat template, or if it rejects the messages.
-    """
-    if not tokenizer.chat_template:
-        raise RowError(document["where"], f"a chat, but the tokenizer {tokenizer.name_or_path} has no chat template")
-    try:
-        return chat_text(tokenizer, document["messages"][:count], document.get("tools"), ask, DATA_DAY)
-    except RefusedError as error:
-        raise RowError(document["where"], str(error)) from None
 
 
 def _chats(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:

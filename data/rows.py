@@ -23,8 +23,7 @@ from difflib import get_close_matches
 from itertools import accumulate, chain, compress
 from typing import Any, NamedTuple
 
-from data.documents import Content
-from data.mixture import SourceError
+from data.documents import Content, NothingToLearnError, RowError
 from speculator.chat import (
     THOUGHTS,
     Message,
@@ -82,31 +81,6 @@ _ROLES = {
 MAX_CHARACTERS = 2_000_000
 """Largest length of a row; its tokens need about a hundred times the memory."""
 _MAX_MESSAGES = 1000
-
-
-class RowError(SourceError):
-    """A bad row in a source whose other rows may be good.
-
-    Args:
-        where: file and line.
-        fault: what is wrong with the row.
-        kind: the fault without this row's own values, for counting (default: `fault`).
-    """
-
-    def __init__(self, where: str, fault: str, kind: str | None = None):
-        super().__init__(f"{where}: {fault}")
-        self.kind = kind or fault
-        self._arguments = where, fault, kind
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RowError, self._arguments
-
-
-class NothingToLearnError(RowError):
-    """A row whose own marks, as "weight": 0, leave nothing to train on. It is skipped and not counted as a bad row."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NothingToLearnError, self._arguments
 
 
 @contextmanager
@@ -365,10 +339,6 @@ def _from_pair(given: dict[str, Json], where: str) -> Content:
     return {"prompt": prompt, "completion": completion}
 
 
-def _from_text(given: dict[str, Json], where: str) -> Content:
-    return {"text": _texts(given, where, "text")[0]}
-
-
 def _texts(given: dict[str, Json], where: str, *keys: str) -> list[str]:
     """Return the values of keys that must exist; raise a RowError if one is no valid text, or all are too long."""
     texts = [_text(given[key], where, f'"{key}"') for key in keys]
@@ -441,7 +411,9 @@ FORMATS = [
     Format('"completion" as messages', ("prompt", *_CHAT), _is_chat_pair, read=_from_chat_pair),
     Format('"instruction" and "output"', (*_ALPACA, *_CHAT), _is_alpaca, read=_from_alpaca),
     Format('"prompt" and "completion"', ("prompt", *_CHAT), _has("prompt", "completion"), read=_from_pair),
-    Format('"text"', ("text", *_WEIGHTS), _has("text"), read=_from_text),
+    Format(
+        '"text"', ("text", *_WEIGHTS), _has("text"), read=lambda given, where: {"text": _texts(given, where, "text")[0]}
+    ),
 ]
 """The formats, in the order in which they are tried."""
 KEYS = tuple(dict.fromkeys((*(key for known in FORMATS for key in known.keys), *_SYNONYMS)))

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from data.documents import ChatFacts
+from data.documents import ChatFacts, NothingToLearnError, RowError
 from data.mixture import SourceError
-from data.rows import NothingToLearnError, RowError
 from speculator.files import JsonObject
 from speculator.terminal import log
 
@@ -28,7 +27,6 @@ class Tally:
     Attributes:
         max_share: largest accepted share of bad rows; 0 raises the first one.
         rows: number of rows read, including bad ones and those whose use is not yet known.
-        used: number of rows that were used.
         skipped: number of rows that were left out although nothing is wrong with them, by reason.
         kinds: number of bad rows by what is wrong with them.
         first: messages of the first few bad rows.
@@ -66,7 +64,6 @@ class Tally:
         return cls(**{**record, **counts, "max_share": max_share})
 
     def record(self) -> JsonObject:
-        """Return the counts as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "max_share"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
@@ -76,7 +73,6 @@ class Tally:
 
     @property
     def copies(self) -> int:
-        """Number of rows that were skipped as exact copies of others."""
         return self.skipped[COPY]
 
     def add(self, error: RowError) -> None:

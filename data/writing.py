@@ -23,7 +23,6 @@ class Writing:
     Attributes:
         samplings: temperature and filters, each for an equal share of the rows; their seeds are ignored.
         max_new_tokens: largest number of new tokens. An answer also ends with EOS, which it keeps, or with the context.
-        seed: seed of the first row.
         ends: stop tokens and strings (default: the target's EOS).
     """
 

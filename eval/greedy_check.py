@@ -14,7 +14,7 @@ from torch import Tensor
 from eval.checks import Check
 from eval.metrics import drafted_share
 from eval.recording import RecordingEngine
-from eval.timing import as_loaded, inputs
+from eval.timing import as_loaded
 from speculator import Drafter, Target, generate
 from speculator.decoding.request import Generation
 from speculator.decoding.scheduler import common_prefix
@@ -31,11 +31,12 @@ def transformers_greedy(
     difference to the logits of the same sequence processed `width` tokens at a time, at least the precision of the
     largest logit.
     """
-    given = inputs(target, [prompt])
-    # With an encoder the prompt is its source, and transformers continues the decoder's first tokens.
-    source = {"input_ids": given["input_ids"]} if target.encoder else {}
-    name = "decoder_input_ids" if target.encoder else "input_ids"
-    start = given["decoder_input_ids"] if target.encoder else given["input_ids"]
+    given = target.generate_inputs([prompt])
+    # If the prompt is a source, transformers continues the decoder's start tokens.
+    name, source = "input_ids", {}
+    if not target.continues:
+        name, source = "decoder_input_ids", {"input_ids": given["input_ids"]}
+    start = given[name]
     eos = sorted(target.eos_token_ids) or None  # `as_loaded` drops the generation config
     with as_loaded(target):
         output = target.model.generate(
@@ -79,7 +80,6 @@ def compare_completions(
     """Check that completions are identical, except after ties that rounding may break.
 
     Args:
-        name: name of the check.
         completions, references: tokens of each completion, and of what it should be.
         reference_gaps: difference of the two largest logits at each token of a reference; above temperature 0 of the
             two best scores (`Noise.scores`).

@@ -17,11 +17,11 @@ from functools import partial
 from itertools import accumulate, product
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
+from data.writers.server import TextOnly
 from eval.load import Answer, Asking
 from eval.served import PART, SERVED, Level, Served, figures, table, with_totals
 from eval.suites import Suite, check_names, first_turns, sampling_of
@@ -100,7 +100,7 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             log(f"{server.url} serves {', '.join(each.id for each in models)}: measuring {model.id}")
         llama_cpp = model.owned_by == "llamacpp"
         context = getattr(model, "max_model_len", None) or sys.maxsize
-        known: Any = SimpleNamespace(tokenizer=tokenizer, name=arguments.target, context_length=context, encoder=None)
+        known = TextOnly(tokenizer=tokenizer, name=arguments.target, context_length=context)
         pairs = product(arguments.temperature or [0.0, 1.0], arguments.clients or [_CLIENTS])
         loads = sorted(pairs, key=itemgetter(1))  # so no load's prompts depend on those with more clients
         busy = bool(arguments.clients and not arguments.rate)  # all clients, until the last answer

@@ -16,16 +16,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from data.documents import RowError
 from data.mixture import PYTHON_SOURCES, Mixture, mixture_of
 from data.prompts import Cut, PromptLimits, conversations
 from data.readers import is_recorded, raw_rows
-from data.rows import RowError, content, errors_of_row
+from data.rows import content, errors_of_row
 from data.tally import Tally
 from speculator.chat import DATA_DAY
 from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse, refuse_below
 from speculator.prompts import KEYS, Conversation, log_first_turns, prompt_of, up_to_question
-from speculator.target.model import Target
+from speculator.target.base import PromptTarget
 
 FILTERS = ("top_k", "top_p", "min_p")
 _SHUFFLED = 10_000  # first rows of a source, out of which a suite takes some
@@ -76,7 +77,7 @@ class Suite:
 
 def load_suite(
     source: str,
-    target: Target,
+    target: PromptTarget,
     *,
     prompt_tokens: int,
     max_prompts: int,
@@ -100,20 +101,20 @@ def load_suite(
     """
     if not source:
         raise UserError("--suite is empty; give a .jsonl or .txt file, a hub dataset or python-sources")
-    # `limits` leave room for the answers of a decoder. With an encoder they are limits of what the encoder reads.
-    if target.encoder and (start := len(target.encoder.prefix)) + max_new_tokens > target.context_length:
+    # `limits` leave room for the answers, unless prompts are sources.
+    if (start := len(target.start)) and start + max_new_tokens > target.context_length:
         raise UserError(
             f"prompts of {start} tokens and {max_new_tokens} new ones do not fit {target.name}, which has a context of "
             f"{target.context_length}"
         )
     tokenizer, limits = target.tokenizer, PromptLimits.of(target, max_new_tokens)
-    if (raw or target.encoder) and tokenizer.chat_template is not None:
+    if (raw or not target.continues) and tokenizer.chat_template is not None:
         tokenizer = copy(tokenizer)
         tokenizer.chat_template = None
 
     def of_documents() -> Suite:
         suite = held_out(source, tokenizer, prompt_tokens, max_prompts, limits, split)
-        return replace(suite, ends=suite.ends or target.encoder is not None)
+        return replace(suite, ends=suite.ends or not target.continues)
 
     if source == PYTHON_SOURCES or _is_document(source):
         return of_documents()
@@ -135,14 +136,14 @@ def load_suite(
     tally.take(len(taken), left_out, "--max_prompts")
     refuse((not taken, f"--suite {source}: no usable row in it; the first fault is {[*tally.first, 'none'][0]}"))
     tally.warn(f"--suite {source}")
-    turns = target.encoder and any(conversation.later for conversation in taken)
+    turns = not target.continues and any(conversation.later for conversation in taken)
     refuse((turns, f"--suite {source}: {target.name} answers one prompt, not the turns of a conversation"))
     return Suite(
         name=_name(source),
         prompts=[conversation.ids for conversation in taken],
         conversations=taken,
         left_out=left_out,
-        ends=target.encoder is not None,
+        ends=not target.continues,
     )
 
 
@@ -299,7 +300,7 @@ def from_text(
 
 
 def suite_of(
-    arguments: argparse.Namespace, source: str, target: Target, raw: bool = False, split: str = "held-out"
+    arguments: argparse.Namespace, source: str, target: PromptTarget, raw: bool = False, split: str = "held-out"
 ) -> Suite:
     """Return the suite `source`, as `load_suite` does, with the sizes in the flags of a command."""
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "max_prompts", "max_new_tokens")}
@@ -307,7 +308,7 @@ def suite_of(
 
 
 def first_turns(
-    arguments: argparse.Namespace, source: str, target: Target, raw: bool = False, split: str = "held-out"
+    arguments: argparse.Namespace, source: str, target: PromptTarget, raw: bool = False, split: str = "held-out"
 ) -> Suite:
     """Return a suite as `suite_of` does, for a command that asks first turns only, and say how many it leaves out."""
     suite = suite_of(arguments, source, target, raw, split)

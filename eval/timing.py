@@ -7,14 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from speculator.decoding.engine import Engine, generate
@@ -27,9 +24,6 @@ from speculator.kernels.cuda_graphs import capturable
 from speculator.target.attention.attention import using_attention
 from speculator.target.model import Target
 
-if TYPE_CHECKING:
-    from typing_extensions import Required
-
 Engines = dict[tuple[int, Drafter | None, str | None], Engine]
 """Engines that keep their CUDA graphs, by batch size, drafter and rule."""
 
@@ -39,8 +33,6 @@ class Decoded:
     """One batch, decoded by one decoder.
 
     Attributes:
-        tokens: new tokens of each prompt.
-        prefill_tokens: number of tokens that the prefill sampled.
         prefill_seconds: time to the first token.
         decode_seconds: time of all other tokens.
         prompt_lengths: in tokens.
@@ -115,7 +107,6 @@ def time_ours(
     A run that captured a graph is repeated, see `without_captures`.
 
     Args:
-        drafter: None: plain decoding.
         count: the most new tokens of a prompt.
         engines: engines with CUDA graphs, kept for the next batches; a new one with graphs is added.
         rule: accept rule (default: the drafter's own).
@@ -175,31 +166,6 @@ def as_loaded(target: Target) -> Iterator[None]:
         target.model.generation_config = settings
 
 
-class GenerateInputs(TypedDict, total=False):
-    """Arguments of transformers' generate; with an encoder `input_ids` are its sources."""
-
-    input_ids: Required[Tensor]
-    attention_mask: Required[Tensor]
-    decoder_input_ids: Tensor
-    decoder_start_token_id: int
-    past_key_values: EncoderDecoderCache
-
-
-def inputs(target: Target, prompts: Sequence[Sequence[int]]) -> GenerateInputs:
-    """Return prompts, padded with token 0, as transformers' generate takes them; with an encoder they are sources."""
-    rows = [torch.tensor(prompt, device=target.device) for prompt in prompts]
-    # On the left, as transformers wants it: all rows then sample at the last column. Encoders sample nothing.
-    pad = partial(pad_sequence, batch_first=True, padding_side="right" if target.encoder else "left")
-    given: GenerateInputs = {"input_ids": pad(rows), "attention_mask": pad([torch.ones_like(row) for row in rows])}
-    if not target.encoder:
-        return given
-    start = target.encoder.prefix
-    # Left to itself, it makes a cache with as many layers as T5's encoder has.
-    cache = EncoderDecoderCache(DynamicCache(config=target.config), DynamicCache())
-    text = torch.tensor([start] * len(rows), device=target.device)
-    return {**given, "decoder_input_ids": text, "decoder_start_token_id": start[0], "past_key_values": cache}
-
-
 def time_transformers(
     target: Target,
     prompts: list[list[int]],
@@ -216,7 +182,7 @@ def time_transformers(
         stop_at: tokens that end a completion.
         kwargs: further arguments of `generate`, such as an assistant model.
     """
-    given = inputs(target, prompts)
+    given = target.generate_inputs(prompts)
     width = given.get("decoder_input_ids", given["input_ids"]).shape[1]
     if "cache_implementation" in kwargs:
         given.pop("past_key_values", None)

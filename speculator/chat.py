@@ -431,8 +431,6 @@ def text_after_answer(tokenizer: PreTrainedTokenizerBase, template: str, with_to
     """Return the text that a template writes after a chat's last answer, and that between an answer and a user turn.
 
     Args:
-        tokenizer: the target's tokenizer.
-        template: chat template.
         with_tools: derive it from a chat with a tool, which some templates need.
 
     Both are empty for a template that rejects such chats, or does not write the turns as they are.
@@ -498,8 +496,6 @@ def answer_message(
     """Parse an answer into the message that a chat template takes as history: content, reasoning and tool calls.
 
     Args:
-        tokenizer: the target's tokenizer.
-        prompt: token ids before the answer.
         answer: token ids of the answer, which may be cut off.
         tools: those of the chat, whose schemas give the arguments of calls their types.
 

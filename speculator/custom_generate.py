@@ -39,8 +39,8 @@ from speculator.kernels.fused_norms import fuse_norms, restore_norms
 from speculator.kernels.linear import pack_linears, unpack_linears
 from speculator.target.attention.attention import ATTENTION, original_attention, set_attention
 from speculator.target.encoder import positions
-from speculator.target.encoder.encoder import Encoded, Text
 from speculator.target.model import Target
+from speculator.target.text import Encoded, Text
 
 # In the order in which `Sampling` applies them, with its name for each.
 _WARPERS = {
@@ -90,7 +90,11 @@ def speculative(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor:  # [B, S + new]
-        _refuse_other_modes(generation_config)
+        mode = generation_config.get_generation_mode()
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise UserError(f"speculative decoding does not support {mode.value.replace('_', ' ')}")
+        if generation_config.return_dict_in_generate:
+            raise UserError("speculative decoding returns token ids only, so not with return_dict_in_generate=True")
         sampling = _sampling(logits_processor, generation_config)
         eos, stop_strings, max_length = _ends(stopping_criteria)
         sources = _sources(model_kwargs)
@@ -202,14 +206,6 @@ class _BorrowedModel:
                     self._head, self._target, tuning, temperatures=[sampling.temperature], batch_size=rows
                 )
         return self._drafters[key]
-
-
-def _refuse_other_modes(config: GenerationConfig) -> None:
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise UserError(f"speculative decoding does not support {mode.value.replace('_', ' ')}")
-    if config.return_dict_in_generate:
-        raise UserError("speculative decoding returns token ids only, so not with return_dict_in_generate=True")
 
 
 def _sampling(processors: LogitsProcessorList, config: GenerationConfig) -> Sampling:

@@ -33,7 +33,7 @@ from speculator.chat import (
 )
 from speculator.errors import UserError, check_text, refuse
 from speculator.files import Json, read_rows
-from speculator.target.encoder.encoder import source_of
+from speculator.target.text import source_of
 from speculator.terminal import log
 
 KEYS = {
@@ -51,17 +51,15 @@ class Conversation:
     """A text to continue or a chat, up to where the next answer begins, and what follows that answer.
 
     Attributes:
-        ids: token ids up to the next answer, once they are known; a `Text` also has what an encoder reads for it.
+        ids: token ids up to the next answer, once they are known; a `Text` also has a source.
         messages: messages up to the next answer; for text to continue, a single one; [] if only the tokens are known.
         later: messages after each answer. If the first of them is the assistant's, with tool calls, it replaces the
             answer in the history, because the tool results after it belong to it.
-        tools: tools for the chat template.
         chat: apply the chat template; otherwise the texts are joined by blank lines and continued.
         completion: without a template too the answer ends by itself, as a completion; a part of a text just continues.
         category: the row's category, or "".
         where: name of the row, such as "FILE:LINE", with which error messages begin.
         today: date for the chat template; None: now.
-        variables: variables of the chat template.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -115,7 +113,6 @@ class Conversation:
         """Return the conversation after an answer, with token ids up to where the next answer begins.
 
         Args:
-            tokenizer: the target's tokenizer.
             answer: token ids of the answer; of a text to continue, without the EOS token.
             asked: messages that follow the answer (default: the first of `later`).
 

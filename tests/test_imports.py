@@ -4,13 +4,6 @@ import grimp
 from networkx import DiGraph, strongly_connected_components
 
 PACKAGES = ("speculator", "data", "eval", "train")
-CIRCLES = {
-    "data.documents data.rows",
-    "speculator.target.attention.attention speculator.target.attention.write speculator.target.cache.cross_memory "
-    "speculator.target.cache.kv_cache speculator.target.encoder.encoder",
-    "speculator.target.in_process speculator.target.model speculator.target.probe",
-}
-"""Modules that know each other's types; the list may only shrink."""
 
 
 def test_neither_modules_nor_folders_import_each_other_in_a_circle():
@@ -22,8 +15,8 @@ def test_neither_modules_nor_folders_import_each_other_in_a_circle():
     assert not {package: imports for package, imports in circles.items() if imports}
 
 
-def test_no_further_modules_know_each_others_types():
+def test_no_modules_know_each_others_types():
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     links = ((module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module))
     circles = strongly_connected_components(DiGraph(links))
-    assert {" ".join(sorted(circle)) for circle in circles if len(circle) > 1} == CIRCLES
+    assert not [sorted(circle) for circle in circles if len(circle) > 1]

@@ -10,6 +10,7 @@ from datasets import Dataset
 from data.cli.generate import _prompts
 from data.mixture import mixture_of
 from data.prompts import Cut, PromptLimits, conversations
+from data.writers.server import TextOnly
 from eval.suites import from_text, load_suite
 from speculator.errors import UserError
 from speculator.prompts import for_template, read_prompts
@@ -81,22 +82,13 @@ KINDS = {
 }
 
 
-class Model:
-    """The attributes of a target that a suite needs."""
-
-    name, context_length, encoder = "tiny", 128, None
-
-    def __init__(self, template: str | None):
-        self.tokenizer = tiny_tokenizer()
-        self.tokenizer.chat_template = template
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["chat", "bare"])
 def test_every_command_asks_what_a_row_says(tmp_path, kind, template):
     row, *expected = KINDS[kind]
-    model, limits = Model(template), PromptLimits("tiny", 128, 16)
-    tokenizer = model.tokenizer
+    tokenizer, limits = tiny_tokenizer(), PromptLimits("tiny", 128, 16)
+    tokenizer.chat_template = template
+    model = TextOnly(name="tiny", tokenizer=tokenizer, context_length=128)
     lines, values, table = (tmp_path / f"rows{suffix}" for suffix in (".jsonl", ".json", ".parquet"))
     lines.write_text(json.dumps(row))
     values.write_text(json.dumps([row]))

@@ -31,7 +31,6 @@ from speculator.heads import Speculator
 from speculator.report import read_report
 from speculator.target.base import TrainingTarget
 from speculator.target.model import Target
-from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log, phase, quiet_libraries, working
 from train import interrupts, processes
 from train.checkpoint import reporting_full_disk
@@ -152,7 +151,7 @@ def run(asked: RunConfig) -> None:
     # A launcher may start fewer processes than it was asked for.
     announce(config, _LOAD, f" on {state.num_processes} process{'es' if state.num_processes > 1 else ''}")
     target = load_target(settled)
-    with closing(target) if isinstance(target, ServerTarget) else nullcontext():
+    with closing(target):
         announce(config, _PREPARE)
         inputs = read_inputs(plan, target)
         if state.is_main_process:

@@ -79,7 +79,6 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
     Raises a UserError if the settings are wrong, or a server does not answer as the run needs.
     """
     from speculator.target.probe import context_length
-    from speculator.target.remote.server_target import ServerTarget
     from train.door.gpus import Place
     from train.door.settle import settle
     from train.text.inputs import load_target, needed_of_server
@@ -95,8 +94,7 @@ def print_line(config: RunConfig, check: bool, storage: str, more: Sequence[str]
         return
     refuse((not config.target.server, "--check needs --target.server URL"))
     target = load_target(run)
-    assert isinstance(target, ServerTarget)
     with closing(target):
         target.check(aux_layers, longest)
-    for url in target.urls:
+    for url in config.target.server:
         print(f"{url}: serves {target.name}, with layers {' '.join(map(str, layers))} of texts of {longest} tokens")

@@ -103,7 +103,6 @@ def view(parser: OneLineParser) -> None:
 
 
 def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the flag `--max_bad_rows` of the commands that read sources."""
     parser.add_argument(
         "--max_bad_rows",
         type=float,
@@ -113,7 +112,6 @@ def add_max_bad_rows(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
 
 
 def add_raw(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the flag `--raw` of the commands that read sources."""
     what = "never apply the chat template: prompts and completions stay text"
     parser.add_argument("--raw", action="store_true", help=what)
 

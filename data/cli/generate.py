@@ -22,12 +22,10 @@ from data.writers.engine import BATCH_SIZE
 from data.writers.server import TextOnly
 from data.writing import Writing
 from speculator.chat import DATA_DAY, thinks
-from speculator.checkpoints.loading import load_drafter
 from speculator.cli import model_flags
 from speculator.decoding.sampling import Sampling
-from speculator.drafters import Drafter
 from speculator.errors import check_text, printable, refuse
-from speculator.files import check_output_folder
+from speculator.files import JsonObject, check_output_folder
 from speculator.prompts import Conversation, for_template, read_prompts
 from speculator.target.gguf.file import read_config
 from speculator.target.model import Target
@@ -50,8 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
     target: Target | ServerTarget | TextOnly
     if arguments.server is None:
         target = model_flags.load_target(arguments)
-        refuse((target.encoder and own, f"--sources {SELF}: {target.name} needs prompts"))
-        if arguments.raw or target.encoder:  # a source is the prompt as it is
+        refuse((own and not target.continues, f"--sources {SELF}: {target.name} needs prompts"))
+        if arguments.raw or not target.continues:  # a source is the prompt as it is
             target.tokenizer.chat_template = None
     elif own:  # whose manifest has the model's fingerprint
         where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
@@ -60,28 +58,17 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         tokenizer, context = tokenizer_of(arguments), _context_length(arguments)
         target = TextOnly(name=served, tokenizer=tokenizer, context_length=context, urls=arguments.server)
-    batch_size = arguments.batch_size or BATCH_SIZE
-
-    def draft(target: Target) -> Drafter | None:
-        if not arguments.speculator:
-            return None
-        return load_drafter(
-            arguments.speculator,
-            target,
-            num_speculative_tokens=arguments.num_speculative_tokens or 0,
-            temperatures=[each.temperature for each in arguments.samplings],
-            batch_size=batch_size,
-            revision=arguments.speculator_revision,
-        )
-
-    writer = writer_of(target, batch_size, draft, concurrency=arguments.batch_size)
+    head: JsonObject = {}
+    if arguments.speculator:
+        head = {"folder": arguments.speculator, "revision": arguments.speculator_revision}
+        head["num_speculative_tokens"] = arguments.num_speculative_tokens or 0
+        head["temperatures"] = [each.temperature for each in arguments.samplings]
+    writer = writer_of(target, arguments.batch_size or BATCH_SIZE, arguments.batch_size, **head)
     writing = _writing(arguments, target.tokenizer, target.context_length)
     if own and not isinstance(target, TextOnly):
         self_rows(target, writer, arguments.output, arguments.asking, writing)
     else:
-        limits = PromptLimits(target.name, target.context_length, writing.max_new_tokens)
-        if isinstance(target, Target):  # which may have an encoder
-            limits = PromptLimits.of(target, writing.max_new_tokens)
+        limits = PromptLimits.of(target, writing.max_new_tokens)
         writer.write(_prompts(arguments, target.tokenizer, limits), arguments.output, writing)
     if processes.is_main_process:
         warn_of_cut_answers(arguments.output, "--max_new_tokens")

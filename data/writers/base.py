@@ -20,7 +20,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.drafters import Drafter
 from speculator.files import JsonObject
 from speculator.prompts import Conversation
-from speculator.target.encoder.encoder import source_of
+from speculator.target.text import source_of
 from speculator.terminal import log
 
 
@@ -61,9 +61,7 @@ class Writer(ABC):
 
     Attributes:
         name: the target's, for messages and manifests.
-        tokenizer: the target's.
         context_length: largest number of tokens of a prompt with its answer.
-        batch_size: rows answered together.
         drafter: proposes tokens to the target; None: plain decoding, or servers that have their own.
         record: further settings for manifests.
         batch_slots: rows of a batch, as a multiple of `batch_size`.
@@ -97,7 +95,6 @@ class Writer(ABC):
             prompts: prompts, and conversations of which every answer is written, each after the answers before it.
             folder: the output, shared by all processes.
             max_prompt_tokens: a conversation ends when it is longer (default: when no answer fits the context).
-            title: title of the progress bar.
             may_be_empty: return no row, instead of an error, if no prompt can be answered.
 
         Returns:

@@ -35,10 +35,8 @@ class EngineWriter(Writer):
     """Answers with the target in this process.
 
     Args:
-        target: the model.
         drafter: proposes tokens; None: plain decoding. An adaptive one uses the step costs that a folder records, so
             that a resumed run drafts as it began.
-        batch_size: rows decoded together.
     """
 
     batch_slots = 4  # within a batch a new row takes the slot of a finished one

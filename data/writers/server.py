@@ -26,6 +26,7 @@ from speculator.decoding.sampling import Sampling
 from speculator.errors import UserError, refuse
 from speculator.files import JsonObject
 from speculator.prompts import Conversation
+from speculator.target.base import PromptTarget
 from speculator.target.remote.server_target import ServerTarget
 from speculator.terminal import log
 
@@ -43,7 +44,7 @@ _WARM = 0.5  # from this temperature on, two seeds should give different texts
 
 
 @dataclass(kw_only=True)
-class TextOnly:
+class TextOnly(PromptTarget):
     """A target that servers run, of which only the tokenizer is here.
 
     Attributes:
@@ -54,7 +55,7 @@ class TextOnly:
     name: str
     tokenizer: PreTrainedTokenizerBase
     context_length: int
-    urls: Sequence[str]
+    urls: Sequence[str] = ()
 
 
 class ServerWriter(Writer):
@@ -214,8 +215,6 @@ class _TextServer(Connection):
     Args:
         base: its URL without /v1.
         target: the model's name, see `TextOnly`.
-        tokenizer: the target's.
-        writing: sampling and length of the completions.
 
     Attributes:
         model: name of the model that it is asked for, once `probe` has asked the server.

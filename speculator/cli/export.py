@@ -20,6 +20,7 @@ from speculator.drafters.tuning import TUNED
 from speculator.errors import first_line, refuse
 from speculator.files import read_json
 from speculator.heads.base import SpeculatorConfig
+from speculator.target.loading import causal
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -81,8 +82,7 @@ def check_base(config: SpeculatorConfig) -> tuple[str, bool | None]:
         refuse((Path(name).is_dir() and not own_code, f"{name}: {fault}"))
         why = "which comes with code of its own" if own_code else "not on this machine"
         return f"base model: {name}, {why}, so its sizes were not checked", None
-    refuse((base.is_encoder_decoder, f"{name} is an encoder-decoder model, for which no head is trained"))
-    text = base.get_text_config()
+    text = causal(base, name).get_text_config()
     vocab, hidden = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     refuse(
         (vocab is None or hidden is None, f"{name}: its config.json has no vocab_size or no hidden_size"),

@@ -102,7 +102,7 @@ def _continue(submit: Submit, engine: Engine, rows: Rows, arguments: argparse.Na
     tokenizer = engine.target.tokenizer
     # All of them, before the first is decoded.
     ids = check_prompts(engine.target, [prompt.tokens(tokenizer) for _, prompt in rows])
-    continues = [not prompt.chat and not engine.target.encoder for _, prompt in rows]
+    continues = [not prompt.chat and engine.target.continues for _, prompt in rows]
     leads = [prompt.text if shown else "" for (_, prompt), shown in zip(rows, continues, strict=True)]
     contexts = [tokens if shown else () for tokens, shown in zip(ids, continues, strict=True)]
     requests: list[Request] = []

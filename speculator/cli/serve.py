@@ -48,8 +48,10 @@ def run(arguments: argparse.Namespace) -> None:
     log(f"loading {arguments.target}")
     target = model_flags.load_target(arguments)
     slots = arguments.max_num_seqs
-    if arguments.max_model_len:
-        limit_tokens(target, arguments.max_model_len)
+    if most := arguments.max_model_len:
+        context = target.context_length
+        refuse((most > context, f"--max_model_len: the context of {target.name} is {context} tokens"))
+        target.limit(most)
     # A fixed n-gram draft may search other requests only if the text does not depend on the draft.
     memory = 0 if arguments.ngram and not model_flags.coupled(arguments) else MEMORY
     make_drafter = partial(model_flags.drafter, target=target, temperatures=[0.0, 1.0], batch_size=slots, memory=memory)
@@ -129,21 +131,10 @@ def leave_a_core() -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
-def limit_tokens(target: Target, most: int) -> None:
-    """Limit a prompt with its answer, and an encoder's source, to `most` tokens; UserError: the context is shorter."""
-    context = target.context_length
-    refuse((most > context, f"--max_model_len: the context of {target.name} is {context} tokens"))
-    target.context_length = most
-    if target.encoder:
-        target.encoder.longest = min(target.encoder.longest, most)
-
-
 def _memory(target: Target, slots: int) -> str:
     """Return the KV cache's largest size in words, sources included, with a warning if the GPU may not hold it."""
     cache, longest = target.cache(1, 1), target.context_length
-    size = slots * cache.bytes_per_token * longest
-    if cache.cross and target.encoder:
-        size += slots * cache.cross.bytes_per_token * target.encoder.longest
+    size = slots * (cache.bytes_per_token * longest + cache.cross.bytes_per_token * target.room(0)[0])
     weights = sum(weight.nbytes for weight in target.model.parameters())
     line = f"weights of {gigabytes(weights)} GB in {dtype_name(target.dtype)}"
     if target.dtype == torch.float32 and target.device.type == "cpu" and bfloat16_pays():

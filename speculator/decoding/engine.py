@@ -197,7 +197,6 @@ class Engine:
         return bool(self.waiting) or any(slot.request for slot in self.scheduler.slots)
 
     def run(self) -> None:
-        """Step until all requests have finished."""
         while self.step():
             pass
 
@@ -244,7 +243,10 @@ class Engine:
                 if batch := self.schedule():
                     report, kept = self.forward(batch)
                     self.process(batch, report, kept)
-                    self._observe(time.perf_counter() - started)
+                    seconds = time.perf_counter() - started
+                    self.decode_seconds += seconds
+                    if self.drafter:
+                        self.drafter.observe(seconds)
             except BaseException:  # an interrupt, or an error in `on_step`: the device may be ahead of the texts
                 self.rows.read_again()
                 raise
@@ -316,12 +318,6 @@ class Engine:
             elif not finite:
                 self._fail(i, request)
 
-    def _observe(self, seconds: float) -> None:
-        """Count the seconds of a step without its prefill."""
-        self.decode_seconds += seconds
-        if self.drafter:
-            self.drafter.observe(seconds)
-
     # ---- its device work, which a CUDA graph can replay
 
     def decode_batch(self, batch: Batch) -> tuple[Tensor, Tensor | None]:  # `Verified.report` and `kept`
@@ -339,7 +335,6 @@ class Engine:
         verified = self.verify(batch, draft, noise)
         # x_0 .. x_n stay in the cache. The next token is pending now.
         self.commit(batch, verified)
-        self.update_memory(batch, verified)
         return verified.report, verified.kept
 
     @property
@@ -440,11 +435,9 @@ class Engine:
         return last, next_token, chosen if finite is None else chosen & finite
 
     def commit(self, batch: Batch, verified: Verified) -> None:
-        """Keep the pending token and the accepted tokens in the cache; the step's next token becomes pending."""
+        """Keep the pending token and the accepted tokens in cache and memory; the step's next token becomes pending."""
         self.cache.commit(verified.counts)  # rejected positions become free; nothing is copied
         batch.pending.copy_(verified.next_token)
-
-    def update_memory(self, batch: Batch, verified: Verified) -> None:
         self.rows.memory.commit(verified.tokens, verified.hidden, verified.counts)
 
     # ---- host work of a step

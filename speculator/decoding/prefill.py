@@ -22,7 +22,6 @@ class Chunk:
     """Prompt tokens that one forward pass processes, of neighbouring rows.
 
     Attributes:
-        start: the first row.
         sequences: each row's prompt; of a preempted request, its completion too.
         begins: tokens of each sequence that are in the cache.
         counts: tokens of each sequence in the chunk.

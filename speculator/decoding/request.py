@@ -17,8 +17,8 @@ from speculator.decoding.logprobs import TokenLogprobs
 from speculator.decoding.sampling import Sampling
 from speculator.decoding.streaming import MAX_CONTEXT, decode, decode_after, last
 from speculator.errors import UserError
-from speculator.target.encoder.encoder import Text, source_of
 from speculator.target.model import Target
+from speculator.target.text import Text, source_of
 
 
 class StopStrings:
@@ -53,10 +53,7 @@ class StopStrings:
         None if none does. The text is decoded once, unless there is a stop string in it.
 
         Args:
-            sequence: prompt and completion.
-            start: number of the prompt's tokens.
             new: number of the newest tokens, before which no stop string was complete.
-            min_tokens: see the class.
         """
         count = len(sequence)
         if not new or count - start <= min_tokens or not self._ends(sequence, start, count, new, min_tokens):
@@ -98,18 +95,14 @@ class Request:
     """A prompt and its completion.
 
     Attributes:
-        prompt: token ids that the completion continues, with the source that an encoder reads for them.
+        prompt: token ids that the completion continues, with their source if they have one.
         sampling: temperature, filters and the seed of the request.
-        max_new_tokens: limit of the completion.
         limit_reason: finish reason if the limit is reached: "length" or "context".
-        eos: tokens that end the completion.
-        stop: stop strings.
         on_step: called with (new tokens, how many of them were drafted) after every step, prefill included, and with
             ([], 0) if the request fails.
         logprobs: number of alternatives in `token_logprobs`; None: no log-probabilities.
         min_tokens: tokens before the completion may end.
         suppressed: token ids that may not be sampled among the first `min_tokens` new tokens.
-        sequence: prompt and new tokens.
         steps: verification steps, prefill excluded.
         token_logprobs: log-probabilities of the new tokens, if requested.
         finish_reason: "eos", "stop", "length", "context", "cancelled", "memory" (there is too little), "not_finite"
@@ -164,7 +157,6 @@ class Request:
         )
 
     def check(self) -> None:
-        """Raise a UserError if the request has failed."""
         if self.failure:
             raise UserError(self.failure)
 
@@ -359,10 +351,8 @@ def check_prompts(target: Target, prompts: Sequence[Sequence[int]] | Tensor) -> 
             raise UserError(
                 f"prompt {number}: {target.name} has no token {token!s:.40}, only 0..{target.vocab_size - 1}"
             )
-        longest = target.context_length - 1
-        if target.encoder and not isinstance(prompt, Text):  # it is a source
-            longest = target.encoder.longest
-        if len(prompt) > longest:
+        context, room = (target.context_length, 1) if isinstance(prompt, Text) else target.room(1)
+        if len(prompt) > (longest := context - room):
             raise TooLongError(number, len(prompt), longest, target.name)
     return [target.text(prompt) for prompt in lists]
 

@@ -52,7 +52,6 @@ class Batch:
         requests: requests of the decoding rows, in order. In a captured step, idle rows may follow the decoding ones.
         pending: [R] newest token of each row: sampled, not yet read by the target.
         active: [R] False for idle rows.
-        sampling: temperature and filters of each row.
         num_logprobs: number of likeliest tokens to report with their log-probabilities; None: report none.
         sequences: tokens of each row, the pending one last; empty for idle rows.
         suppressed: tokens that may not be sampled yet; None if no row has any.
@@ -71,15 +70,11 @@ class Rows:
     """The rows of an engine, in the target's KV cache and in the drafter's memory: assigned, moved, grown, selected.
 
     Args:
-        target: the model that verifies.
-        drafter: proposes tokens; None: plain decoding.
-        slots: number of rows.
         capacity: tokens of a sequence for which every row has room from the start.
         capture: replay steps as CUDA graphs where target, drafter and device allow it.
         work: device work of a step, called with the arguments of `run`.
 
     Attributes:
-        scheduler: the slots, in the order of the rows.
         cache: the target's keys and values, from the first admission on.
         drafter: the drafter; from the first admission on, a copy whose memory has these rows.
         pending: [slots] newest token of each decoding row.

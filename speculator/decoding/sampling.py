@@ -73,7 +73,6 @@ class RowSampling:
 
     Attributes:
         greedy: every row is at temperature 0, so the likeliest token is taken and no distribution is computed.
-        some_greedy: some row is.
         kind: what the host branches on, such as whether any row has top-p. Settings of one kind run the same kernels
             and differ in their tensors only.
     """
@@ -152,7 +151,6 @@ class Noise:
     """The random numbers of one step, functions of (seed, position): no draft and no batch-mate changes them.
 
     Args:
-        sampling: settings of the rows.
         positions: [B] position of the next token in each sequence.
         size: V, size of the vocabulary.
         depth: length of the longest path that is drafted.
@@ -248,7 +246,6 @@ class Noise:
 
         Args:
             logits: the target's, one position per row of `blocks`.
-            blocks: indices of the rows in the batch.
             depth: the position's distance from the pending token; 0 samples the token after it.
         """
         tokens = []
@@ -266,7 +263,6 @@ class Suppressed:
     """Tokens that may not be sampled yet, in tensors that captured steps read in place.
 
     Args:
-        rows: number of rows.
         size: V, size of the vocabulary.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from speculator.decoding.request import Request
-from speculator.target.encoder.encoder import source_of
+from speculator.target.text import source_of
 
 DECODING, PREFILLING, WAITING_FOR_PREFIX, FREE = range(4)
 """Phases of a slot, in the order of the rows. WAITING_FOR_PREFIX: another slot is prefilling the prompt's prefix."""
@@ -42,7 +42,6 @@ class Scheduler:
     """Assigns requests to slots; the i-th slot is row i of the KV cache.
 
     Args:
-        num_slots: number of rows.
         recurrent: rows hold recurrent states, which can't be cut back: a prefix is copied or reused only when its
             source has computed exactly that many tokens. So a prefill chunk of the source stops at the prefix's end.
     """
@@ -279,7 +278,7 @@ def _reusable(shared: int, prompt: Sequence[int], overlap: int) -> int:
 def _block_hashes(prompt: Sequence[int]) -> list[int]:
     """Return hashes of the prompt's first block of tokens, first two blocks, ..., without an incomplete last block."""
     # Each hash contains the one before, so it stands for the whole prefix. `shared_prefix` compares the tokens later,
-    # so a collision costs a comparison, nothing else. An encoder's source is part of all of them.
+    # so a collision costs a comparison, nothing else. The source is part of all of them.
     hashes, last = [], hash(source_of(prompt))
     for end in range(_BLOCK, len(prompt) + 1, _BLOCK):
         last = hash((last, *prompt[end - _BLOCK : end]))
@@ -288,7 +287,7 @@ def _block_hashes(prompt: Sequence[int]) -> list[int]:
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many leading tokens' keys and values can be copied; 0 if the encoder's sources differ."""
+    """Return how many leading tokens' keys and values can be copied; 0 if their sources differ."""
     return common_prefix(a, b) if source_of(a) == source_of(b) else 0
 
 

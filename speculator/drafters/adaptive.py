@@ -72,7 +72,6 @@ class AdaptiveDrafter(HeadDrafter):
     """Drafts what `Chooser` chooses before each step.
 
     Args:
-        head: the trained head.
         choices: shapes of which the head drafts one in a step, or none, for all rows that draft no lookup path; each
             with its measured acceptance rates.
         lookup, cost: see `Chooser`. A `CostTable` is corrected by the time of the steps.

@@ -29,7 +29,6 @@ class CostEntry:
     """What a step of `rows` rows costs more than a plain one, in units of a plain step.
 
     Attributes:
-        rows: number of rows that decode.
         greedy: measured at temperature 0, else at 1.
         head: added if the head drafts, however little.
         path: added if a row verifies a lookup path: rows of unlike lengths attend apart.
@@ -97,7 +96,6 @@ class CostTable:
     """Step costs of one machine, measured at some numbers of rows; call it for the cost of a step.
 
     Args:
-        entries: the measurements.
         learns: correct the table if steps take much longer or shorter than it says.
     """
 
@@ -115,7 +113,6 @@ class CostTable:
             shape: what the head drafts; None: nothing.
             tokens, path: see `CostEntry.of`.
             greedy: all rows are at temperature 0.
-            rows: number of rows that decode.
         """
         levels = shape.levels if shape else 0
         key = (levels, tokens, path, greedy, rows)
@@ -138,10 +135,6 @@ class CostTable:
 
         A step with a draft is compared with a plain one just before or after it, because steps take longer as the texts
         grow. A correction holds for similar numbers of rows, see `_key`.
-
-        Args:
-            shape, tokens, path, greedy, rows: see `__call__`.
-            seconds: measured time of the step.
         """
         if not self._learns:
             return

@@ -12,8 +12,8 @@ from speculator.decoding.drafter import Drafter, LogitsSource, Sequences, Shape
 from speculator.drafters.shapes import Chain, as_shape, grown
 from speculator.errors import UserError
 from speculator.target.cache.kv_cache import KVCache
-from speculator.target.encoder.encoder import Encoded, source_of
 from speculator.target.model import Target
+from speculator.target.text import Encoded, source_of
 
 
 class DraftModelDrafter(Drafter):
@@ -22,7 +22,6 @@ class DraftModelDrafter(Drafter):
     An encoder-decoder model drafts for another one, with its own encoder.
 
     Args:
-        model: the draft model, loaded as a target is.
         target: the model that verifies. The draft model's logits are cut or padded to its vocabulary size.
         shape: form of the draft; a number n stands for a chain of n tokens.
 
@@ -40,7 +39,7 @@ class DraftModelDrafter(Drafter):
             raise UserError(f"{model.name} does not share its tokenizer with {target.name}, so it can't draft for it")
         if model.device != target.device:
             raise UserError(f"the draft model is on {model.device} and its target on {target.device}: load both on one")
-        if (model.encoder and model.encoder.prefix) != (target.encoder and target.encoder.prefix):
+        if model.start != target.start:
             raise UserError(f"{model.name} and {target.name} must both have an encoder, and the same start token")
         self.memory = DraftModelSource(model, target.vocab_size)
         self.reshape(as_shape(shape))
@@ -50,7 +49,6 @@ class DraftModelSource(LogitsSource):
     """Drafts with a second model, which keeps a KV cache of every row.
 
     Args:
-        model: the draft model.
         vocab_size: size of the target's vocabulary, over which logits are returned.
     """
 

@@ -12,7 +12,6 @@ class HeadDrafter(Drafter):
     """Drafts with a head, in any shape.
 
     Args:
-        head: the trained head.
         shape: shape of the draft; a number is the length of a chain, None a chain of n_predict. Tuned settings are
             ignored: see `load_drafter`.
 

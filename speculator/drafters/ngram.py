@@ -12,7 +12,7 @@ from speculator.decoding.request import Request, as_count
 from speculator.decoding.sampling import Noise
 from speculator.decoding.verify import CHAIN_RULES
 from speculator.drafters.shapes import check_length
-from speculator.target.encoder.encoder import source_of
+from speculator.target.text import source_of
 
 MEMORY = 2**17
 """Tokens of other sequences that a server, or several samples of a prompt, search: about 40 MB."""
@@ -26,7 +26,7 @@ Occurrence = tuple[Sequence[int], int]
 
 
 class _Index:
-    """Where each n-gram of a growing sequence occurred last, in it and in the source that an encoder has read for it.
+    """Where each n-gram of a growing sequence occurred last, in it and in its source.
 
     Attributes:
         ends: position after the last occurrence, by n-gram.
@@ -71,7 +71,6 @@ class History:
 
     Args:
         tokens: the most tokens of finished sequences; the oldest are forgotten.
-        ngram: size of the n-grams.
     """
 
     def __init__(self, tokens: int, ngram: int):

@@ -55,7 +55,6 @@ class Shift:
     Its variance falls with every outcome and rises with every step, so an old average follows new outcomes quickly.
 
     Args:
-        variance: variance before the first outcome.
         forgets: share of the way back to `variance` and `mean` per step.
         mean: where it starts, and what it drifts back to; None: it starts at 0 and stays where the outcomes left it.
     """
@@ -89,7 +88,6 @@ class Choice:
     """A shape that the head can draft.
 
     Attributes:
-        shape: shape of the draft.
         acceptance: measured acceptance rates by depth, each conditional on the parent, for greedy (True) and sampled
             (False) rows. Rows of a missing kind never get this draft.
         logits: `acceptance` as log-odds, of rates between 0.01 and 0.99.

@@ -123,7 +123,6 @@ def adaptive_drafter(
 
     Args:
         tuning: measured figures, see `read_tuning`; None: typical ones.
-        temperatures: temperatures to measure step costs for.
         batch_size: the most rows that decode at a time.
         memory: number of tokens of other sequences that n-gram lookup searches, see `NgramDrafter`.
     """
@@ -179,11 +178,6 @@ def shapes_to_measure(head: Speculator, choices: Sequence[Choice]) -> list[Shape
     return [*map(Chain, lengths), *(choice.shape for choice in choices if _is_tree(choice))]
 
 
-def sizes_to_measure(batch_size: int) -> list[int]:
-    """Return the numbers of rows at which costs are measured, the most important first."""
-    return list(dict.fromkeys([batch_size, 1, min(4, batch_size)]))
-
-
 def _is_tree(choice: Choice) -> bool:
     return isinstance(choice.shape, FixedTree)
 
@@ -193,7 +187,8 @@ def _costs_here(
 ) -> list[CostEntry]:
     """Return step costs, measured now or by an earlier process of the same code here; maybe not all sizes."""
     kinds = sorted({temperature == 0 for temperature in temperatures})
-    sizes = [(rows, greedy) for rows in sizes_to_measure(batch_size) for greedy in kinds]
+    # The most important numbers of rows first: the time may end.
+    sizes = [(rows, greedy) for rows in dict.fromkeys([batch_size, 1, min(4, batch_size)]) for greedy in kinds]
     machine = measured_on(target)
     shape = {name: value for name, value in sorted(head.config.to_dict().items()) if not name.startswith(_NOT_SHAPE)}
     facts = f"{target.fingerprint.partition(':')[0]} {type(head).__name__} {shape} {sizes}"

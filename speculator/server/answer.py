@@ -13,12 +13,10 @@ class AnswerText:
     """Text of one answer.
 
     Args:
-        tokenizer: tokenizer of the target.
         stops: stop strings, which are not part of the text. The engine finds them: it ends the request.
         before: token ids that the text continues, see `speculator.decoding.streaming.decode`.
 
     Attributes:
-        text: text returned so far.
         stopped: True once a stop string has ended the answer.
         held: text that is kept back: it may begin a stop string, or begins with the one that ended the answer.
     """

@@ -61,7 +61,6 @@ def create_app(
     """Create the application; its lifespan starts and stops the worker.
 
     Args:
-        target: target of the worker's engine.
         worker: a worker that has not been started.
         name: name of the model in the API (default: the target's).
         api_key: key that requests under /v1 must send; empty: none.
@@ -301,7 +300,7 @@ class _Routes:
             eos_token_ids=() if request.ignore_eos else None,
             logprobs=request.num_logprobs,
         )
-        return made, writer_class(request, self.name, tokenizer, ids, self.target.encoder is None)
+        return made, writer_class(request, self.name, tokenizer, ids, self.target.continues)
 
     @contextlib.contextmanager
     def _reserved(self, count: int) -> Iterator[None]:

@@ -19,9 +19,7 @@ class APIError(Exception):
     """A request that is answered with an error.
 
     Args:
-        message: one line for the client.
         param: name of the wrong field; None: no field is.
-        status: HTTP status of the answer.
         code: OpenAI's error code; None: no code.
     """
 

@@ -59,7 +59,6 @@ class Traffic(Collector):
     """What the engine has done since its start. Its thread counts, so that the event loop need not at an answer's end.
 
     Attributes:
-        answers: finished answers.
         tokens: new tokens, those of prefills included.
         acceptance: of verification steps, one per request and step of the engine.
     """
@@ -69,7 +68,6 @@ class Traffic(Collector):
     acceptance: Acceptance = field(default_factory=Acceptance)
 
     def count(self, request: Request, new: int) -> None:
-        """Count a step in which a request got `new` tokens."""
         self.answers += request.finish_reason is not None
         self.tokens += new
         # The prefill's token is no step.

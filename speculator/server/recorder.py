@@ -17,8 +17,8 @@ from filelock import FileLock
 from speculator.decoding.request import Request
 from speculator.errors import UserError
 from speculator.files import acquire, is_partial, make_folder, read_json, write_bytes, write_text
-from speculator.target.encoder.encoder import source_of
 from speculator.target.model import Target
+from speculator.target.text import source_of
 
 SHARD_ROWS = 256
 _SHARD_SECONDS = 60
@@ -37,7 +37,6 @@ class Recorder:
 
     Args:
         folder: created if it does not exist. Only one server at a time records to it.
-        target: target of the answers.
         share: probability of recording a request, in (0, 1].
         max_bytes: largest total size of the shards; the oldest are deleted when they exceed it.
 

@@ -36,11 +36,8 @@ class CompletionWriter:
     """Response to `POST /v1/completions`.
 
     Args:
-        request: fields of the request.
-        model: name of the model.
-        tokenizer: tokenizer of the target.
         prompts: token ids; `request.choices` answers follow each other for every prompt.
-        continues: whether answers continue the text of their prompts; False if those are sources of an encoder.
+        continues: whether answers continue the text of their prompts; see `PromptTarget.continues`.
     """
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"

@@ -95,7 +95,6 @@ class GenerationRequest(BaseModel):
 
     @property
     def choices(self) -> int:
-        """Number of answers per prompt."""
         return self.n or 1
 
     @property

@@ -32,7 +32,6 @@ class StepOutput:
 
     Attributes:
         index: number of the request in the job.
-        tokens: new token ids.
         logprobs: one entry per new token; empty unless requested.
         finish_reason: see `Request`; None while unfinished.
     """
@@ -123,12 +122,10 @@ class Worker:
 
     @property
     def slots(self) -> int:
-        """Number of requests that can be decoded at a time."""
         return len(self.engine.scheduler.slots)
 
     @property
     def in_use(self) -> int:
-        """Number of slots with a request."""
         return sum(slot.request is not None for slot in self.engine.scheduler.slots)
 
     @property
@@ -139,7 +136,6 @@ class Worker:
 
     @property
     def queued(self) -> int:
-        """Number of requests that wait for a slot."""
         return max(0, self.load - self.in_use)
 
     def submit(self, requests: Sequence[Request]) -> Job:

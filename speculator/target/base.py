@@ -15,29 +15,51 @@ from speculator.target.encoder.encoder import Encoder
 from speculator.target.fingerprint import digest_of_files
 
 
-class TrainingTarget(ABC):
+class PromptTarget:
+    """A target as far as prompts are concerned.
+
+    Attributes:
+        name: hub id or folder, with the revision and adapter, for messages and records.
+        tokenizer: its tokenizer; None in tests.
+        context_length: longest row, in tokens.
+        encoder: the encoder of an encoder-decoder model, which reads its prompts; else None.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    encoder: Encoder | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether an answer continues the text of its prompt; False if the prompt is an encoder's source."""
+        return self.encoder is None
+
+    @property
+    def start(self) -> list[int]:
+        """Tokens before every answer if prompts are sources: the decoder's start tokens; else []."""
+        return self.encoder.prefix if self.encoder else []
+
+    def room(self, new_tokens: int) -> tuple[int, int]:
+        """Return the context that a prompt must fit, and how many of its tokens an answer of `new_tokens` takes."""
+        return (self.encoder.longest, 0) if self.encoder else (self.context_length, new_tokens)
+
+
+class TrainingTarget(PromptTarget, ABC):
     """A frozen causal LM that a head is trained for. The trainer, the losses and `--plan` know no other members.
 
     Symbols: B rows, S tokens of a row, D hidden size, V vocabulary, n auxiliary layers.
 
     Attributes:
-        name: hub id or folder, with the revision and adapter, for messages and records.
         config: the model's text config.
-        tokenizer: its tokenizer; None in tests.
         fingerprint: string that identifies the model's weights, see `speculator.target.fingerprint`.
-        context_length: longest row, in tokens.
         output_matrix: the lm_head, if its output is the logits, bit for bit; None if the model changes it further, or
             if that is unknown.
-        encoder: the encoder of an encoder-decoder model, whose decoder has the hidden states; else None.
     """
 
-    name: str
     config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
     fingerprint: str
-    context_length: int
     output_matrix: nn.Module | None = None
-    encoder: Encoder | None = None
 
     @cached_property
     def digest(self) -> str | None:
@@ -70,6 +92,12 @@ class TrainingTarget(ABC):
 
         No document sees another one. Without `aux_layers` both results are the states after the final norm.
         """
+
+    def check(self, aux_layers: Sequence[int], longest: int, processes: int = 1) -> None:
+        """Raise a UserError if `training_states` will fail for documents of `longest` tokens, asked by `processes`."""
+
+    def close(self) -> None:
+        """Let go of servers."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:  # [..., D] -> [..., V]

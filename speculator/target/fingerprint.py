@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speculator.errors import refuse
-from speculator.target.encoder.encoder import decoder_config
+from speculator.target.loading import decoder_config
 from speculator.target.sharding import whole
 
 _SAMPLES = 8  # weights per matrix

@@ -11,25 +11,38 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_flash_attn_2_available
 
 from speculator.device import resolve_device
 from speculator.errors import UserError, refuse
 from speculator.kernels.fused_norms import fuse_norms
 from speculator.kernels.linear import HAS_ONEDNN, bfloat16_pays, pack_linears
-from speculator.target.attention.attention import avoid_cudnn, original_attention, using_attention
+from speculator.target.attention.attention import VARLEN, avoid_cudnn, original_attention, using_attention
 from speculator.target.aux_layers import AuxLayers, without_output_layer
 from speculator.target.base import TrainingTarget
-from speculator.target.encoder.encoder import Encoder, StatesOnly, decoder_config
+from speculator.target.encoder.encoder import Encoder, StatesOnly
 from speculator.target.fingerprint import digest_of_weights, fingerprint
 from speculator.target.gguf.file import is_gguf
-from speculator.target.loading import add_adapter, drop_vision_tower, read_target, warn_if_untied
-from speculator.target.packed import Layout, indices_by_document, one_per_row, packed
-from speculator.target.probe import context_length, probe_training
+from speculator.target.loading import add_adapter, decoder_config, drop_vision_tower, read_target, warn_if_untied
+from speculator.target.packed import (
+    Layout,
+    in_one_row,
+    in_one_row_with_bounds,
+    indices_by_document,
+    masked,
+    one_per_row,
+    packed,
+)
+from speculator.target.probe import context_length, gap, not_finite, tolerance, what_now
 from speculator.target.sharding import DECODE_INSTEAD, SHARDED, Group, make_whole, whole
+from speculator.target.text import Source
 from speculator.terminal import log
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+PROBED = 16
+"""Tokens of each of the probes' two texts."""
 
 
 class _GivenHidden(nn.Module):
@@ -151,8 +164,100 @@ class InProcessTarget(ModelHere):
         self.aux_layers, self.lock = AuxLayers(model), RLock()
         self.document_attention: tuple[Any, Layout] | None = None
         self._prepare_logits()
-        probe_training(self)
+        self._probe()
         self.fingerprint = fingerprint(model)
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Compare the logits of hidden states with the model's own, for a text alone and for documents of one row.
+
+        Sets `document_attention` and `output_matrix`.
+
+        Raises:
+            UserError: the model's code needs more than hidden states for logits, or its logits differ or are not
+                finite.
+        """
+        model, name, allowed = self.model, f"{self.name}: {type(self.model).__name__}", tolerance(self.model)
+        try:
+            texts, sources, inputs = self._probe_inputs()
+            with using_attention(model, self.original_attention):
+                own = self.aux_layers.prove(inputs).logits.float()
+            hidden = self.hidden(texts, sources=sources)
+            logits = self.logits(hidden)
+            output = model.get_output_embeddings()
+            if output is not None and torch.equal(output(hidden).to(logits.device), logits):
+                self.output_matrix = output
+            if not sources:
+                self.document_attention = self._choose_document_attention(texts, allowed)
+        except AttributeError as error:  # its forward pass takes its body apart, as OPT's does
+            raise UserError(
+                f"{name} is not supported: its code does not compute logits from hidden states alone{what_now(model)}"
+            ) from error
+        except (TypeError, RuntimeError, ValueError, IndexError) as error:
+            raise UserError(f"{name} can't be run: {error}{what_now(model)}") from error
+        worst = gap(logits.float(), own)
+        refuse(
+            (not own.isfinite().all(), not_finite(self)),
+            (own.std() == 0, f"{self.name}: its logits are all the same: the weights are empty"),
+            (
+                not worst < allowed,
+                f"{name} is not supported: the logits of its hidden states differ by {worst:.2g} standard "
+                f"deviations{what_now(model)}",
+            ),
+        )
+
+    def _probe_inputs(self) -> tuple[Tensor, list[Source], dict[str, Any]]:
+        """Return the probe's two texts [2, PROBED], their sources, and both as arguments of the model's forward pass.
+
+        With an encoder no token is the pad token, and the sources have unequal lengths, so that a visible pad would
+        show; without one there are none.
+        """
+        texts = torch.arange(2 * PROBED, device=self.device).view(2, -1) * 7 % self.vocab_size
+        if not self.encoder:
+            return texts, [], {"input_ids": texts}
+        if (pad := self.config.pad_token_id) is not None:  # which has no position in some families
+            texts = (texts + (texts == pad)) % self.vocab_size
+        sources = [tuple(row[:n]) for row, n in zip(texts.flip(1).tolist(), (PROBED // 2, 3), strict=True)]
+        given = self.encoder.arguments(texts, sources)
+        # Masks are given, because some families make theirs from pad tokens.
+        masks = {"attention_mask": given["encoder_attention_mask"], "decoder_attention_mask": given["attention_mask"]}
+        states = StatesOnly(given["encoder_hidden_states"])
+        return texts, sources, {"encoder_outputs": states, "decoder_input_ids": texts, **masks}
+
+    def _choose_document_attention(self, texts: Tensor, allowed: float) -> tuple[Any, Layout] | None:
+        """Return the first (attention, layout) that reads several documents in a row as if each were alone, or None.
+
+        `texts` [2, PROBED] are read as two documents per row. `allowed` is the largest `gap` between the logits and
+        those of each document alone.
+        """
+        # Two documents of 8 tokens in a row of 16: their ids are False and True.
+        half = PROBED // 2
+        documents = torch.arange(PROBED, device=self.device).ge(half).expand_as(texts)
+        alone = self.logits(self.hidden(texts.view(-1, half))).view(*texts.shape, -1).float()
+        original = self.original_attention
+        choices: list[tuple[Any, Layout]] = [(original, packed), (original, masked)]
+        if "flash" in (original if isinstance(original, str) else original[""]):
+            choices = [(original, in_one_row)]
+        elif self.device.type == "cuda" and self.dtype.itemsize == 2:
+            flash: list[tuple[Any, Layout]] = [(VARLEN, in_one_row_with_bounds)]
+            choices[:0] = flash + [("flash_attention_2", in_one_row)] * is_flash_attn_2_available()
+        if original == "eager" and self.device.type == "cuda":  # eager attention keeps the scores of all heads
+            at = choices.index((original, packed))
+            choices[at:at] = [("flex_attention", packed), ("flex_attention", masked)]
+        choices.append((original, one_per_row))  # the slowest, for states that run through the row
+        # The fastest first; a family that ignores the layout shows by its logits, one that lacks it by its error.
+        for choice in choices:
+            try:
+                hidden = self.hidden_of_documents(texts, documents, *choice)
+                if gap(self.logits(hidden).float(), alone) < allowed:
+                    return choice
+            except (ImportError, AttributeError, RuntimeError, TypeError, ValueError):  # not supported by this family
+                continue
+        return None
+
+    def no_source(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Return encoder states of zeros for a decoder's pass over tokens whose result does not matter, or {}."""
+        return {"encoder_hidden_states": self.encoder.dummy.expand(*tokens.shape, -1)} if self.encoder else {}
 
     @classmethod
     def load(

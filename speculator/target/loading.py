@@ -55,9 +55,8 @@ def read_target(
             tokenizer = read_tokenizer(name, trust_remote_code, revision)
             config = read_config(name, trust_remote_code, revision)
             options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": dtype}
-            sharded = isinstance(placement, Group) and config.is_encoder_decoder
-            refuse((sharded, "an encoder-decoder model can't be sharded over processes"))
             if isinstance(placement, Group):
+                causal(config, name)
                 if placement.parallel == "tp":
                     check_heads(name, config.get_text_config(), placement.size)
                 options["distributed_config"] = placement.config()
@@ -93,6 +92,22 @@ def load_config(name: str, trust_remote_code: bool = False, revision: str | None
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config(decoder=config.is_encoder_decoder or None)
+
+
+def decoder_config(model: Any) -> PreTrainedConfig:
+    """Return the decoder's config: in a config for both, a field such as the number of layers may be the encoder's."""
+    pair = model.config.is_encoder_decoder
+    return (model.get_decoder() if pair else model).config.get_text_config(decoder=pair or None)
+
+
+def causal(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """Return the config of a model that a head may be trained for; raise a UserError for an encoder-decoder model."""
+    decoded = (
+        "n-gram lookup and draft models draft for it, in generate, serve, and data generate and eval without servers"
+    )
+    pair = f"{name} is an encoder-decoder model, for which no head is trained: {decoded}"
+    refuse((config.is_encoder_decoder, pair))
+    return config
 
 
 @contextmanager

@@ -41,10 +41,6 @@ class Group:
         parallel: "tp": each holds a part of every layer's heads and columns; "fsdp": each holds a part of every layer's
             weights, and gathers a layer while it runs.
         size: processes per group, consecutive ones; 0: all.
-
-    Attributes:
-        count: number of groups.
-        rank: number of this process in its group.
     """
 
     def __init__(self, parallel: str, size: int = 0):

@@ -12,10 +12,11 @@ import pytest
 from chat_templates import CHATML, FAMILIES, chat_tokenizer
 from conftest import tiny_tokenizer
 
+from data.documents import RowError
 from data.mixture import SourceError
 from data.readers import read
 from data.rendering import render
-from data.rows import RowError, content
+from data.rows import content
 from data.tally import Tally
 
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

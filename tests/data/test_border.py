@@ -6,11 +6,13 @@ import pytest
 from chat_templates import CHATML, chat_tokenizer
 from odd_rows import ODD, said_of_rows, with_odd_values, write
 
+from data.documents import RowError
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
-from data.rows import RowError, content, errors_of_row
+from data.rows import content, errors_of_row
 from data.sources import token_documents
 from data.tally import Tally
+from data.writers.server import TextOnly
 from eval.suites import load_suite
 from speculator.errors import UserError
 from speculator.prompts import prompt_of
@@ -25,13 +27,6 @@ TEMPLATES = {
 
 
 ROWS = [*ODD, *with_odd_values()]
-
-
-class Model:
-    name, context_length, encoder = "tiny", 128, None
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
 
 
 def tokenizer_of(name):
@@ -57,7 +52,8 @@ def test_an_odd_value_anywhere_in_a_row_is_a_bad_row_and_no_traceback(tmp_path, 
         assert tally.used > 100 < tally.bad
         assert not [kind for kind in tally.kinds if kind.startswith("can't be read")], "no type that nobody foresaw"
     capfd.readouterr()
-    suite = load_suite(source, Model(tokenizer), prompt_tokens=4, max_prompts=10**6, max_new_tokens=4)
+    target = TextOnly(name="tiny", tokenizer=tokenizer, context_length=128)
+    suite = load_suite(source, target, prompt_tokens=4, max_prompts=10**6, max_new_tokens=4)
     ((read, used, left_out),) = said_of_rows(capfd.readouterr().err).values()
     assert read == len(ROWS) == used + left_out
     assert used == len(suite.prompts) > 100

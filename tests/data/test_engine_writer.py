@@ -322,17 +322,6 @@ def test_other_settings_in_the_same_folder_are_an_error(target, tmp_path, change
         made(target, tmp_path, **changes)
 
 
-def test_unfinished_batches_of_another_order_are_an_error(target, tmp_path):
-    with killed_at(batches.Batches, "_save"):
-        made(target, tmp_path)
-    file = tmp_path / "batches" / "record.json"
-    record = json.loads(file.read_text())
-    del record["order"]
-    file.write_text(json.dumps(record))
-    with pytest.raises(UserError, match='was made with order null, not "longest first"'):
-        made(target, tmp_path)
-
-
 def test_another_head_in_the_same_folder_is_an_error(target, tmp_path):
     made(target, tmp_path)
     head = tiny_head()

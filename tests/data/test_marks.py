@@ -7,10 +7,12 @@ import pytest
 from chat_templates import CHATML, chat_tokenizer
 from datasets import Dataset, Features, Image, List, Value
 
+from data.documents import RowError
 from data.readers import read
 from data.rendering import render
-from data.rows import RowError, content
+from data.rows import content
 from data.tally import Tally
+from data.writers.server import TextOnly
 from eval.suites import load_suite
 from speculator.errors import UserError
 from speculator.prompts import prompt_of
@@ -138,12 +140,9 @@ def test_chats_about_images_are_bad_rows_and_no_prompts(tmp_path):
         with pytest.raises(UserError, match=r"f:1: .* beside the text"):
             prompt_of("f:1", row)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MEDIA))
+    target = TextOnly(name="tiny", tokenizer=CHATS, context_length=128)
     with pytest.raises(UserError, match=r'no usable row in it; the first fault is .*"images" beside the text'):
-        load_suite(str(tmp_path / "rows.jsonl"), Model, prompt_tokens=4, max_prompts=9, max_new_tokens=4)
-
-
-class Model:
-    name, context_length, encoder, tokenizer = "tiny", 128, None, CHATS
+        load_suite(str(tmp_path / "rows.jsonl"), target, prompt_tokens=4, max_prompts=9, max_new_tokens=4)
 
 
 def test_images_of_a_table_are_seen_and_not_decoded(tmp_path):

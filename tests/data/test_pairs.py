@@ -8,10 +8,11 @@ from datasets import load_from_disk
 from encoder_decoders import save_encoder_decoder
 
 from data.__main__ import main
+from data.documents import RowError
 from data.mixture import mixture_of
 from data.prompts import Cut, conversations
 from data.rendering import render
-from data.rows import RowError, content
+from data.rows import content
 
 
 def test_targets_without_an_encoder_refuse_sources():

@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 from chat_templates import chat_tokenizer
@@ -13,6 +12,7 @@ from data.mixture import SourceError, mixture_of
 from data.packing import pack
 from data.prompts import Cut, PromptLimits, conversations
 from data.sources import documents, token_documents
+from data.writers.server import TextOnly
 from train.options.config import DataConfig, GenerateConfig, RunConfig, Stage2Config
 from train.text.inputs import own_prompts_of
 
@@ -140,7 +140,7 @@ def test_a_run_prints_what_became_of_the_rows_of_stage_2(tmp_path, capfd):
     chats = [{"messages": [{**asked, "content": f"Q{i}"}, CHAT[1]]} for i in range(300)]
     source = write(tmp_path / "chats.jsonl", [*chats, {"messages": [{"role": "system", "content": "S"}, CHAT[1]]}])
     config = RunConfig(data=DataConfig(sources=[source]), stage2=Stage2Config(generate=GenerateConfig(max_rows=999)))
-    target = SimpleNamespace(tokenizer=chat_tokenizer("llama3"), name="tiny", context_length=512, encoder=None)
+    target = TextOnly(tokenizer=chat_tokenizer("llama3"), name="tiny", context_length=512)
     run = settled(config)
     count = len(own_prompts_of(run, target, run.mixture, 256))
     line = re.search(r"prompts of stage 2, .*: (\d+) rows read, (\d+) used(.*)", capfd.readouterr().err)

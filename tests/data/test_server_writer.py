@@ -378,7 +378,7 @@ def test_the_target_decides_who_writes(target, tokenizer):
     engine = writer_of(target, 4)
     assert isinstance(engine, EngineWriter)
     assert engine.batch_size == 4
-    sizes = [writer_of(served(tokenizer, ["http://host"]), *given).batch_size for given in ((4,), (40,), (4, None, 5))]
+    sizes = [writer_of(served(tokenizer, ["http://host"]), *given).batch_size for given in ((4,), (40,), (4, 5))]
     assert sizes == [32, 40, 5]
 
 

@@ -14,9 +14,9 @@ from chat_templates import chat_tokenizer
 from conftest import tiny_tokenizer
 
 from data import rendering, sources, workers
+from data.documents import RowError
 from data.mixture import SourceError, mixture_of
 from data.prepare import RowRequest, token_rows
-from data.rows import RowError
 from data.sources import documents, name_of, split_of
 from data.tally import Tally
 from data.workers import map_in_order

@@ -11,7 +11,7 @@ from eval.greedy_check import greedy_checks
 from eval.suites import load_suite
 from eval.tune import lookup_acceptance
 from speculator import NgramDrafter, Target, UserError
-from speculator.target.encoder.encoder import Text
+from speculator.target.text import Text
 
 _SIZES = {"prompt_tokens": 8, "max_prompts": 4, "max_new_tokens": 12}
 

@@ -9,6 +9,7 @@ import pytest
 from conftest import tiny_tokenizer
 
 from data.readers import hub_dataset
+from data.writers.server import TextOnly
 from eval import suites
 from eval.suites import _MT_BENCH, first_turns, held_out, load_suite
 from speculator import UserError
@@ -24,19 +25,15 @@ PUBLISHED = {
 }
 
 
-class Model:
-    """The attributes of a target that a suite needs."""
-
-    name, context_length, encoder = "tiny", 128, None
-
-    def __init__(self, chat: bool = False):
-        self.tokenizer = tiny_tokenizer()
-        self.tokenizer.chat_template = TEMPLATE if chat else None
+def model_of(chat: bool = False) -> TextOnly:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE if chat else None
+    return TextOnly(name="tiny", tokenizer=tokenizer, context_length=128)
 
 
 def load(source, model=None, **options):
     sizes = {"prompt_tokens": 8, "max_prompts": 4, "max_new_tokens": 16}
-    return load_suite(str(source), model or Model(), **{**sizes, **options})
+    return load_suite(str(source), model or model_of(), **{**sizes, **options})
 
 
 def write(path, *rows):
@@ -60,7 +57,7 @@ def test_a_later_turn_follows_the_answer(tmp_path):
         (False, "Write a post. Fine.\n\nNow in verse."),
         (True, "<user>Write a post.<assistant> Fine.<user>Now in verse.<assistant>"),
     ):
-        model = Model(chat)
+        model = model_of(chat)
         suite = load(file, model)
         answer = model.tokenizer(" Fine.")["input_ids"]
         assert model.tokenizer.decode(suite.conversations[0].after(model.tokenizer, answer).ids) == expected
@@ -103,7 +100,7 @@ def test_prompts_of_recorded_answers_are_spread_over_the_newest(tmp_path):
 
 def test_of_a_long_file_a_suite_takes_some_rows_at_random_and_always_the_same(tmp_path):
     """Rows are often sorted, by time or by difficulty."""
-    model = Model()
+    model = model_of()
     file = write(tmp_path / "q.jsonl", *({"prompt": f"def f{n}"} for n in range(40)))
     taken = [model.tokenizer.decode(prompt) for prompt in load(file, model, max_prompts=8).prompts]
     assert sum(int(text.removeprefix("def f")) >= 20 for text in taken) in range(2, 7)
@@ -113,7 +110,7 @@ def test_of_a_long_file_a_suite_takes_some_rows_at_random_and_always_the_same(tm
 
 
 def test_a_prompt_without_room_is_left_out_and_counted(tmp_path):
-    model = Model()
+    model = model_of()
     file = write(tmp_path / "q.jsonl", {"prompt": "self " * 300}, {"prompt": "def f():"})
     suite = load(file, model)
     assert suite.left_out == 1
@@ -125,7 +122,7 @@ def test_a_prompt_without_room_is_left_out_and_counted(tmp_path):
 
 
 def test_raw_prompts_have_no_template(tmp_path):
-    file, model = tmp_path / "q.jsonl", Model(chat=True)
+    file, model = tmp_path / "q.jsonl", model_of(chat=True)
     file.write_text(json.dumps({"prompt": "def f():", "completion": "return 1"}))
     assert model.tokenizer.decode(load(file, model).prompts[0]) == "<user>def f():<assistant>"
     raw = load(file, model, raw=True)
@@ -137,7 +134,7 @@ def test_raw_prompts_have_no_template(tmp_path):
 def test_a_command_that_asks_first_turns_only_says_so(tmp_path, capsys):
     file = write(tmp_path / "q.jsonl", PUBLISHED["mt_bench"], PUBLISHED["spec_bench"])
     sizes = Namespace(prompt_tokens=8, max_prompts=4, max_new_tokens=16)
-    assert len(first_turns(sizes, str(file), Model()).prompts) == 2
+    assert len(first_turns(sizes, str(file), model_of()).prompts) == 2
     assert "q.jsonl: first turns only, 2 later turns are not asked" in capsys.readouterr().err
     load(file)
     assert "later turns" not in capsys.readouterr().err
@@ -149,7 +146,7 @@ def test_gzipped_rows_are_read_and_texts_are_cut_into_prompts(tmp_path):
     assert len(load(tmp_path / "q.jsonl.gz").prompts) == 1
     suite = load(write(tmp_path / "t.jsonl", {"text": "a = 1\n" * 30}))
     assert [len(prompt) for prompt in suite.prompts] == [8]
-    assert suite.prompts == held_out(str(tmp_path / "t.jsonl"), Model().tokenizer, 8, 4).prompts
+    assert suite.prompts == held_out(str(tmp_path / "t.jsonl"), model_of().tokenizer, 8, 4).prompts
     (tmp_path / "t.txt").write_text("b = 2\n" * 30)
     assert [len(prompt) for prompt in load(tmp_path / "t.txt").prompts] == [8]
 

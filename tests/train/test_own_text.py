@@ -247,7 +247,7 @@ def test_stage_2_writes_fresh_chats_with_the_head_of_stage_1(chat_folder, target
 
 def test_stage_2_drafts_adaptively_unless_a_length_is_given(chat_folder, target, tmp_path, monkeypatch):
     drafters = []
-    monkeypatch.setattr(own_text, "load_drafter", lambda *_, **how: drafters.append(how))
+    monkeypatch.setattr("data.writers.load_drafter", lambda **how: drafters.append(how))
     monkeypatch.setattr(own_text, "self_rows", lambda *_, **__: None)
     monkeypatch.setattr(own_text, "summary", lambda folder: "")
     for length in (0, 2):

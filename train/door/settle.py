@@ -17,7 +17,7 @@ from data.writing import Writing
 from speculator.errors import UserError, first_line, refuse
 from speculator.heads import SpeculatorConfig
 from speculator.target.gguf.file import read_config
-from speculator.target.loading import load_config, text_config
+from speculator.target.loading import causal, load_config, text_config
 from train.door import checks
 from train.door.gpus import Place, place_of
 from train.door.head import Start, head_config, start_folder
@@ -67,14 +67,7 @@ class Run:
         target, as far as its config tells.
         """
         name, options = asked.target.name_or_path, asked.speculator
-        refuse(
-            (
-                target is not None and target.is_encoder_decoder,
-                f"{name} is an encoder-decoder model, for which no head is trained: n-gram lookup and draft models "
-                "draft for it",
-            )
-        )
-        text = target and text_config(target)
+        text = target and text_config(causal(target, name))
         refuse(
             (text is not None and not hasattr(text, "vocab_size"), f"can't load the target {name!r}: no language model")
         )

@@ -98,7 +98,7 @@ class DataConfig:
     or self (text that the target writes); each may end in @weight."""
     seq_length: NonNegativeInt = 256
     """Maximum number of tokens per row; 0 takes the target's context, at most 4,096, or for a warm start the length
-    that its head was trained on. With an encoder, the most tokens of a prompt too."""
+    that its head was trained on."""
     max_tokens: PositiveInt | None = None
     """Maximum number of training tokens (default: all)."""
     raw: bool = False

@@ -82,10 +82,7 @@ def read_inputs(plan: Plan, target: TrainingTarget) -> Inputs:
     if (folder := shipped_folder(config)) is not None:
         shipped(folder)
     _warn_of_thoughts(run, target)
-    if isinstance(target, ServerTarget):  # which may read shorter texts than its config says
-        room = f"servers read texts of at most {target.context_length} tokens"
-        run.lengths.check(target.context_length, room)
-        target.check(*needed_of_server(run, target.context_length), run.processes)
+    target.check(*needed_of_server(run, target.context_length), run.processes)
     mixture, length = with_self_written(run, target), config.data.seq_length
     if run.shortens:
         whole = rows(run, target, mixture, length, "train", report=False)
@@ -172,20 +169,20 @@ def load_target(run: Run) -> TrainingTarget:
     config = run.config
     given = dataclasses.asdict(config.target)
     variables, urls, name = given.pop("chat_template_kwargs"), given.pop("server"), given.pop("name_or_path")
-    target: ServerTarget | InProcessTarget
+    half: InProcessTarget | None = None
     if urls:
         own = {key: given[key] for key in ("revision", "dtype", "trust_remote_code")}
-        target = ServerTarget.connect(name, urls, **own)
+        target: TrainingTarget = ServerTarget.connect(name, urls, **own)
     else:
         with loading(name):
-            target = InProcessTarget.load(name, **given)
+            target = half = InProcessTarget.load(name, **given)
     set_template_variables(target.tokenizer, variables)
     if config.data.raw:
         target.tokenizer.chat_template = None
-    if isinstance(target, ServerTarget) or config.target.parallel in SHARDED:
+    if half is None or config.target.parallel in SHARDED:
         return target
     try:
-        return Target.of(target)
+        return Target.of(half)
     except UserError as error:
         checks.writes_no_text(config, run.mixture, str(error))
         log(f"{error}; the run trains without decoding, and a forecast selects the best checkpoint")

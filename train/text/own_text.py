@@ -20,13 +20,10 @@ from data.packing import COLUMNS, pack
 from data.sources import token_documents
 from data.tally import Tally
 from data.writers import writer_of
-from speculator.checkpoints.loading import load_drafter
 from speculator.device import dtype_name
-from speculator.drafters import Drafter
 from speculator.files import cache_folder, locked, make_cache_folder
 from speculator.prompts import Conversation
 from speculator.target.base import TrainingTarget
-from speculator.target.model import Target
 from speculator.terminal import log
 from train.checkpoint import reporting_full_disk
 from train.door.settle import Run
@@ -86,17 +83,13 @@ def generate_own_text(
     target writes the user turns as well. A chat ends at more than `longest_prompt` tokens before an answer.
     """
     settings, folder, writing = run.config.stage2.generate, run.folder / "generated", run.own_writing
-
-    def draft(target: Target) -> Drafter:
-        return load_drafter(
-            head_folder,
-            target,
-            num_speculative_tokens=settings.num_speculative_tokens or 0,
-            temperatures=[each.temperature for each in writing.samplings],
-            batch_size=settings.batch_size,
-        )
-
-    writer = writer_of(target, settings.batch_size, draft)
+    writer = writer_of(
+        target,
+        settings.batch_size,
+        folder=head_folder,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        temperatures=[each.temperature for each in writing.samplings],
+    )
     if own_prompts is not None:
         return writer.write(own_prompts, folder, writing, max_prompt_tokens=longest_prompt)
     asking, writing = replace(run.asking, rows=settings.max_rows), replace(writing, seed=writing.seed + _STREAMS)

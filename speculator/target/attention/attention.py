@@ -86,7 +86,6 @@ def mask(
         write: the tokens that are being written.
         groups: query heads per key head.
         window: sliding window in tokens; None: no limit.
-        dtype: of the bias.
         by_distance: a bias for each distance of n tokens, 0 first, such as T5's; it is added.
     """
     # A single row that decodes one token sees everything that is read, so the fused kernel may go without a mask.
@@ -160,7 +159,7 @@ def attention(
     by part (`CacheWrite.parts`); where shapes must be few, all do together, padded.
     """
     write = current()
-    if write is not None and write.cross is not None and write.cross.holds(key):
+    if write is not None and write.cross.holds(key):
         # A token sees the whole source of its row, wherever the token is.
         own = write.padded(query.transpose(1, 2)).transpose(1, 2)
         bias = write.cross.bias if write.cross.bias is None else write.cross.bias.to(query.device)

@@ -11,20 +11,52 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speculator.target.attention.tree import TokenTree
-
-if TYPE_CHECKING:
-    from speculator.target.cache.cross_memory import CrossMemory
+from speculator.target.text import Source
 
 _CALL = 2**15
 """Values of keys that attention on a CPU reads in the time of one more call; a position has heads times head size."""
 _BLOCK = 64
 """Tokens of a row that attend together on a CPU: fewer take more calls, more read keys that most of them do not see."""
+
+
+class Sources:
+    """What rows attend to besides their own tokens: nothing, unless an encoder reads sources, see `CrossMemory`."""
+
+    bias: Tensor | None = None
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes that a token of one row's source takes in all layers."""
+        return 0.0
+
+    def arguments(self, name: str, own: Any) -> dict[str, object]:
+        """Return arguments for attending to the selected sources, and to the decoder's cache `own`, called `name`."""
+        return {name: own}
+
+    def holds(self, keys: Tensor) -> bool:
+        """Return whether this tensor holds the keys of sources: then the layer is one of cross attention."""
+        return False
+
+    def read(self, start: int, sources: Sequence[Source]) -> None:
+        """Store keys and values of sources in rows start, start + 1, ...; a source that some row has is copied."""
+
+    def select(self, start: int, stop: int) -> None:
+        """Let the next passes attend to the sources of rows start..stop - 1."""
+
+    def erase(self, row: int) -> None:
+        """Forget the source of a row."""
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Copy row source[i] to row destination[i], with its source, all at once."""
+
+
+_NO_SOURCES = Sources()
 
 
 @dataclass
@@ -110,7 +142,7 @@ class CacheWrite:
         packing: how the model reads the rows as one without padding; None: as they are.
         counts: tokens of each row, for attention in `parts`; None: in one part, whose shapes are few.
         position_size: values of a position's keys in a layer.
-        cross: keys and values of the selected rows' sources; None without an encoder.
+        cross: keys and values of the selected rows' sources.
         masks: attention masks that layers share, by (groups, window, dtype), and the bias by distance in each, if any.
     """
 
@@ -125,7 +157,7 @@ class CacheWrite:
     packing: Packing | None = None
     counts: Sequence[int] | None = None
     position_size: int = 1
-    cross: CrossMemory | None = None
+    cross: Sources = _NO_SOURCES
     masks: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
     def packed(self, x: Tensor) -> Tensor:  # [R, width, ...] -> the same, or [1, N, ...]

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
+from speculator.target.attention.write import Sources
 from speculator.target.cache.kv_cache import Form, KVCache, aligned
-from speculator.target.encoder.encoder import Encoder, EncoderInput
+from speculator.target.encoder.encoder import Encoder
+from speculator.target.text import Source
 
 
-class CrossMemory:
+class CrossMemory(Sources):
     """Cross-attention keys and values of B rows' sources, which are the inputs of an encoder.
 
     Args:
-        encoder: encodes the sources.
         layers: forms of each layer's keys and values, see `speculator.target.cache.kv_cache.forms`.
         rows: B, the number of rows.
         device: where keys and values are kept.
@@ -34,27 +35,22 @@ class CrossMemory:
         # The model reads `keys` and `values` of these layers directly: views of the selected rows.
         self._shown: list[Any] = [DynamicLayer() for _ in layers]
         self._held: list[Any] = self._rows.layers
-        self._selection: tuple[int, int, list[EncoderInput]] | None = None
-        self.sources: list[EncoderInput] = [()] * rows
-        self.bias: Tensor | None = None
+        self._selection: tuple[int, int, list[Source]] | None = None
+        self.sources: list[Source] = [()] * rows
         self._dummy = encoder.dummy
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that a token of one row's source takes in all layers."""
         return self._rows.bytes_per_token
 
     def arguments(self, name: str, own: KVCache) -> dict[str, object]:
-        """Return arguments for attending to the selected sources, and to the decoder's cache `own`, called `name`."""
         # With keys and values at hand, the model asks only whether there are states.
         return {name: EncoderDecoderCache(own, Cache(layers=self._shown)), "encoder_hidden_states": self._dummy}
 
     def holds(self, keys: Tensor) -> bool:
-        """Return whether this tensor holds the keys of sources: then the layer is one of cross attention."""
         return any(keys is layer.keys for layer in self._shown)
 
-    def read(self, start: int, sources: Sequence[EncoderInput]) -> None:
-        """Store keys and values of sources in rows start, start + 1, ...; a source that some row has is copied."""
+    def read(self, start: int, sources: Sequence[Source]) -> None:
         # A target refuses a source that its encoder can't read whole; a draft model's encoder may be a shorter one.
         most = self._encoder.longest
         cut = [source if len(source) <= most else source[:most] for source in sources]
@@ -81,7 +77,6 @@ class CrossMemory:
         self._selection = None
 
     def select(self, start: int, stop: int) -> None:
-        """Let the next passes attend to the sources of rows start..stop - 1."""
         if self._selection == (start, stop, sources := self.sources[start:stop]):
             return
         self._selection = start, stop, sources
@@ -101,7 +96,6 @@ class CrossMemory:
         self.sources[row], self._selection = (), None
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
-        """Copy row source[i] to row destination[i], with its source, all at once."""
         self._rows.move(source, destination, self._rows.capacity)
         sources = [self.sources[row] for row in source]
         for row, moved in zip(destination, sources, strict=True):

@@ -15,19 +15,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from speculator.target.attention.tree import TokenTree
-from speculator.target.attention.write import CacheWrite, Packing, current, in_progress
-from speculator.target.encoder.encoder import source_of
+from speculator.target.attention.write import CacheWrite, Packing, Sources, current, in_progress
 from speculator.target.recurrent.layer import RecurrentLayer, StateForm, pass_ended
-
-if TYPE_CHECKING:
-    from speculator.target.cache.cross_memory import CrossMemory
+from speculator.target.text import source_of
 
 Form = tuple[int, int, torch.dtype, torch.device]
 """Heads, head size, dtype and device of one layer's keys or values."""
@@ -120,7 +117,7 @@ class KVCache(Cache):
         capacity: positions per row: tokens of the longest sequence, plus those that one pass writes after it.
         device: device of the lengths.
         states: forms of each layer's states, see `speculator.target.recurrent.layer.state_forms`.
-        cross: keys and values of the rows' sources; None without an encoder.
+        cross: keys and values of the rows' sources.
 
     Attributes:
         recurrent: the recurrent layers, by their numbers. Their rows can't be shortened, only cleared.
@@ -140,9 +137,9 @@ class KVCache(Cache):
         capacity: int,
         device: torch.device,
         states: Sequence[tuple[StateForm, ...]] = (),
-        cross: CrossMemory | None = None,
+        cross: Sources | None = None,
     ):
-        self.cross = cross
+        self.cross = cross or Sources()
         self.bucket = BUCKETS.get(device.type, 1)
         self.capacity = self.room_for(capacity)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
@@ -185,8 +182,7 @@ class KVCache(Cache):
             self._parts = [stack[:, start:stop] for stack in self.stacks.values()]
             for layer in (*self.layers, *self.recurrent.values()):
                 layer.select(start, stop)  # type: ignore[union-attr]
-        if self.cross is not None:
-            self.cross.select(start, stop)
+        self.cross.select(start, stop)
 
     @property
     def spared(self) -> int:
@@ -206,13 +202,8 @@ class KVCache(Cache):
 
     def read_sources(self, sequences: Sequence[Sequence[int]]) -> None:
         """Encode the sources of the selected rows' sequences, if they have some that are not in the rows yet."""
-        if self.cross is not None:
-            self.cross.read(self.rows[0], [source_of(sequence) for sequence in sequences])
-            self.cross.select(*self.rows)
-
-    def arguments(self, name: str) -> dict[str, object]:
-        """Return the cache arguments of a model's forward pass; `name` is the one that takes the cache."""
-        return {name: self} if self.cross is None else self.cross.arguments(name, self)
+        self.cross.read(self.rows[0], [source_of(sequence) for sequence in sequences])
+        self.cross.select(*self.rows)
 
     @property
     def bytes_per_token(self) -> float:
@@ -369,8 +360,7 @@ class KVCache(Cache):
                 layer[others, :, :longest] = layer[rows, :, :longest]
         for layer in self.recurrent.values():
             layer.move(old, new)
-        if self.cross is not None:
-            self.cross.move(source, destination)
+        self.cross.move(source, destination)
 
     def erase(self, row: int) -> None:
         """Set keys, values, states and length of a row to 0, and forget its source."""
@@ -378,8 +368,7 @@ class KVCache(Cache):
             tensor[row] = 0
         for stack in self.stacks.values():
             stack[:, row] = 0
-        if self.cross is not None:
-            self.cross.erase(row)
+        self.cross.erase(row)
 
     def grow(self, capacity: int) -> None:
         """Allocate at least `capacity` positions per row; for a moment old and new buffers exist together."""

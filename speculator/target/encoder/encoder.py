@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from speculator.errors import refuse
 from speculator.target.attention.attention import using_attention
-
-EncoderInput = tuple[int, ...]
-"""Token ids that an encoder reads; () without an encoder."""
-_numbers = count(1)
+from speculator.target.text import Encoded, Source
 
 
 @dataclass
@@ -31,40 +27,6 @@ class StatesOnly(BaseModelOutput):
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-class Encoded(EncoderInput):
-    """A source as encoder states [S, D], which `Encoder.encode` returns as they are; each has unique token ids."""
-
-    states: Tensor
-
-    @classmethod
-    def of(cls, states: Tensor) -> Encoded:
-        """Return a source with these states; its token ids are negative, so that n-gram lookup never finds them."""
-        made = cls((-next(_numbers),) * len(states))
-        made.states = states
-        return made
-
-
-class Text(list[int]):
-    """Tokens that a decoder reads and writes, and the source that the encoder reads for them; () without an encoder."""
-
-    def __init__(self, tokens: Sequence[int], source: EncoderInput = ()):
-        super().__init__(tokens)
-        self.source = source
-
-
-def source_of(sequence: Sequence[int]) -> EncoderInput:
-    """Return the source of a sequence; () if its target has no encoder."""
-    return sequence.source if isinstance(sequence, Text) else ()
-
-
-def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the decoder's config: in a config for both, a field such as the number of layers may be the encoder's."""
-    if not model.config.is_encoder_decoder:
-        return model.config.get_text_config()
-    config: Any = model.get_decoder().config.get_text_config(decoder=True)
-    return config
 
 
 class Encoder:
@@ -102,7 +64,7 @@ class Encoder:
         return torch.zeros(1, 1, size, dtype=self._model.dtype, device=self._model.device)
 
     @torch.no_grad()
-    def encode(self, sources: Sequence[EncoderInput]) -> Tensor:  # [n, S, D]
+    def encode(self, sources: Sequence[Source]) -> Tensor:  # [n, S, D]
         """Return the states of sources of equal length: padding would change them, and so a text, by rounding."""
         if known := [source.states for source in sources if isinstance(source, Encoded)]:
             return torch.stack(known)

@@ -168,8 +168,12 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
     if kind == "gpt2":  # a byte-level BPE
         _restore_tokens(tokenizer, header)
     # The kind "llama" is sentencepiece's.
-    if header.fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS):
-        _begin_with_bos(tokenizer, header.fields.get("tokenizer.ggml.bos_token_id"))
+    token = header.fields.get("tokenizer.ggml.bos_token_id")
+    begins = header.fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in WITH_BOS)
+    if begins and token is not None:
+        bos = tokenizer.convert_ids_to_tokens(token)
+        template = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, token)])
+        tokenizer.backend_tokenizer.post_processor = template
     if kind == "gpt2":
         if split in SPLITS:
             set_split(tokenizer, split)
@@ -183,14 +187,6 @@ def _write_settings(name: str, header: Header, folder: Path) -> None:
         text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _begin_with_bos(tokenizer: PreTrainedTokenizerBase, token: int | None) -> None:
-    """Let text begin with BOS, whose id is `token`; None: there is none."""
-    if token is not None:
-        bos = tokenizer.convert_ids_to_tokens(token)
-        template = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, token)])
-        tokenizer.backend_tokenizer.post_processor = template
 
 
 def _restore_tokens(tokenizer: PreTrainedTokenizerBase, header: Header) -> None:

@@ -29,7 +29,6 @@ class Tensor(NamedTuple):
     """A tensor in a GGUF file.
 
     Attributes:
-        name: its name in the file.
         tensor_type: member of `gguf.GGMLQuantizationType`.
         data: read-only view of the memory-mapped file, in torch's order of dimensions: [..., numbers of a row], or in
             uint8 [..., bytes of a row's blocks] if the type is quantised or unknown to numpy, such as bfloat16.

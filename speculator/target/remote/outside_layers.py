@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 from speculator.errors import UserError, refuse
 from speculator.files import read_weight_map
 from speculator.target.gguf.file import is_gguf
-from speculator.target.loading import OTHER_PARTS, check_folder, warn_if_untied
+from speculator.target.loading import OTHER_PARTS, causal, check_folder, warn_if_untied
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
@@ -53,7 +53,7 @@ def read_outside_layers(
             check_folder(Path(name))
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
         whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-        refuse((whole.is_encoder_decoder, "servers give no hidden states of encoder-decoder models"))
+        causal(whole, name)
         config = whole.get_text_config()
         stored = config.dtype or whole.dtype or torch.float32
         kind = stored if dtype == "auto" else getattr(torch, dtype)

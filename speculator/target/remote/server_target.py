@@ -35,7 +35,6 @@ class ServerTarget(ModelHere):
 
     Args:
         tokenizer, model, norm: see `read_outside_layers`.
-        urls: base URLs of the servers.
 
     Attributes:
         servers: the connection, from `check` to `close`; else None.

@@ -8,12 +8,11 @@ from enumeration import distance_of_runs, joint_distribution
 from transformers import T5Config, T5ForConditionalGeneration
 
 from speculator import DraftModelDrafter, Engine, HeadDrafter, Sampling, Target, UserError, generate
-from speculator.cli.serve import limit_tokens
 from speculator.custom_generate import speculative
 from speculator.decoding import scheduler
 from speculator.drafters import Chain, FixedTree
 from speculator.drafters.ngram import NgramDrafter
-from speculator.target.encoder.encoder import Text
+from speculator.target.text import Text
 
 _SOURCES = random_texts(9, 3, 14, 5, 7, 9, 2, 11)
 _COUNTS = [10, 4, 7, 10, 1, 8, 10, 5]
@@ -214,7 +213,7 @@ def test_unfit_drafts_and_sources_are_refused(forced):
 def test_max_model_len_limits_the_source_too():
     target = Target(tiny_encoder_decoder("t5"), tokenizer=None)
     generate(target, None, [[5] * 13], max_new_tokens=2)
-    limit_tokens(target, 12)
+    target.limit(12)
     with pytest.raises(UserError, match="room for 12"):
         generate(target, None, [[5] * 13], max_new_tokens=2)
 

@@ -13,9 +13,9 @@ from speculator.decoding.draft import Draft
 from speculator.target.attention import attention
 from speculator.target.attention.attention import set_attention
 from speculator.target.encoder import positions
-from speculator.target.encoder.encoder import Text
 from speculator.target.loading import auto_class
 from speculator.target.probe import gap
+from speculator.target.text import Text
 
 _SOURCES, _TEXTS = random_texts(11, 4, 7), random_texts(24, 24, 24, seed=2)
 _LENGTHS = [2, 10, 6]

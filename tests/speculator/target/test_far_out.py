@@ -112,7 +112,7 @@ def test_rotary_factors_that_follow_the_batch_are_refused(monkeypatch):
 
 
 def test_a_window_in_no_mask_is_refused(monkeypatch):
-    monkeypatch.setattr("speculator.target.probe.read_windows", lambda model, length: {})
+    monkeypatch.setattr("speculator.target.model.read_windows", lambda *_: {})
     with pytest.raises(UserError, match="24"):
         Target(model_of(FAR["phimoe"]), tokenizer=None)
 
