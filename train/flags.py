@@ -53,7 +53,7 @@ def adapt(parser: OneLineParser) -> None:
     parser.add_argument(
         "--every_minutes",
         type=float,
-        help="minutes after which fewer tokens, of at least 20 answers, start a round too (default: never)",
+        help="minutes after which fewer tokens, of at least 200 answers, start a round too (default: never)",
     )
     parser.add_argument(
         "--rounds",

@@ -365,6 +365,8 @@ def test_a_round_begins_after_enough_tokens_or_minutes(loop, monkeypatch, capsys
     monkeypatch.setattr("time.sleep", sleep)
     assert main(loop.argv("--rounds", "1", "--every_tokens", "7")) == 0
     assert "--every_minutes 0" in capsys.readouterr().err, "the way to end the wait"
+    told = " ".join(build_parser("adapt").format_help().split())
+    assert f"fewer tokens, of at least {LEAST_ANSWERS} answers" in told
     assert len(slept) == 2
     assert loop.round(1)["answer_tokens"] == 8
     assert main(loop.argv("--rounds", "2", "--every_tokens", "1000", "--every_minutes", "0")) == 0
