@@ -126,7 +126,6 @@ SETTINGS: dict[str, Any] = {
     "eval.max_new_tokens": 8,
     "report_to": "none",
 }
-"""Of runs of a minute."""
 VOCAB = 32
 _SHAPE = dict(  # noqa: C408
     vocab_size=VOCAB,

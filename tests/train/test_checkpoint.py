@@ -30,10 +30,6 @@ def stage(tmp_path):
     return tmp_path
 
 
-def test_a_run_resumes_from_the_checkpoint_of_the_highest_step(stage):
-    assert newest(stage) == (stage / "checkpoint-20", [])
-
-
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_damaged_checkpoint_is_skipped_with_one_line(stage, name):
     CHECKPOINTS[name](stage / "checkpoint-20")
@@ -42,6 +38,10 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(stage, name):
     assert len(lines) == 1
     assert "checkpoint-20" in lines[0]
     assert manifest_error(found) is None
+    for step in (5, 10):
+        (stage / f"checkpoint-{step}" / MANIFEST).unlink()
+    found, lines = newest(stage)
+    assert (found, len(lines)) == (None, 3), "the run starts again"
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,6 @@ def test_a_full_disk_fails_in_one_line_that_names_the_path_whichever_library_rep
         raise error
     with pytest.raises(RuntimeError, match="other"), reporting_full_disk(tmp_path):
         raise RuntimeError("other")
-
-
-def test_without_an_undamaged_checkpoint_a_run_starts_again(stage):
-    for step in (5, 10, 20):
-        (stage / f"checkpoint-{step}" / MANIFEST).unlink()
-    found, lines = newest(stage)
-    assert found is None
-    assert len(lines) == 3
 
 
 def test_the_weights_of_a_head_are_as_readable_as_its_config(tmp_path):

@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent import futures
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,11 +62,8 @@ def test_a_checkpoint_is_of_its_step_whatever_follows_and_there_once_it_is_whole
 
 
 def test_an_error_while_a_checkpoint_is_written_ends_the_training_at_the_next_step(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     check = Background.check
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch, "save", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     monkeypatch.setattr(Background, "check", lambda self: (futures.wait(self._writes), check(self)))
     made = loop_of("adamw", tmp_path)
     with pytest.raises(UserError, match=r"can't write .*checkpoint-4: No space left on device; the same command"):

@@ -237,8 +237,8 @@ def test_a_whole_run_with_a_target_in_shards_trains_the_head_of_one_process(
         "eval.tune_prompts": 2,
         "eval.max_new_tokens": 12,
     }
-    sizes |= {f"stage1.{name}": n for name, n in (("max_steps", 4), ("logging_steps", 1))}
-    sizes |= {f"stage1.{name}": 2 for name in ("eval_steps", "save_steps")}
+    steps = {"max_steps": 4, "logging_steps": 1, "eval_steps": 2, "save_steps": 2}
+    sizes |= {f"stage1.{name}": count for name, count in steps.items()}
     made = {"one": (1, 2, {}), "two": (2, 1, {"target.parallel": parallel, "shard_optimizer": "true"})}
     for name, (processes, accumulation, more) in made.items():
         given = sizes | more | {"stage1.gradient_accumulation_steps": accumulation}
