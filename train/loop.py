@@ -348,8 +348,7 @@ class Loop:
         self.progress = progress
         self.head.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
         # All processes of a machine share a mapped file's pages. On a CPU the moments would stay in an old file.
-        mapped = self.device.type != "cpu"
-        moments = torch.load(folder / _MOMENTS, map_location="cpu", mmap=mapped, weights_only=True)
+        moments = torch.load(folder / _MOMENTS, map_location="cpu", mmap=self.device.type != "cpu", weights_only=True)
         self.optimizer.load_state_dict(moments)
         self.schedule.load_state_dict(progress.schedule)
         # The first process has the sums, and the others begin at 0.
@@ -358,8 +357,9 @@ class Loop:
             pair = (own * torch.tensor(x, dtype=torch.float64, device=self.device) for x in (total, count))
             self.since_log[name] = tuple(pair)  # type: ignore[assignment]
         random = torch.load(folder / _RANDOM, weights_only=True)
-        own_state = random[self.accelerator.process_index % len(random)]
-        for state, module in zip(own_state, self._generators(), strict=False):
+        for state, module in zip(
+            random[self.accelerator.process_index % len(random)], self._generators(), strict=False
+        ):
             module.set_rng_state(state)
 
     def _generators(self) -> list[Any]:
