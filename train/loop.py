@@ -356,10 +356,8 @@ class Loop:
         for name, (total, count) in progress.since_log.items():
             pair = (own * torch.tensor(x, dtype=torch.float64, device=self.device) for x in (total, count))
             self.since_log[name] = tuple(pair)  # type: ignore[assignment]
-        random = torch.load(folder / _RANDOM, weights_only=True)
-        for state, module in zip(
-            random[self.accelerator.process_index % len(random)], self._generators(), strict=False
-        ):
+        saved = torch.load(folder / _RANDOM, weights_only=True)
+        for state, module in zip(saved[self.accelerator.process_index % len(saved)], self._generators(), strict=False):
             module.set_rng_state(state)
 
     def _generators(self) -> list[Any]:

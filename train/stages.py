@@ -187,9 +187,8 @@ def train_stage(
             with suppress(Exception):  # the signal may have ended wandb's own process too
                 tracking.stop()
             if state.is_main_process:
-                log(
-                    f"stopped by SIGTERM: {config.same_command} resumes from {folder}/checkpoint-{progress.global_step}"
-                )
+                last = f"{folder}/checkpoint-{progress.global_step}"
+                log(f"stopped by SIGTERM: {config.same_command} resumes from {last}")
             raise SystemExit(143)
     if state.is_main_process:
         history = progress.log_history
