@@ -45,10 +45,6 @@ def _layers(argv: list[str]) -> list[Values]:
     flags = vars(parsed)
     files = flags.pop("config", None) or [str(default_recipe(flags))]
     layers = [read_file(RunConfig, _found(file)) for file in files]
-    for name, words in flags.items():
-        if isinstance(words, list):  # a list's flag, once or more often
-            kinds = options(RunConfig)[name].kinds
-            flags[name] = [item for word in words for item in convert(name, word, kinds)]
     for name, kinds in mappings.items():
         single = [each for each in flags if each.startswith(f"{name}.")]
         keys = {each.rpartition(".")[2]: read_word(flags.pop(each)) for each in single}

@@ -54,7 +54,9 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     """
     record = folder / _RECORD
     if not record.exists():
-        if folder.exists() and (not folder.is_dir() or any(not _is_temporary(path) for path in folder.iterdir())):
+        # A folder with nothing but a lock and unfinished files counts as empty.
+        is_free = folder.is_dir() and all(is_partial(path) or path.name == _LOCK for path in folder.iterdir())
+        if folder.exists() and not is_free:
             raise UserError(f"{folder} is not empty and holds no run; choose another --output_dir")
         return
     found, now = _read(record), _settings(config)
@@ -75,9 +77,10 @@ def check_same_run(folder: Path, config: RunConfig, processes: int) -> None:
     difference = _first_difference(before, now)
     if difference and not config.overwrite_output_dir:
         again = f"; to write the text of stage 2 again, remove {folder}/generated and {folder}/stage2"
+        unused = next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
         raise UserError(
             f"{folder} holds a run with another {difference}; choose another --output_dir, such as "
-            f"{_unused_name(folder)}; --overwrite_output_dir deletes the run that is there"
+            f"{unused}; --overwrite_output_dir deletes the run that is there"
             + again
             * (difference.startswith("stage2") and not (folder / "speculator").exists())
         )
@@ -87,15 +90,6 @@ def has_text(folder: Path) -> bool:
     """Return whether a run's folder holds text for stage 2: a batch at least, not only the record of its settings."""
     files = (path.name for path in (folder / "generated").rglob("*") if path.is_file())
     return any(name not in ("record.json", "lock") for name in files)
-
-
-def _unused_name(folder: Path) -> Path:
-    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
-
-
-def _is_temporary(path: Path) -> bool:
-    """Return whether a file is a lock or an unfinished file: a folder with nothing else counts as empty."""
-    return is_partial(path) or path.name == _LOCK
 
 
 @contextmanager

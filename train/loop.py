@@ -352,9 +352,8 @@ class Loop:
         """Continue from a checkpoint and its progress; any number of processes may have written it."""
         self.progress = progress
         self.head.load_state_dict(load_file(folder / "model.safetensors"))
-        # All processes of a machine share a mapped file's pages. On a CPU unsharded moments would stay in an old file.
-        mapped = self.device.type != "cpu" or isinstance(self.optimizer, ShardedAdam)
-        moments = torch.load(folder / _MOMENTS, map_location="cpu", mmap=mapped, weights_only=True)
+        # All processes of a machine share a mapped file's pages. On a CPU the moments would stay in an old file.
+        moments = torch.load(folder / _MOMENTS, map_location="cpu", mmap=self.device.type != "cpu", weights_only=True)
         self.optimizer.load_state_dict(moments)
         self.schedule.load_state_dict(progress.schedule)
         # The first process has the sums, and the others begin at 0.
@@ -362,9 +361,8 @@ class Loop:
         for name, (total, count) in progress.since_log.items():
             pair = (own * torch.tensor(x, dtype=torch.float64, device=self.device) for x in (total, count))
             self.since_log[name] = tuple(pair)  # type: ignore[assignment]
-        random = torch.load(folder / _RANDOM, weights_only=True)
-        own_state = random[self.accelerator.process_index % len(random)]
-        for state, module in zip(own_state, self._generators(), strict=False):
+        saved = torch.load(folder / _RANDOM, weights_only=True)
+        for state, module in zip(saved[self.accelerator.process_index % len(saved)], self._generators(), strict=False):
             module.set_rng_state(state)
 
     def _generators(self) -> list[Any]:

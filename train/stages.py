@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from math import ceil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import datasets
 from accelerate import Accelerator, PartialState
@@ -181,7 +181,12 @@ def train_stage(
                     if each.name != "wandb":  # whose run of the last stage also gets the final report
                         each.finish()
         if stopped:
-            _stop(folder / f"checkpoint-{progress.global_step}", config.same_command)
+            with suppress(Exception):  # the signal may have ended wandb's own process too
+                tracking.stop()
+            if state.is_main_process:
+                last = f"{folder}/checkpoint-{progress.global_step}"
+                log(f"stopped by SIGTERM: {config.same_command} resumes from {last}")
+            raise SystemExit(143)
     if state.is_main_process:
         history = progress.log_history
         best, passed_over = checkpoint.best(folder, history, settings.save_steps, progress.max_steps)
@@ -251,15 +256,6 @@ def filled(rows: datasets.Dataset, size: int) -> datasets.Dataset:
     return datasets.concatenate_datasets([rows, datasets.Dataset.from_list(blank, rows.features)]) if blank else rows
 
 
-def _stop(last: Path, command: str) -> NoReturn:
-    """End the process with code 143, after a line that names the last checkpoint and the command that resumes."""
-    with suppress(Exception):  # the signal may have ended wandb's own process too
-        tracking.stop()
-    if PartialState().is_main_process:
-        log(f"stopped by SIGTERM: {command} resumes from {last}")
-    raise SystemExit(143)
-
-
 def is_published(folder: Path) -> bool:
     """Return whether a complete head is in the folder, and print why not if it is damaged; call it on every process."""
 
@@ -300,11 +296,10 @@ def tracker(run: Run, name: str, settings: JsonObject | None = None) -> Accelera
     def begin(project: str, **wandb: Any) -> None:
         accelerator.init_trackers(project, flat if kind != "wandb" else None, facts | {"wandb": wandb})
 
-    # Other trackers than wandb take plain values alone.
-    sections = {section: found for section, found in (settings or {}).items() if isinstance(found, dict)}
-    flat = {
+    flat = {  # other trackers than wandb take plain values alone
         f"{section}.{name}": value
-        for section, found in sections.items()
+        for section, found in (settings or {}).items()
+        if isinstance(found, dict)
         for name, value in found.items()
         if isinstance(value, (bool, int, float, str))
     }

@@ -193,9 +193,10 @@ def test_a_wrong_value_is_told_what_it_must_be(flag, words, capsys):
 
 
 def test_a_list_takes_a_single_item_and_a_switch_stands_alone():
-    sources = ["--data.sources", "my.jsonl", "--data.sources", "[b, c]"]
-    config = parse(["--stage1.bf16", *sources, "--eval.temperatures", "1", "--target.server=http://a"])
-    assert (config.stage1.bf16, config.data.sources, config.eval.temperatures) == (True, ["my.jsonl", "b", "c"], [1.0])
+    config = parse(
+        ["--stage1.bf16", "--data.sources", "my.jsonl", "--eval.temperatures", "1", "--target.server=http://a"]
+    )
+    assert (config.stage1.bf16, config.data.sources, config.eval.temperatures) == (True, ["my.jsonl"], [1.0])
     assert config.target.server == ["http://a"]
 
 

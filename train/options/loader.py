@@ -78,7 +78,7 @@ def _strings(module: str) -> dict[tuple[str, str], str]:
 
 
 def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> None:
-    """Add a flag `--section.key` for each setting, whose value stays a word, or a list of words for a list.
+    """Add a flag `--section.key` for each setting, whose value stays a word.
 
     `alone` has the values of flags that stand without one; a switch is then true.
     """
@@ -94,7 +94,6 @@ def add_flags(parser: OneLineParser, declared: type, alone: dict[str, str]) -> N
         text = option.help if stated else f"{option.help.rstrip('.')} (default: {option.default})."
         literal = get_origin(option.kinds[0]) is Literal
         shape |= {"metavar": f"{{{','.join(get_args(option.kinds[0]))}}}" if literal else key.upper()}
-        shape |= {"action": "append"} if get_origin(option.kinds[0]) is list else {}
         groups[section].add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"), **shape)
 
 
