@@ -48,13 +48,6 @@ def test_the_same_prompts_are_compared_one_by_one():
     assert "| +0.00 (-0.57 to +0.57) | other conditions |" in line
 
 
-def test_the_command_prints_a_line_per_figure(tmp_path, capsys):
-    for name in ("a", "b"):
-        write_record(tmp_path / f"{name}.json", REPORT)
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert "| text | 0 | head of 3 | acceptance length |" in capsys.readouterr().out
-
-
 def test_rows_pair_by_suite_temperature_batch_size_and_decoder():
     """The length of adaptive drafting and of n-gram lookup is a bound, and two heads may differ in theirs."""
     adaptive = [replace(ROW, drafter="adaptive", num_speculative_tokens=n) for n in (5, 7)]
@@ -72,8 +65,8 @@ def test_folders_of_reports_and_of_runs_are_accepted(tmp_path, capsys):
     for folder in ("report", "run/eval"):
         (tmp_path / folder).mkdir(parents=True)
         write_record(tmp_path / folder / "report.json", REPORT)
-    assert main(["compare", str(tmp_path / "report"), str(tmp_path / "run")]) == 0
-    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "report" / "report.json"), str(tmp_path / "run")]) == 0
+    assert "| text | 0 | head of 3 | acceptance length |" in capsys.readouterr().out
     assert main(["compare", str(tmp_path), str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -115,19 +115,18 @@ def test_of_several_models_the_target_is_asked(server, target_folder, tmp_path, 
         assert ("serves a, b: measuring a" in capsys.readouterr().err) == (asked == "a")
 
 
-def test_a_head_that_is_not_there_is_named(server, target_folder, tmp_path, capsys):
+def test_a_server_that_answers_nothing_or_is_not_there_and_a_missing_head_are_one_line(
+    server, target_folder, tmp_path, capsys
+):
+    server.fault = "nothing"
+    for url, message in (
+        (server.url, ": not OpenAI's API, or no model is served there\n"),
+        ("http://127.0.0.1:9", "no server at http://127.0.0.1:9: "),
+    ):
+        assert exit_code(main, argv(target_folder, tmp_path, url)) == 2
+        said = capsys.readouterr().err
+        assert (message in said, said.count("\n")) == (True, 1)
     command = argv(target_folder, tmp_path, server.url)
     (tmp_path / "head").rmdir()
     assert exit_code(main, command) == 2
     assert f"--speculator {tmp_path / 'head'}: not a folder" in capsys.readouterr().err
-
-
-def test_a_server_that_answers_nothing_is_named(server, target_folder, tmp_path, capsys):
-    server.fault = "nothing"
-    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
-    assert capsys.readouterr().err.endswith(": not OpenAI's API, or no model is served there\n")
-
-
-def test_a_server_that_is_not_there_fails_in_one_line(target_folder, tmp_path, capsys):
-    assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9")) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -243,17 +243,20 @@ def test_each_load_has_prompts_of_its_own_and_four_of_each_client_at_least():
         _parts(suite.first(83), 8, [4, 16, 64])
 
 
-def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_file, tmp_path, capsys):
+@pytest.fixture
+def argv(target_folder, text_file, tmp_path):
     server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
-    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
-    argv += ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "8", "--clients", "1", "2"]
-    try:
-        for name in ("a", "b"):
-            assert main([*argv, "--output", str(tmp_path / name)]) == 0
-        assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
-        assert "and these loads need 256" in capsys.readouterr().err
-    finally:
-        server.die()
+    flags = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
+    yield [*flags, "--prompt_tokens", "8", "--max_prompts", "8"]
+    server.die()
+
+
+def test_two_servers_are_measured_and_compared_with_a_plot(argv, tmp_path, capsys):
+    argv += ["--max_new_tokens", "4", "--clients", "1", "2"]
+    for name in ("a", "b"):
+        assert main([*argv, "--output", str(tmp_path / name)]) == 0
+    assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
+    assert "and these loads need 256" in capsys.readouterr().err
     rows = [read_json(tmp_path / name / "served.json")["suites"] for name in ("a", "b")]
     assert [[row["clients"] for row in each] for each in rows] == [[1, 2]] * 2
     assert rows[0][0]["digest"] == rows[1][0]["digest"] != rows[0][1]["digest"], "each load has prompts of its own"
@@ -266,8 +269,7 @@ def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_f
     assert "one is of a server, and the other is not" in capsys.readouterr().err
 
 
-def test_the_warm_up_asks_no_prompt_of_a_load(target_folder, text_file, tmp_path, monkeypatch):
-    server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
+def test_the_warm_up_asks_no_prompt_of_a_load(argv, tmp_path, monkeypatch):
     answer, asked = Asking.answer, []
 
     async def note(self, prompt, *given):
@@ -275,12 +277,7 @@ def test_the_warm_up_asks_no_prompt_of_a_load(target_folder, text_file, tmp_path
         return await answer(self, prompt, *given)
 
     monkeypatch.setattr(Asking, "answer", note)
-    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
-    argv += ["--prompt_tokens", "8", "--max_new_tokens", "9", "--max_prompts", "8", "--clients", "2"]
-    try:
-        assert main([*argv, "--output", str(tmp_path / "made")]) == 0
-    finally:
-        server.die()
+    assert main([*argv, "--max_new_tokens", "9", "--clients", "2", "--output", str(tmp_path / "made")]) == 0
     warm = {prompt for tokens, prompt in asked if tokens == 8}
     assert len(warm) == 2
     assert not warm & {prompt for _, prompt in asked[2:10]}
