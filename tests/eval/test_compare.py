@@ -91,14 +91,11 @@ def test_other_questions_under_the_same_name_have_no_verdict():
         assert table(ours, other).count("| not shown |") == 3
 
 
-def test_other_versions_and_settings_are_named():
-    ours, theirs = (replace(REPORT, versions={"torch": n}, settings={"seed": n}) for n in (1, 2))
-    assert {"torch: 1 | 2", "seed: 1 | 2"} <= set(table(ours, theirs).splitlines())
-
-
-def test_another_head_under_the_same_name_is_named():
-    ours, theirs = (replace(REPORT, fingerprints={"speculator": n}, git_commit=n) for n in ("a", "b"))
-    assert {"fingerprint of speculator: a | b", "git_commit: a | b"} <= set(table(ours, theirs).splitlines())
+def test_other_versions_settings_and_heads_under_the_same_name_are_named():
+    changes = ({"versions": {"torch": n}, "settings": {"seed": n}, "fingerprints": {"head": n}} for n in "ab")
+    text = table(*(replace(REPORT, **each, git_commit=str(each["versions"]["torch"])) for each in changes))
+    named = {"torch: a | b", "seed: a | b", "fingerprint of head: a | b", "git_commit: a | b"}
+    assert named <= set(text.splitlines())
 
 
 def test_other_settings_and_speeds_on_other_hardware_have_no_verdict():

@@ -59,10 +59,8 @@ def test_the_power_that_the_gate_prints_is_that_of_its_interval(gain, monkeypatc
 
 
 def test_the_difference_is_of_speeds_over_all_prompts_and_not_of_their_mean():
-    samples = [(10, 1.0, 10, 0.5), (90, 9.0, 90, 9.5)]
-    assert gate._difference(samples) == pytest.approx(100 / 10 - 100 / 10)
-    samples = [(10, 1.0, 10, 0.5), (90, 9.0, 90, 4.5)]
-    assert gate._difference(samples) == pytest.approx(100 / 5 - 100 / 10)
+    for last, difference in ((9.5, 0), (4.5, 100 / 5 - 100 / 10)):
+        assert gate._difference([(10, 1.0, 10, 0.5), (90, 9.0, 90, last)]) == pytest.approx(difference)
 
 
 @pytest.mark.parametrize("flags", [["--guard", ""], ["--guard_head", "x"], ["--num_speculative_tokens", "3"]])

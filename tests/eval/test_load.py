@@ -94,6 +94,10 @@ def test_the_figures_of_a_load_equal_those_by_hand():
     assert found["answer_ms"][0] == pytest.approx(1200)
     assert (found["within"], found["goodput"]) == (0.75, pytest.approx(3 / 2))
     assert figures(answers, 2, 5.0, {})["goodput"] == pytest.approx(4 / 5)
+    # Of 100 answers 4 miss one limit and 4 others the second: 92 keep both, and 95 would do.
+    answers = [[11, 0.9 if n < 4 else 0.1, 9.0 if 4 <= n < 8 else 1.1] for n in range(100)]
+    made = replace(level(1, 0.0, 1.0), **figures(answers, 1, None, {"ttft": 300, "tpot": 150}))
+    assert (made.within, made.keeps, replace(made, within=0.95).keeps) == (0.92, False, True)
 
 
 def level(clients, temperature, speed, accepted=0, **limits) -> Level:
@@ -167,27 +171,15 @@ def test_a_token_costs_what_the_fastest_level_within_the_limits_costs():
     assert "per million" not in text
 
 
-def test_a_level_keeps_its_limits_if_95_percent_of_the_answers_keep_all_of_them():
-    """Of 100 answers 4 miss one limit and 4 others the second: 92 keep both."""
-    answers = [[11, 0.9 if n < 4 else 0.1, 9.0 if 4 <= n < 8 else 1.1] for n in range(100)]
-    made = replace(level(1, 0.0, 1.0), **figures(answers, 1, None, {"ttft": 300, "tpot": 150}))
-    assert (made.within, made.keeps) == (0.92, False)
-    assert replace(made, within=0.95).keeps
-
-
 def test_a_load_at_a_rate_has_no_cost_and_no_verdict_on_its_clients():
     made = served({0.0: PLAIN[0.0]}, price=36.0)
     paced = replace(made, suites=[replace(level, rate=2.0) for level in made.suites])
+    made.suites[0] = replace(made.suites[0], steps=0, accepted_per_position=[0, 0, 0])
+    assert table(made).splitlines()[2].endswith("|  |  |  |"), "it drafted nothing, so there are no shares"
     text, _ = compare(paced, paced)
     for word in ("per million", "verdict"):
         assert word in compare(made, made)[0]
         assert word not in text + table(paced)
-
-
-def test_a_server_that_drafted_nothing_has_no_shares():
-    made = served({0.0: {1: 1.0}})
-    made.suites[0] = replace(made.suites[0], steps=0, accepted_per_position=[0, 0, 0])
-    assert table(made).splitlines()[2].endswith("|  |  |  |")
 
 
 def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
