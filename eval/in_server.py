@@ -23,7 +23,7 @@ from data.mixture import PYTHON_SOURCES
 from data.rendering import load_tokenizer
 from data.writers.server import TextOnly
 from eval.load import Answer, Asking
-from eval.served import PART, SERVED, Level, Served, figures, table, with_totals
+from eval.served import DRAFTS, PART, SERVED, Level, Served, figures, table, with_totals
 from eval.suites import Suite, check_names, first_turns, sampling_of
 from speculator.about import command_line
 from speculator.acceptance import Acceptance
@@ -134,9 +134,10 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             answers, after = await asking.ask(part.prompts, clients, read if busy else None)
             seconds = None if busy else time.monotonic() - began
             after = after or await read()
-            drafts = _of_answers(answers) if llama_cpp else _of_counters(after - before)
+            counted = after - before
+            drafts = _of_answers(answers) if llama_cpp else (counted.steps, counted.accepted, counted.reached[1:], None)
             nothing = "the server drafted nothing while it answered: start it with a drafter"
-            refuse((not drafts["steps"] and not arguments.clients, nothing))
+            refuse((not drafts[0] and not arguments.clients, nothing))
             rows = [[each.tokens, each.first, each.seconds] for each in answers]
             level = Level(
                 suite=part.name,
@@ -147,7 +148,7 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
                 rate=arguments.rate,
                 answers=rows,
                 **figures(rows, clients, seconds, found.slo),
-                **drafts,
+                **dict(zip(DRAFTS, drafts, strict=True)),
             )
             found.suites.append(level)
             write_record(arguments.output / SERVED, found)
@@ -199,19 +200,13 @@ def _counters(base: str, shown: str, may_lack: bool) -> Acceptance:
     return found or Acceptance()
 
 
-def _of_counters(counted: Acceptance) -> dict[str, Any]:
-    """Return the fields of a `Level` about drafts, by a server's counters."""
-    found = {"steps": counted.steps, "accepted_tokens": counted.accepted}
-    return {**found, "accepted_per_position": counted.reached[1:], "drafted_tokens": None}
-
-
-def _of_answers(answers: list[Answer]) -> dict[str, Any]:
-    """Return a `Level`'s fields about drafts from llama-server's counts, which have no positions; 0 without drafts."""
+def _of_answers(answers: list[Answer]) -> tuple[int, int, list[int], int | None]:
+    """Return a `Level`'s `DRAFTS` from llama-server's counts, which have no positions; 0 without drafts."""
     drafted = sum(int(each.timings.get("draft_n", 0)) for each in answers)
     accepted = sum(int(each.timings.get("draft_n_accepted", 0)) for each in answers)
     # The prompt's pass gives a text's first token; each later step its own token, after those that it accepts.
     steps = sum(each.tokens - 1 for each in answers) - accepted if drafted else 0
-    return {"steps": steps, "accepted_tokens": accepted, "accepted_per_position": [], "drafted_tokens": drafted or None}
+    return steps, accepted, [], drafted or None
 
 
 def training_hours(run: Path) -> float | None:

@@ -20,6 +20,8 @@ from speculator.tables import markdown_table, shown
 SERVED = "served.json"
 PART = ", "
 """Between the names of a suite and of its category."""
+DRAFTS = ("steps", "accepted_tokens", "accepted_per_position", "drafted_tokens")
+"""Fields of a `Level` that a server counts."""
 _QUANTILES = (0.5, 0.95, 0.99)
 
 
@@ -134,21 +136,11 @@ def with_totals(levels: list[Level], digests: dict[str, str], limits: dict[str, 
             answers = [answer for part in parts for answer in part.answers]
             seconds = sum(sum(answer[0] for answer in part.answers) / part.tokens_per_second for part in parts)
             counted = sum((Acceptance([part.steps, *part.accepted_per_position]) for part in parts), Acceptance())
-            drafted = [part.drafted_tokens for part in parts if part.drafted_tokens]
-            made.append(
-                replace(
-                    parts[0],
-                    suite=suite,
-                    digest=digest,
-                    clients=max(part.clients for part in parts),
-                    answers=answers,
-                    **figures(answers, 1, seconds, limits),
-                    steps=counted.steps,
-                    accepted_tokens=sum(part.accepted_tokens for part in parts),
-                    accepted_per_position=counted.reached[1:],
-                    drafted_tokens=sum(drafted) or None,
-                )
-            )
+            accepted, drafted = (sum(getattr(part, name) or 0 for part in parts) for name in (DRAFTS[1], DRAFTS[3]))
+            drafts = dict(zip(DRAFTS, (counted.steps, accepted, counted.reached[1:], drafted or None), strict=True))
+            clients, measured = max(part.clients for part in parts), figures(answers, 1, seconds, limits)
+            whole = {"suite": suite, "digest": digest, "clients": clients, "answers": answers, **measured, **drafts}
+            made.append(replace(parts[0], **whole))
     return made
 
 
@@ -210,7 +202,11 @@ def compare(a: Served, b: Served) -> tuple[str, Speedups]:
             moved = (f"{a:.3g} -> {b:.3g}" if b < 10 else f"{a:.1f} -> {b:.1f}" for a, b in zip(*both, strict=True))
             cells.append((where, x.clients, shown(speedup), f"{slower:.0%}", *moved))
     alone = sum(key not in theirs for key in ours) + sum(key not in ours for key in theirs)
-    lines = [*_about(a, b), "", markdown_table(header, cells), ""]
+    lines = []
+    for name, each in (("A", a), ("B", b)):
+        head = f", head {each.speculator}" if each.speculator else ""
+        lines.append(f"{name}: {each.server}, target {each.target}{head}, {each.date}")
+    lines += ["times at the 95th percentile", "", markdown_table(header, cells), ""]
     if alone:
         lines.append(f"{alone} rows are of one server only: other prompts, clients, temperature or --max_new_tokens")
     drafts = [max(level.acceptance_length or 1 for level in each.suites) > 1 for each in (a, b)]
@@ -224,15 +220,6 @@ def compare(a: Served, b: Served) -> tuple[str, Speedups]:
             after = _cost([level for _, level, _ in found], price)
             lines += [f"{where}: {line}" for line in _paid(before, after, price, b.hours)]
     return "\n".join(lines), pairs
-
-
-def _about(a: Served, b: Served) -> list[str]:
-    """Return lines that say what A and B are."""
-    lines = []
-    for name, each in (("A", a), ("B", b)):
-        head = f", head {each.speculator}" if each.speculator else ""
-        lines.append(f"{name}: {each.server}, target {each.target}{head}, {each.date}")
-    return [*lines, "times at the 95th percentile"]
 
 
 def _samples(a: Level, b: Level) -> list[tuple[float, ...]]:

@@ -94,16 +94,13 @@ class VLLMServer:
             lost = self._replace(old)
             refuse((lost, f"--server {self.name}: the new head was not loaded: {fault}; nor was the old one: {lost}"))
             return f"not loaded: {fault}"
-        if before is None:
-            log(f"--server {self.name}: too little traffic to compare the heads by; the new one stays")
-            return None
 
         def decided(found: MeasuredLength) -> bool:
-            low, high = ratio(before, found)
+            low, high = ratio(before or found, found)
             return low > 1 - _FALL or high < 1
 
-        after = self.watch(decided, least)
-        if after is None:
+        after = self.watch(decided, least) if before else None
+        if before is None or after is None:
             log(f"--server {self.name}: too little traffic to compare the heads by; the new one stays")
             return None
         low, high = ratio(before, after)

@@ -48,13 +48,6 @@ def test_the_same_prompts_are_compared_one_by_one():
     assert "| +0.00 (-0.57 to +0.57) | other conditions |" in line
 
 
-def test_the_command_prints_a_line_per_figure(tmp_path, capsys):
-    for name in ("a", "b"):
-        write_record(tmp_path / f"{name}.json", REPORT)
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert "| text | 0 | head of 3 | acceptance length |" in capsys.readouterr().out
-
-
 def test_rows_pair_by_suite_temperature_batch_size_and_decoder():
     """The length of adaptive drafting and of n-gram lookup is a bound, and two heads may differ in theirs."""
     adaptive = [replace(ROW, drafter="adaptive", num_speculative_tokens=n) for n in (5, 7)]
@@ -72,8 +65,8 @@ def test_folders_of_reports_and_of_runs_are_accepted(tmp_path, capsys):
     for folder in ("report", "run/eval"):
         (tmp_path / folder).mkdir(parents=True)
         write_record(tmp_path / folder / "report.json", REPORT)
-    assert main(["compare", str(tmp_path / "report"), str(tmp_path / "run")]) == 0
-    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "report" / "report.json"), str(tmp_path / "run")]) == 0
+    assert "| text | 0 | head of 3 | acceptance length |" in capsys.readouterr().out
     assert main(["compare", str(tmp_path), str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -98,14 +91,11 @@ def test_other_questions_under_the_same_name_have_no_verdict():
         assert table(ours, other).count("| not shown |") == 3
 
 
-def test_other_versions_and_settings_are_named():
-    ours, theirs = (replace(REPORT, versions={"torch": n}, settings={"seed": n}) for n in (1, 2))
-    assert {"torch: 1 | 2", "seed: 1 | 2"} <= set(table(ours, theirs).splitlines())
-
-
-def test_another_head_under_the_same_name_is_named():
-    ours, theirs = (replace(REPORT, fingerprints={"speculator": n}, git_commit=n) for n in ("a", "b"))
-    assert {"fingerprint of speculator: a | b", "git_commit: a | b"} <= set(table(ours, theirs).splitlines())
+def test_other_versions_settings_and_heads_under_the_same_name_are_named():
+    changes = ({"versions": {"torch": n}, "settings": {"seed": n}, "fingerprints": {"head": n}} for n in "ab")
+    text = table(*(replace(REPORT, **each, git_commit=str(each["versions"]["torch"])) for each in changes))
+    named = {"torch: a | b", "seed: a | b", "fingerprint of head: a | b", "git_commit: a | b"}
+    assert named <= set(text.splitlines())
 
 
 def test_other_settings_and_speeds_on_other_hardware_have_no_verdict():

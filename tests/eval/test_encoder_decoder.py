@@ -72,11 +72,8 @@ def test_all_drafters_are_measured_and_texts_are_those_of_transformers(target, s
         assert (row["drafter"] == "draft_model") == (row["acceptance_length"] == 4)
 
 
-def test_the_greedy_check_passes(target, suite_of):
+def test_the_greedy_check_passes_and_conversations_are_refused(target, suite_of):
     assert all(check.passed for check in greedy_checks(target, NgramDrafter(3), suite_of(target, *_ROWS).prompts, 12))
-
-
-def test_conversations_are_refused(target, suite_of):
     with pytest.raises(UserError, match="turns"):
         suite_of(target, {"turns": ["a", "b"]})
 

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 from conftest import exit_code, tiny_head
-from scipy import stats
 
-from eval import gate, intervals, timing
+from eval import gate, timing
 from eval.__main__ import main
 from eval.intervals import paired_bootstrap
 from eval.suites import Suite
@@ -60,10 +59,8 @@ def test_the_power_that_the_gate_prints_is_that_of_its_interval(gain, monkeypatc
 
 
 def test_the_difference_is_of_speeds_over_all_prompts_and_not_of_their_mean():
-    samples = [(10, 1.0, 10, 0.5), (90, 9.0, 90, 9.5)]
-    assert gate._difference(samples) == pytest.approx(100 / 10 - 100 / 10)
-    samples = [(10, 1.0, 10, 0.5), (90, 9.0, 90, 4.5)]
-    assert gate._difference(samples) == pytest.approx(100 / 5 - 100 / 10)
+    for last, difference in ((9.5, 0), (4.5, 100 / 5 - 100 / 10)):
+        assert gate._difference([(10, 1.0, 10, 0.5), (90, 9.0, 90, last)]) == pytest.approx(difference)
 
 
 @pytest.mark.parametrize("flags", [["--guard", ""], ["--guard_head", "x"], ["--num_speculative_tokens", "3"]])
@@ -81,34 +78,20 @@ def equal_heads(draw, count):
     return list(zip(tokens.tolist(), old.tolist(), tokens.tolist(), new.tolist(), strict=True))
 
 
-def percentile_bootstrap(samples, statistic):
-    """The percentiles of the resamples, which are too narrow for few samples."""
-    places = (np.arange(len(samples)),)
-    how = {"n_resamples": intervals._RESAMPLES, "vectorized": False, "method": "percentile", "rng": 0}
-    found = stats.bootstrap(places, lambda chosen: statistic([samples[i] for i in chosen]), **how)
-    return Interval(statistic(samples), *found.confidence_interval)
-
-
-def false_acceptances(interval, count, draws):
+def false_acceptances(count, draws):
     """Return how often the gate accepts an equal head."""
     draw, taken = np.random.default_rng(count), 0
     for _ in range(draws):
-        difference = interval(equal_heads(draw, count), gate._difference)
+        difference = paired_bootstrap(equal_heads(draw, count), gate._difference)
         taken += gate.accepted(HeadsCompared("s", count, [], difference, []), None)
     return taken
 
 
 @pytest.mark.parametrize("count", [2, 10, 64, *(pytest.param(count, marks=pytest.mark.soak) for count in (5, 16))])
 def test_the_gate_accepts_an_equal_head_as_seldom_as_its_interval_says(count, monkeypatch):
-    """2.5% of 400 draws are 10; 22 or more have a probability below 0.1%."""
+    """2.5% of 400 draws are 10; 22 or more have a probability below 0.1%. Percentiles of two prompts accept 100."""
     monkeypatch.setattr("eval.intervals._RESAMPLES", 100)
-    assert 1 <= false_acceptances(paired_bootstrap, count, 400) < 22
-
-
-def test_percentiles_of_two_prompts_accept_an_equal_head_far_too_often(monkeypatch):
-    """2.5% of 100 draws are 2 or 3; 10 or more have a probability below 0.1%. Percentiles accept a quarter."""
-    monkeypatch.setattr("eval.intervals._RESAMPLES", 100)
-    assert false_acceptances(percentile_bootstrap, 2, 100) >= 10
+    assert 1 <= false_acceptances(count, 400) < 22
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """`python -m eval --server`: the counters of the server's own drafting."""
 
 import json
-import threading
+from threading import current_thread, main_thread
 
 import pytest
 from conftest import exit_code
@@ -10,7 +10,7 @@ from hidden_state_server import StandIn
 from eval import in_server
 from eval.__main__ import main
 from eval.in_server import FORECAST_FILE
-from speculator import Target, UserError
+from speculator import Target
 from speculator.files import read_json, write_json
 
 
@@ -82,29 +82,20 @@ def test_flags_of_decoding_in_this_process_are_refused(target_folder, tmp_path, 
     assert said.count("\n") == 1
 
 
-def test_what_is_measured_is_kept_if_the_server_fails_later(server, target_folder, tmp_path, monkeypatch, capsys):
-    counters, asked = in_server._counters, []
-
-    def fail_at_the_third(*given, **lack):
-        asked.append(given)
-        assert threading.current_thread() is not threading.main_thread(), "the clients go on meanwhile"
-        if len(asked) == 3:
-            raise UserError("it has gone")
-        return counters(*given, **lack)
-
-    monkeypatch.setattr(in_server, "_counters", fail_at_the_third)
-    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
-    assert "it has gone" in capsys.readouterr().err
-    assert [row["temperature"] for row in read_json(tmp_path / "made" / "served.json")["suites"]] == [0.0]
-
-
-def test_an_error_amid_an_answer_is_that_of_the_server(server, target_folder, tmp_path, capsys):
+def test_an_error_amid_an_answer_is_the_servers_and_what_was_measured_is_kept(
+    server, target_folder, tmp_path, monkeypatch, capsys
+):
+    counters, threads = in_server._counters, []
+    monkeypatch.setattr(
+        in_server, "_counters", lambda *given, **lack: threads.append(current_thread()) or counters(*given, **lack)
+    )
     server.last = 1
     assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
     kept = tmp_path / "made" / "served.json"
     url = server.url.removesuffix("/v1")
     assert capsys.readouterr().err.endswith(f": {url}: out of memory; {kept} has what was measured\n")
     assert [row["temperature"] for row in read_json(kept)["suites"]] == [0.0]
+    assert main_thread() not in threads, "the clients go on while the counters are read"
 
 
 def test_of_several_models_the_target_is_asked(server, target_folder, tmp_path, capsys):
@@ -115,19 +106,18 @@ def test_of_several_models_the_target_is_asked(server, target_folder, tmp_path, 
         assert ("serves a, b: measuring a" in capsys.readouterr().err) == (asked == "a")
 
 
-def test_a_head_that_is_not_there_is_named(server, target_folder, tmp_path, capsys):
+def test_a_server_that_answers_nothing_or_is_not_there_and_a_missing_head_are_one_line(
+    server, target_folder, tmp_path, capsys
+):
+    server.fault = "nothing"
+    for url, message in (
+        (server.url, ": not OpenAI's API, or no model is served there\n"),
+        ("http://127.0.0.1:9", "no server at http://127.0.0.1:9: "),
+    ):
+        assert exit_code(main, argv(target_folder, tmp_path, url)) == 2
+        said = capsys.readouterr().err
+        assert (message in said, said.count("\n")) == (True, 1)
     command = argv(target_folder, tmp_path, server.url)
     (tmp_path / "head").rmdir()
     assert exit_code(main, command) == 2
     assert f"--speculator {tmp_path / 'head'}: not a folder" in capsys.readouterr().err
-
-
-def test_a_server_that_answers_nothing_is_named(server, target_folder, tmp_path, capsys):
-    server.fault = "nothing"
-    assert exit_code(main, argv(target_folder, tmp_path, server.url)) == 2
-    assert capsys.readouterr().err.endswith(": not OpenAI's API, or no model is served there\n")
-
-
-def test_a_server_that_is_not_there_fails_in_one_line(target_folder, tmp_path, capsys):
-    assert exit_code(main, argv(target_folder, tmp_path, "http://127.0.0.1:9")) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -94,6 +94,10 @@ def test_the_figures_of_a_load_equal_those_by_hand():
     assert found["answer_ms"][0] == pytest.approx(1200)
     assert (found["within"], found["goodput"]) == (0.75, pytest.approx(3 / 2))
     assert figures(answers, 2, 5.0, {})["goodput"] == pytest.approx(4 / 5)
+    # Of 100 answers 4 miss one limit and 4 others the second: 92 keep both, and 95 would do.
+    answers = [[11, 0.9 if n < 4 else 0.1, 9.0 if 4 <= n < 8 else 1.1] for n in range(100)]
+    made = replace(level(1, 0.0, 1.0), **figures(answers, 1, None, {"ttft": 300, "tpot": 150}))
+    assert (made.within, made.keeps, replace(made, within=0.95).keeps) == (0.92, False, True)
 
 
 def level(clients, temperature, speed, accepted=0, **limits) -> Level:
@@ -167,27 +171,15 @@ def test_a_token_costs_what_the_fastest_level_within_the_limits_costs():
     assert "per million" not in text
 
 
-def test_a_level_keeps_its_limits_if_95_percent_of_the_answers_keep_all_of_them():
-    """Of 100 answers 4 miss one limit and 4 others the second: 92 keep both."""
-    answers = [[11, 0.9 if n < 4 else 0.1, 9.0 if 4 <= n < 8 else 1.1] for n in range(100)]
-    made = replace(level(1, 0.0, 1.0), **figures(answers, 1, None, {"ttft": 300, "tpot": 150}))
-    assert (made.within, made.keeps) == (0.92, False)
-    assert replace(made, within=0.95).keeps
-
-
 def test_a_load_at_a_rate_has_no_cost_and_no_verdict_on_its_clients():
     made = served({0.0: PLAIN[0.0]}, price=36.0)
     paced = replace(made, suites=[replace(level, rate=2.0) for level in made.suites])
+    made.suites[0] = replace(made.suites[0], steps=0, accepted_per_position=[0, 0, 0])
+    assert table(made).splitlines()[2].endswith("|  |  |  |"), "it drafted nothing, so there are no shares"
     text, _ = compare(paced, paced)
     for word in ("per million", "verdict"):
         assert word in compare(made, made)[0]
         assert word not in text + table(paced)
-
-
-def test_a_server_that_drafted_nothing_has_no_shares():
-    made = served({0.0: {1: 1.0}})
-    made.suites[0] = replace(made.suites[0], steps=0, accepted_per_position=[0, 0, 0])
-    assert table(made).splitlines()[2].endswith("|  |  |  |")
 
 
 def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
@@ -246,18 +238,21 @@ def test_each_load_has_prompts_of_its_own_and_four_of_each_client_at_least(capsy
         _parts(suite.first(83), 8, [4, 16, 64])
 
 
-def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_file, tmp_path, capsys):
+@pytest.fixture
+def argv(target_folder, text_file, tmp_path):
     server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
-    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file)]
-    argv += ["--prompt_tokens", "8", "--max_new_tokens", "4", "--max_prompts", "4"]
-    try:
-        for name, clients in (("a", "12"), ("b", "213")):
-            assert main([*argv, "--clients", *clients, "--output", str(tmp_path / name)]) == 0
-        assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
-        assert "and these loads need 512" in capsys.readouterr().err
-        assert not (tmp_path / "c").exists()
-    finally:
-        server.die()
+    flags = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
+    yield [*flags, "--prompt_tokens", "8", "--max_prompts", "8"]
+    server.die()
+
+
+def test_two_servers_are_measured_and_compared_with_a_plot(argv, tmp_path, capsys):
+    argv += ["--max_new_tokens", "4", "--max_prompts", "4", "--temperature", "0", "1"]
+    for name, clients in (("a", "12"), ("b", "213")):
+        assert main([*argv, "--clients", *clients, "--output", str(tmp_path / name)]) == 0
+    assert exit_code(main, [*argv, "--clients", "64", "--output", str(tmp_path / "c")]) == 2
+    assert "and these loads need 512" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
     rows = [read_json(tmp_path / name / "served.json")["suites"] for name in ("a", "b")]
     loads = [[(row["temperature"], row["clients"], row["digest"]) for row in each] for each in rows]
     assert sorted(load[:2] for load in loads[0]) == [(0, 1), (0, 2), (1, 1), (1, 2)]
@@ -277,8 +272,7 @@ def test_two_servers_are_measured_and_compared_with_a_plot(target_folder, text_f
     assert "report.json is not a report.json" in capsys.readouterr().err, "both have a report"
 
 
-def test_the_warm_up_asks_no_prompt_of_a_load(target_folder, text_file, tmp_path, monkeypatch):
-    server = StandIn(Target.load(str(target_folder), device="cpu"), tmp_path, [2], fault="connector")
+def test_the_warm_up_asks_no_prompt_of_a_load(argv, tmp_path, monkeypatch):
     answer, asked = Asking.answer, []
 
     async def note(self, prompt, *given):
@@ -286,12 +280,7 @@ def test_the_warm_up_asks_no_prompt_of_a_load(target_folder, text_file, tmp_path
         return await answer(self, prompt, *given)
 
     monkeypatch.setattr(Asking, "answer", note)
-    argv = ["--server", server.url, "--target", str(target_folder), "--suite", str(text_file), "--temperature", "0"]
-    argv += ["--prompt_tokens", "8", "--max_new_tokens", "9", "--max_prompts", "8", "--clients", "2"]
-    try:
-        assert main([*argv, "--output", str(tmp_path / "made")]) == 0
-    finally:
-        server.die()
+    assert main([*argv, "--max_new_tokens", "9", "--clients", "2", "--output", str(tmp_path / "made")]) == 0
     warm = {prompt for tokens, prompt in asked if tokens == 8}
     assert len(warm) == 2
     assert not warm & {prompt for _, prompt in asked[2:10]}

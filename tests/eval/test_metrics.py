@@ -269,34 +269,33 @@ def test_a_baseline_that_cannot_run_is_named(tmp_path, monkeypatch, quick):
     assert "no compiler here" in (tmp_path / "report.md").read_text()
 
 
-def test_a_compiled_baseline_is_warmed_up_at_each_batch_size_with_the_longest_prompts(tmp_path, monkeypatch, quick):
-    target = Target(tiny_model(), tokenizer=None)
-    suite = Suite("s", [[1] * size for size in (2, 3, 1, 6, 5)])
-    compiled = []
+@pytest.fixture
+def compiled(monkeypatch, quick):
+    """The lengths of the prompts of each batch that is decoded compiled; they are decoded as usual."""
+    lengths = []
 
     def noting(*args, **kwargs):
         if "compile_config" in kwargs:
-            compiled.append(sorted(map(len, args[1])))
+            lengths.append(sorted(map(len, args[1])))
         time_transformers(*args, **{name: value for name, value in kwargs.items() if name != "compile_config"})
 
     monkeypatch.setattr("eval.decoders.time_transformers", noting)
+    return lengths
+
+
+def test_a_compiled_baseline_is_warmed_up_at_each_batch_size_with_the_longest_prompts(tmp_path, compiled):
+    suite = Suite("s", [[1] * size for size in (2, 3, 1, 6, 5)])
+    target = Target(tiny_model(), tokenizer=None)
     report_of(target, suite, tmp_path, tiny_head(), baselines=["hf_compiled"], batch_sizes=[2])
     assert compiled[:4] == [[1, 6], [5], [1, 6], [5]]
 
 
-def test_a_compiled_baseline_is_warmed_up_with_the_longest_turn_that_can_come(tmp_path, monkeypatch, figures_only):
-    target, lengths = talking_target(), []
+def test_a_compiled_baseline_is_warmed_up_with_the_longest_turn_that_can_come(tmp_path, compiled, figures_only):
+    target = talking_target()
     rows = [("a", ["one two"]), ("a", ["three", "four five six"])]
     suite = load_suite(questions(tmp_path, *rows), target, prompt_tokens=8, max_prompts=9, max_new_tokens=16)
-
-    def noting(*args, **kwargs):
-        if "compile_config" in kwargs:
-            lengths.append(max(map(len, args[1])))
-        time_transformers(*args, **{name: value for name, value in kwargs.items() if name != "compile_config"})
-
-    monkeypatch.setattr("eval.decoders.time_transformers", noting)
     report_of(target, suite, tmp_path / "out", baselines=["hf_compiled"])
-    *warming, first, second, third = lengths
+    *warming, first, second, third = (length for batch in compiled for length in batch)
     assert min(warming) == max(first, second, third)
     assert max(first, second, third) > max(map(len, suite.prompts)) + 16
 

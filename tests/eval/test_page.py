@@ -142,7 +142,7 @@ def report(tmp_path_factory):
     return read_report(folder / "report.json"), (folder / "report.html").read_text()
 
 
-def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
+def test_the_page_is_one_file_with_headlines_sortable_tables_plots_and_texts(report):
     report, text = report
     found = Page(text)
     assert not found.open or found.open == ["html"]
@@ -156,22 +156,13 @@ def test_the_page_is_one_file_with_sortable_tables_plots_and_texts(report):
     assert classes <= {"target", "head", "ngram", ""}, "of adaptive drafts, too, each token has its own drafter"
     assert classes >= {"target", "head", ""}
     assert "draft head" in found.texts["td"]
-
-
-def test_the_page_shows_seven_columns_the_others_on_demand_and_explains_each(report):
-    _, text = report
-    found = Page(text)
     columns = [attrs["class"] for tag, attrs in found.tags if tag == "th"]
-    assert columns.count("") == 7
+    assert columns.count("") == 7, "the others on demand"
     assert "more" in columns
     assert all(attrs["title"] for tag, attrs in found.tags if tag == "button")
-
-
-def test_the_page_and_the_summary_begin_with_the_speedup(report):
-    report, text = report
     alone, verdict = headlines(report)
     assert shown(fastest(report.suites, "head")[0].speedup["plain"]) in alone
-    assert Page(text).texts["p"][:2] == [f"{alone}.", f"{verdict}."]
+    assert found.texts["p"][:2] == [f"{alone}.", f"{verdict}."]
 
 
 def test_hostile_texts_are_shown_and_never_run(report):

@@ -2,7 +2,6 @@
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
@@ -79,45 +78,31 @@ def start(monkeypatch):
         stub.server_close()
 
 
-def test_a_head_that_accepts_more_stays(start, capsys):
-    server, stub = start(old=2.0, new=2.5)
+def test_a_head_that_accepts_more_stays_and_the_old_one_comes_back_if_it_accepts_less(start, capsys):
+    server, stub = start(old=2.0, new=2.5, worse=1.9)
     assert server.try_head("new", "old") is None
     assert (stub.calls, stub.head) == (UPDATE, "new")
-    assert (
-        "acceptance length 2.00 before the update, 2.50 after it, +25.0% (+25.0% to +25.0%)" in capsys.readouterr().err
+    said = "acceptance length 2.00 before the update, 2.50 after it, +25.0% (+25.0% to +25.0%)"
+    assert said in capsys.readouterr().err
+    assert server.try_head("worse", "new").startswith(
+        "swapped back: acceptance length 2.50 before the update, 1.90 after"
     )
+    assert (stub.calls, stub.head) == (3 * UPDATE, "new")
 
 
-def test_the_old_head_comes_back_if_the_acceptance_falls(start):
-    server, stub = start(old=2.0, new=1.9)
-    assert server.try_head("new", "old").startswith(
-        "swapped back: acceptance length 2.00 before the update, 1.90 after it, -5.0%"
-    )
-    assert (stub.calls, stub.head) == (2 * UPDATE, "old")
-
-
-def shipped() -> tuple[float, float, float]:
-    """Mean and variance of the tokens per step, and the design effect, of the shipped report with the largest effect.
-
-    That is the variance of an acceptance length over what it would be if steps were independent.
-    """
-    found = []
-    for file in (Path(__file__).parents[3] / "docs" / "lab").rglob("report.json"):
-        for row in json.loads(file.read_text())["suites"]:
-            if row["drafter"] == "head" and row["steps"] >= 1000:
-                length, counts, bounds = (
-                    row[name] for name in ("acceptance_length", "accepted_lengths", "acceptance_length_interval")
-                )
-                variance = sum(n * (i + 1 - length) ** 2 for i, n in enumerate(counts)) / sum(counts)
-                error = (bounds["high"] - bounds["low"]) / 2 / 1.96
-                found.append((error**2 * row["steps"] / variance, length, variance))
-    effect, length, variance = max(found)
-    assert effect > 4, "drafts of one request are alike"
-    return length, variance, effect
+# Of the answers in a report: SmolLM2, Spec-Bench, temperature 0. They differ much: steps are far from independent.
+STEPS = (
+    "138 26 90 74 10 54 10 46 87 65 12 51 126 62 86 40 53 49 92 54 88 68 91 55 94 64 75 75 83 51 87 67 83 15 "
+    "52 56 110 43 84 74 76 58 105 45 82 69 15 60 94 36 100 9 51 52 31 77 74 32 71 63 "
+)
+ACCEPTED = (
+    "114 4 35 53 8 72 20 27 39 61 4 63 127 64 40 31 53 77 160 47 39 59 36 72 108 61 52 36 43 74 92 54 26 4 74 "
+    "69 142 84 43 52 51 67 146 14 45 56 8 67 158 20 27 3 76 69 33 48 52 29 56 63 "
+)
 
 
 class Traffic(VLLMServer):
-    """Counts the drafts of four requests at a time, each of some 40 steps; ten steps of each pass between two looks."""
+    """Counts the drafts of four requests at a time; ten steps of each pass between two looks."""
 
     def __init__(self, seed: int, worse: float):
         super().__init__("http://simulated", "")
@@ -125,15 +110,14 @@ class Traffic(VLLMServer):
         self._begin()
 
     def _begin(self) -> None:
-        length, variance, effect = SHIPPED
-        shared = (effect - 1) / (2 * 40 - 2)  # share of the variance that a request's steps have in common
+        """Draw the next 3,650 steps of each row, whose requests accept as many tokens as those of the report."""
+        steps, accepted = (np.array(text.split(), int) for text in (STEPS, ACCEPTED))
+        rates = (accepted / steps + 1) * (1 - self.worse * (self.head == "new")) - 1
         rows = []
         for _ in range(4):
-            sizes = self.draw.geometric(1 / 40, 200)
-            rows.append(np.repeat(self.draw.normal(0, (shared * variance) ** 0.5, 200), sizes)[:3650])
-        noise = self.draw.normal(0, ((1 - shared) * variance) ** 0.5, (4, 3650))
-        mean = length * (1 - self.worse * (self.head == "new")) - 1
-        self.left = iter((mean + np.array(rows) + noise).reshape(4, 365, 10).sum((0, 2)))
+            drawn = self.draw.integers(0, len(steps), 200)
+            rows.append(self.draw.binomial(2, np.repeat((rates / 2).clip(0, 1)[drawn], steps[drawn])[:3650]))
+        self.left = iter(np.array(rows).reshape(4, 365, 10).sum((0, 2)))
 
     def counters(self):
         self.seen += 40, next(self.left)
@@ -144,9 +128,6 @@ class Traffic(VLLMServer):
         self._begin()
 
 
-SHIPPED = shipped()
-
-
 def swapped_back(monkeypatch, worse: float, count: int) -> float:
     """Return the share of updates that are undone if the new head's acceptance length is lower by a share."""
     now = [0.0]
@@ -155,8 +136,8 @@ def swapped_back(monkeypatch, worse: float, count: int) -> float:
     return sum(Traffic(seed, worse).try_head("new", "old") is not None for seed in range(count)) / count
 
 
-def test_an_equal_head_stays_and_a_worse_one_leaves_at_the_dependence_of_shipped_reports(monkeypatch):
-    assert swapped_back(monkeypatch, 0.0, 200) <= 0.05
+def test_an_equal_head_stays_and_a_worse_one_leaves_at_the_dependence_of_a_report(monkeypatch):
+    assert swapped_back(monkeypatch, 0.0, 200) < 0.09, "it is 5%: of 200 updates 18 or more have a chance below 1%"
     assert swapped_back(monkeypatch, 0.12, 40) >= 0.9
 
 
