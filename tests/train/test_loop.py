@@ -56,6 +56,7 @@ def test_a_checkpoint_is_of_its_step_whatever_follows_and_there_once_it_is_whole
 
     monkeypatch.setattr(Speculator, "save_pretrained", save, raising=False)
     monkeypatch.setattr(loop, "log_line", log_of)
+    (folder / "checkpoint-3.partial").mkdir(parents=True)  # of a killed run
     by_loop("adamw", folder)
     assert_equal(tmp_path)
     assert not list(folder.glob("*.partial"))

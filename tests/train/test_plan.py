@@ -405,6 +405,7 @@ def test_gradients_of_several_micro_batches_lie_beside_the_buckets_of_ddp(target
     def weights(place, accumulation):
         flags = ["--stage1.gradient_accumulation_steps", accumulation]
         made = Plan(settled(config_of(target_folder, *flags), AutoConfig.from_pretrained(target_folder), place))
+        assert made.memory()["stage1"]["copy that a checkpoint is written from"] == 12 * made.trained  # on a CPU
         return made.memory()["stage1"]["head's weights and gradients"] / made.trained
 
     assert [weights(*case) for case in ((Place(1), "2"), (Place(2), "1"), (Place(2), "2"))] == [8, 8, 12]
