@@ -135,7 +135,9 @@ async def _measure(arguments: argparse.Namespace, base: str, server: Any, tokeni
             seconds = None if busy else time.monotonic() - began
             after = after or await read()
             counted = after - before
-            drafts = _of_answers(answers) if llama_cpp else (counted.steps, counted.accepted, counted.reached[1:], None)
+            drafts: Any = (
+                _of_answers(answers) if llama_cpp else (counted.steps, counted.accepted, counted.reached[1:], None)
+            )
             nothing = "the server drafted nothing while it answered: start it with a drafter"
             refuse((not drafts[0] and not arguments.clients, nothing))
             rows = [[each.tokens, each.first, each.seconds] for each in answers]
@@ -177,7 +179,8 @@ def _by_category(suite: Suite) -> list[Suite]:
     """Return a suite of the prompts of each category."""
     groups: dict[str, list[list[int]]] = {}
     for category, prompt in zip(suite.categories, suite.prompts, strict=True):
-        groups.setdefault(f"{suite.name}{PART * bool(category)}{category}", []).append(prompt)
+        name = f"{suite.name}{PART}{category or '(none)'}" if any(suite.categories) else suite.name
+        groups.setdefault(name, []).append(prompt)
     return [Suite(name, prompts) for name, prompts in groups.items()]
 
 

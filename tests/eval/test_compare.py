@@ -94,8 +94,7 @@ def test_other_questions_under_the_same_name_have_no_verdict():
 def test_other_versions_settings_and_heads_under_the_same_name_are_named():
     changes = ({"versions": {"torch": n}, "settings": {"seed": n}, "fingerprints": {"head": n}} for n in "ab")
     text = table(*(replace(REPORT, **each, git_commit=str(each["versions"]["torch"])) for each in changes))
-    named = {"torch: a | b", "seed: a | b", "fingerprint of head: a | b", "git_commit: a | b"}
-    assert named <= set(text.splitlines())
+    assert {f"{name}: a | b" for name in ("torch", "seed", "fingerprint of head", "git_commit")} <= {*text.splitlines()}
 
 
 def test_other_settings_and_speeds_on_other_hardware_have_no_verdict():

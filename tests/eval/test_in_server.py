@@ -49,10 +49,12 @@ def test_drafts_and_accepted_tokens_are_those_of_the_requests_alone(server, targ
 
 def test_each_category_is_counted_and_so_are_all_together(server, target_folder, tmp_path):
     suite = tmp_path / "s.jsonl"
-    suite.write_text("".join(json.dumps({"category": "aab"[n % 3], "prompt": f"def f{n}"}) + "\n" for n in range(6)))
+    suite.write_text(
+        "".join(json.dumps({"category": ["a", "a", ""][n % 3], "prompt": f"def f{n}"}) + "\n" for n in range(6))
+    )
     assert main([*argv(target_folder, tmp_path, server.url, "--temperature", "0"), "--suite", str(suite)]) == 0
     rows = read_json(tmp_path / "made" / "served.json")["suites"][-3:]
-    assert [row["suite"] for row in rows] == ["s.jsonl, a", "s.jsonl, b", "s.jsonl"]
+    assert [row["suite"] for row in rows] == ["s.jsonl, a", "s.jsonl, (none)", "s.jsonl"]
     assert [len(row["answers"]) for row in rows] == [4, 2, 6]
     assert [row["steps"] for row in rows] == [16, 8, 24]
     assert rows[2]["accepted_per_position"] == [18, 6, 0]

@@ -184,11 +184,7 @@ def test_a_load_at_a_rate_has_no_cost_and_no_verdict_on_its_clients():
 
 def test_the_hours_of_a_training_are_those_of_its_logs(tmp_path):
     """Of 100 steps 80 took 40 seconds, and 20 more take 10; the last entry has none left, and text took 50 seconds."""
-    history = [
-        {"step": 40, "seconds_left": 99.0},
-        {"step": 80, "seconds_left": 10.0},
-        {"step": 100, "seconds_left": 0.0},
-    ]
+    history = [{"step": step, "seconds_left": left} for step, left in ((40, 99.0), (80, 10.0), (100, 0.0))]
     for number, entries in ((80, history[:2]), (100, history)):
         folder = tmp_path / "stage1" / f"checkpoint-{number}"
         folder.mkdir(parents=True)
