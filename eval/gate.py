@@ -112,7 +112,7 @@ def compare_on_guard(
     refuse((not samples, f"{suite.name}: every answer ends in its first step, so there is nothing to compare"))
     old, new = map(length, zip(*samples, strict=True))
     change = paired_bootstrap(samples, lambda chosen: length(y for _, y in chosen) / length(x for x, _ in chosen) - 1)
-    return Guard(suite.name, old, new, change, allowed=-share)
+    return Guard(name=suite.name, old=old, new=new, change=change, allowed=-share)
 
 
 def power(difference: Interval, speed: float, gain: float = _GAIN) -> float | None:

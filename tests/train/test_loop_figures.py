@@ -127,6 +127,7 @@ def test_a_process_beyond_those_of_a_checkpoint_takes_the_generator_of_one_of_th
     torch.rand(3)
     saved = torch.get_rng_state()
     loop.save()
+    loop.checkpoints.wait()
     torch.manual_seed(0)
     monkeypatch.setattr(Accelerator, "process_index", 2)
     loop.resume(loop.folder / "checkpoint-0", loop.progress)
