@@ -385,7 +385,7 @@ def resume(session: Session) -> None:
             whole, killed = (_training(each, flags) for each in folders)
             undisturbed = running.enter_context(session.child(name, whole))
             with session.child(f"{name}-killed", killed) as process:
-                while process.poll() is None and not any((folders[1] / "stage1").glob("checkpoint-*")):
+                while process.poll() is None and not any((folders[1] / "stage1").glob("checkpoint-*[0-9]")):
                     time.sleep(0.1)
                 facts: dict[str, Any] = {"deterministic": bool(flags), "killed": process.poll() is None}
             with session.child(f"{name}-resumed", killed) as process:

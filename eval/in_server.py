@@ -216,7 +216,7 @@ def training_hours(run: Path) -> float | None:
     """Return the hours that a run trained, by the rates in its logs, and wrote text; None without a finished stage."""
     seconds = 0.0
     for stage in run.glob("stage*"):
-        states = sorted(stage.glob("checkpoint-*/trainer_state.json"), key=lambda file: file.stat().st_mtime)
+        states = sorted(stage.glob("checkpoint-*[0-9]/trainer_state.json"), key=lambda file: file.stat().st_mtime)
         try:
             state = read_json(states[-1])
             steps = state["max_steps"]

@@ -65,7 +65,7 @@ class _Named:
 class _Heartbeat(threading.Thread):
     """Prints the progress of the innermost work when nothing has been printed for half a minute.
 
-    Work is an object with a method `beat`, which prints its progress. `begin` starts the process's only thread.
+    Work is an object with a method `beat`, which prints its progress. `begin` starts the thread.
     """
 
     work: list[Any] = []  # noqa: RUF012  shared: one thread per process

@@ -57,7 +57,10 @@ def _watch(reader: int) -> None:
         if number == signal.SIGTERM and _saves.is_set():
             _stop.set()
         elif number in _CODES:
-            futures.wait(list(_unwritten), _WRITING_SECONDS)
+            if writing := list(_unwritten):
+                with suppress(OSError):
+                    os.write(2, b"\nfinishing what is being written\n" * is_first())
+                futures.wait(writing, _WRITING_SECONDS)
             for folder in _temporary:
                 shutil.rmtree(folder, ignore_errors=True)
             _kill_children()

@@ -165,6 +165,7 @@ class Loop:
                 batches = self.source.over(left)
                 while done < steps and not ends:
                     self.checkpoints.check()
+                    self.source.files.check()
                     with self.clock.steps:  # the wait for a loader that starves is part of a step
                         self.step(list(islice(batches, size)))
                     done += 1
@@ -196,7 +197,7 @@ class Loop:
                 # if they have equally many labels. Times the processes, because DDP takes the mean of the gradients:
                 # of 300 and 100 labels each sum is divided by 400 and doubled, and DDP halves their total.
                 loss = objective * self.head.n_predict * processes / count.clamp_min(1)
-                loss.backward()
+                loss.backward()  # the chunked loss has its gradients, which this scales
             # Of each process a share, so that a line of the log may span steps on other numbers of processes.
             counted = loss.new_full((), (i == len(batches)) / processes, dtype=torch.float64)
             add(self.since_log, metrics | {"objective": (loss.detach() / processes, counted)})
@@ -332,6 +333,7 @@ class Loop:
             return
         folder, text = self.folder / f"checkpoint-{progress.global_step}", json.dumps(dataclasses.asdict(progress))
         kept = self.stage.save_total_limit, progress.best_global_step, progress.global_step
+        self.checkpoints.wait()  # for the one before, so that there is one copy at a time
         # Copies, which the next steps do not change.
         state = self.head.state_dict(), self.optimizer.state_dict()
         weights, moments = recursively_apply(lambda tensor: tensor.to("cpu", copy=True), state)

@@ -69,7 +69,7 @@ class Display:
         outlook: returns a line about the time that is left, given the seconds of an optimiser step; None: no line.
         token_at_peak: seconds of a token's operations at the device's peak, those of the target and those of the head,
             which computes labelled tokens alone; None if unknown.
-        accelerator: logs to trackers, if any are begun; None: to none.
+        accelerator: the processes of the training, and the trackers that were begun; None: one of its own, without any.
     """
 
     title: str = "training"

@@ -114,6 +114,7 @@ class Engine:
 
     @property
     def drafter(self) -> Drafter | None:
+        """The drafter; from the first admission on this engine's copy, with memory of its rows."""
         return self.rows.drafter
 
     @property

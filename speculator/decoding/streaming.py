@@ -113,13 +113,13 @@ class TextStream:
         if show_drafts:
             self.marks = (GREEN, PLAIN) if colours(sys.stdout) else ("[[", "]]")
 
-    def __call__(self, row: int, tokens: Sequence[int], drafted: int) -> None:
-        """Print a step's new tokens, the first `drafted` of which come from the draft."""
+    def __call__(self, row: int, tokens: Sequence[int], accepted: int) -> None:
+        """Print a step's new tokens, the first `accepted` of which come from the draft."""
         lead, self.lead = self.lead, ""
         pieces = [safe(self.detokenizer.push(token)) for token in tokens]
-        accepted, sampled = "".join(pieces[:drafted]), "".join(pieces[drafted:])
-        before, after = self.marks if accepted else ("", "")
-        print(f"{safe(lead)}{before}{accepted}{after}{sampled}", end="", flush=True)
+        draft, sampled = "".join(pieces[:accepted]), "".join(pieces[accepted:])
+        before, after = self.marks if draft else ("", "")
+        print(f"{safe(lead)}{before}{draft}{after}{sampled}", end="", flush=True)
 
     def finish(self) -> None:
         """Print text that was held back for later tokens, and end the line."""

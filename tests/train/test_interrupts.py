@@ -67,7 +67,7 @@ def test_a_signal_waits_for_what_is_being_written(tmp_path, number, code):
     process = start(f"interrupts.Background().write(lambda: {work}); {LONG_CALL}", tmp_path / "temporary")
     time.sleep(0.3)
     process.send_signal(number)
-    assert process.communicate(timeout=10) == ("", "")
+    assert process.communicate(timeout=10) == ("", "\nfinishing what is being written\n")
     assert process.returncode == code
     assert (tmp_path / "checkpoint").exists()
 

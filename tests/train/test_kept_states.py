@@ -247,6 +247,9 @@ def test_a_thread_reads_a_batch_ahead_and_writes_behind(target, monkeypatch):
     next(batches)
     kept.files.read(lambda: None).result()
     assert len(threads) == 12, "the second batch is read before the first one is taken"
+    assert len(list(kept.over([batch] * 4))) == 4
+    kept.files.read(lambda: None).result()
+    assert len(threads) == 20, "of a step's micro-batches, which the loop takes at once, two are read"
 
 
 def test_a_full_disk_ends_the_training_that_keeps_states(target, monkeypatch, tmp_path):

@@ -169,7 +169,7 @@ def warn_of_warm_up(name: str, stage: StageConfig) -> None:
 def _stage(name: str, stage: StageConfig) -> None:
     """Raise a UserError for settings of the stage `name` that are out of range or contradict each other."""
     if stage.save_total_limit < 2:
-        raise UserError(f"{name}.save_total_limit must be at least 2: a checkpoint is incomplete while it is written")
+        raise UserError(f"{name}.save_total_limit must be at least 2: the best checkpoint and the newest one")
     if stage.save_steps % stage.eval_steps:
         raise UserError(
             f"{name}.save_steps ({stage.save_steps}) must be a multiple of {name}.eval_steps ({stage.eval_steps}): "

@@ -289,7 +289,8 @@ class Plan:
             weights = (12 if buckets else 8) * self.trained
             training = Counter({"head's weights and gradients": weights, "moments": moments})
             if self.place.kind == "cpu":
-                training["copy that a checkpoint is written from"] = 4 * self.trained + moments
+                joined = bytes_of_moments(self.head_module, stage.optimizer, 1) * (1 + (shared > 1))  # before the copy
+                training["copy that a checkpoint is written from"] = 4 * self.trained + joined
             needs[name] = always + training + self._micro_batch(name)
         for name, own in () if self.served else self.generated.items():
             caches = 2 if own.depth else 1  # plain decoding is timed too, with a cache of its own

@@ -9,12 +9,13 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
@@ -39,44 +40,35 @@ Tensors: TypeAlias = dict[str, Tensor]
 
 
 class _Request:
-    """The hidden states of one batch, which are requested from the servers when `begin` is first called."""
+    """What a source asks for the states of one batch, when `begin` is first called."""
 
-    def __init__(self, target: ServerTarget, batch: Batch, used: Callable[[_Request], None]):
-        self._target, self.used = target, used
-        self._documents, self._length = batch[DOCUMENTS].rows, batch["input_ids"].shape[1]
-        self._pending: PendingStates | None = None
+    def __init__(self, ask: Callable[[], Any], used: Callable[[_Request], None]):
+        self._ask, self.used, self._pending = ask, used, None
 
-    def begin(self) -> PendingStates:
-        """Request the states, unless they are requested already, and return them, arrived or not."""
-        self._pending = self._pending or self._target.begin(self._documents, self._length)
+    def begin(self) -> Any:
+        """Ask for the states, unless that is done already, and return what has their `result`, there or not."""
+        self._pending = self._pending or self._ask()
         return self._pending
 
-    def take(self) -> PendingStates:
-        """Return the states, arrived or not, and hold them no longer: the loop keeps its batches for a whole step."""
+    def take(self) -> Any:
+        """Return what has the states, and hold it no longer: the loop keeps its batches for a whole step."""
         pending, self._pending = self.begin(), None
         return pending
 
 
-class LookAhead(StateSource):
-    """Requests the hidden states of the next batches while the head trains on the current one.
-
-    As many batches are requested ahead as the head trains on while the servers answer for one: with 3 s for an answer
-    and 1 s for a batch of the head, 3. The number follows the last measurement.
-
-    Args:
-        target: a target that servers run, which gives the auxiliary layers that it was connected for.
+class _Ahead(StateSource):
+    """Asks for the states of the next batches while the head trains on the current one.
 
     Attributes:
         depth: number of batches ahead.
     """
 
     reads_documents = True
-    target: ServerTarget
+    depth = 1
 
-    def __init__(self, target: ServerTarget):
-        super().__init__(target, ())
-        self.depth, self._taken_at = 1, 0.0
-        self._waited = self._trained = 0.0
+    def ask(self, batch: Batch) -> Any:
+        """Begin to get the states of a batch, and return what has their `result`."""
+        raise NotImplementedError
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield copies of batches with the requests for their states, which `take` needs, at `REQUEST`."""
@@ -85,7 +77,7 @@ class LookAhead(StateSource):
         def read_one() -> bool:
             batch = next(source, None)
             if batch is not None:
-                unused.append(_Request(self.target, batch, used))
+                unused.append(_Request(partial(self.ask, batch), used))
                 read.append({**batch, REQUEST: unused[-1]})
             return batch is not None
 
@@ -106,6 +98,27 @@ class LookAhead(StateSource):
             if not read and not read_one():
                 return
             yield read.popleft()
+
+
+class LookAhead(_Ahead):
+    """Requests the hidden states of the next batches from servers while the head trains on the current one.
+
+    As many batches are requested ahead as the head trains on while the servers answer for one: with 3 s for an answer
+    and 1 s for a batch of the head, 3. The number follows the last measurement.
+
+    Args:
+        target: a target that servers run, which gives the auxiliary layers that it was connected for.
+    """
+
+    target: ServerTarget
+
+    def __init__(self, target: ServerTarget):
+        super().__init__(target, ())
+        self.depth, self._taken_at = 1, 0.0
+        self._waited = self._trained = 0.0
+
+    def ask(self, batch: Batch) -> PendingStates:
+        return self.target.begin(batch[DOCUMENTS].rows, batch["input_ids"].shape[1])
 
     def take(self, batch: Batch) -> TargetStates:
         """Wait for a batch's hidden states, and set `depth` by how long the servers took."""
@@ -132,7 +145,7 @@ def normaliser(logits: Tensor) -> Tensor:  # [C, V] -> [C]
     return exact(logits).logsumexp(-1)
 
 
-class KeptStates(StateSource):
+class KeptStates(_Ahead):
     """Computes what the target says about documents, and keeps it: one file each, in a folder of this target and head.
 
     No document sees another one, so other runs on the same documents read the same files, however rows are packed.
@@ -147,7 +160,6 @@ class KeptStates(StateSource):
         folder: the files' folder in the cache, which is made.
     """
 
-    reads_documents = True
     target: InProcessTarget
 
     def __init__(self, target: InProcessTarget, aux_layers: Sequence[int], normalisers: bool):
@@ -159,23 +171,19 @@ class KeptStates(StateSource):
         pays = compiling_pays(target.device, target.vocab_size)
         self.normaliser = Compiled(normaliser, "the normalisers") if pays else normaliser
 
-    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield copies of batches with what is read for them at `REQUEST`; one batch is read ahead."""
-        ahead = deque[Batch]()
-        for batch in batches:
-            ahead.append({**batch, REQUEST: self.files.read(partial(self._read, batch))})
-            if len(ahead) > 1:
-                yield ahead.popleft()
-        yield from ahead
+    def ask(self, batch: Batch) -> Future[tuple[TargetStates | None, dict[Path, Tensors]]]:
+        return self.files.read(partial(self._read, batch))
 
     def take(self, batch: Batch) -> TargetStates:
         """Return the states of a batch; what has no readable file is computed, and written by the thread."""
-        states, found = batch.pop(REQUEST).result()
+        request = batch[REQUEST]
+        states, found = request.take().result()
         if states is None:
             self.files.wait()  # for texts that the batches before have too
             states, found = self._read(batch)
         if states is None:
             states = self._joined(batch, found | self._compute(batch, found), self.target.device)
+        request.used(request)
         return TargetStates._make(x if x is None else x.to(self.target.device, non_blocking=True) for x in states)
 
     def _documents(self, batch: Batch) -> Iterator[tuple[Path, tuple[int, slice]]]:
