@@ -113,7 +113,7 @@ def test_a_head_that_no_machine_could_train_is_refused_before_it_is_made(target,
 @pytest.mark.parametrize("flags", [["--shard_optimizer", "true"], ["--stage1.optimizer", "muon"]])
 def test_a_head_whose_moments_fit_is_not_refused(target, flags):
     adamw = ["--stage1.optimizer", "adamw", "--speculator.inner_dim", "256", *OTHERWISE]
-    run = settled(parse([*adamw, *flags]), target, Place(8))
+    run = settled(parse([*adamw, *flags]), target, Place(8, "a GPU"))  # on a CPU a checkpoint joins them
     place = replace(run.place, memory=sum(Plan(run).memory()["stage1"].values()))
     Plan(replace(run, place=place)).refuse_too_large()
     with pytest.raises(UserError, match="stage1 needs"):
