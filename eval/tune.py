@@ -130,10 +130,8 @@ def _with_costs(target: Target, head: Speculator, tuning: Tuning) -> tuple[Tunin
         for choice in choices:
             if greedy not in choice.acceptance:
                 continue
-            tokens, paid = (
-                expected_tokens(choice.acceptance[greedy]),
-                cost(choice.shape, choice.shape.nodes, False, greedy, 1),
-            )
+            tokens = expected_tokens(choice.acceptance[greedy])
+            paid = cost(choice.shape, choice.shape.nodes, False, greedy, 1)
             figures = {"tokens": tokens, "cost": paid, "speedup": tokens / paid, "best": choice is best}
             rows.append({"temperature": _KINDS[kind], "draft": described(choice.shape), **figures})
         trees[kind] = [best.shape.paths] if isinstance(best.shape, FixedTree) else []
